@@ -1,0 +1,6 @@
+"""MegaKV: long-context inference for Hugging Face causal language models on DeepSpeed."""
+
+from megakv.config import MegaKVConfig
+from megakv.engine import MegaKVEngine, init_inference
+
+__all__ = ["MegaKVConfig", "MegaKVEngine", "init_inference"]

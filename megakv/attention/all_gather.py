@@ -1,0 +1,32 @@
+"""All-gather pass-KV, the form used in Llama 3 training: a baseline without overlap."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megakv.attention.message import KVFormat, Scratch
+from megakv.attention.method import AttentionCall, PackedAttention
+
+
+class AllGatherKV:
+    """Every rank first receives all keys and values, then attends to them."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
+        parts = list(call.local_parts())
+        if call.size > 1:
+            messages = KVFormat(call)
+            largest = max(messages.nbytes(rank) for rank in range(call.size))
+            buffer = self._scratch.take("own", largest, call.q_HLD.device)
+            messages.pack(parts, buffer)
+            gathered = call.comm.cp_all_gather(buffer, operation="all_gather", layer=call.layer)
+            for source in range(call.size):
+                if source != call.rank:
+                    parts += messages.unpack(source, gathered[source])
+        with call.comm.ledger.compute("attention", call.layer):
+            for part in parts:
+                attention.add(part)
+        return attention.result()

@@ -1,0 +1,169 @@
+"""Partial attention: one sequence's local queries against its keys, part by part, in any order.
+
+The exact results of context parallelism rest on this: each part gives an output and a log-sum-exp, and the merge of all
+parts is the attention over all keys (Context Parallelism, Section 3.2). What a query may see is decided from global
+slots, never from the order in which parts arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.backends import Alibi, attend_block
+from megakv.attention.merge import merge_
+from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
+
+__all__ = ["PartialAttention", "Scoring", "attend"]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer turns q.k into weights.
+
+    Parameters
+    ----------
+    scale
+        Factor of the dot products.
+    window
+        A query at slot s sees the keys at slots in ``(s - window, s]``; None: all up to s.
+    softcap
+        c turns a scaled score s into ``c * tanh(s / c)``.
+    alibi_slopes
+        ``[H]`` float32. The bias ``slope_h * (k_position - q_slot)`` is added to the scaled scores. Against the usual
+        ``slope_h * k_position`` it shifts a row's scores and log-sum-exp by a constant, which changes no weight: far
+        into a long prompt, float32 would lose the bias of neighbouring keys otherwise.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+
+
+class PartialAttention:
+    """Running output and log-sum-exp of one sequence's local queries.
+
+    Parameters
+    ----------
+    q_HLD
+        ``[H, L, D]`` queries after rotary; any strides (a transposed view of ``[L, H, D]`` is not copied); L may be 0.
+    q_slots
+        ``[L]`` their global slots, strictly ascending.
+    scoring
+        The layer's scale, window, soft cap and ALiBi slopes.
+    value_dim
+        Head dim of the values; the queries' if None. Only asked for before the first part.
+
+    Attributes
+    ----------
+    out : Tensor
+        ``[H, L, Dv]`` float32 (float64 for float64 queries), a view of ``[L, H, Dv]`` memory; 0 where no key was seen.
+        May be another tensor after `add`.
+    lse : Tensor
+        ``[H, L]``, same dtype: natural log-sum-exp; -inf where no key was seen.
+    """
+
+    def __init__(self, q_HLD: Tensor, q_slots: Slots, scoring: Scoring, value_dim: int | None = None) -> None:
+        assert q_HLD.shape[1] == len(q_slots), f"{q_HLD.shape[1]} query rows with {len(q_slots)} slots"
+        self.scoring = scoring
+        self._q_HLD = q_HLD
+        self._q_slots = q_slots
+        self._value_dim = q_HLD.shape[-1] if value_dim is None else value_dim
+        self._state: tuple[Tensor, Tensor] | None = None
+        # Rows that some block was stored in: the first block of a row needs no merge.
+        self._seen = np.zeros(len(q_slots), dtype=bool)
+
+    @property
+    def out(self) -> Tensor:
+        return self._accumulators()[0]
+
+    @property
+    def lse(self) -> Tensor:
+        return self._accumulators()[1]
+
+    def add(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots | None = None) -> None:
+        """Attend to the visible ones of these keys and merge the result.
+
+        Parameters
+        ----------
+        k_KSD, v_KSD
+            ``[K, S, D]`` and ``[K, S, Dv]`` in the queries' dtype, K a divisor of H; any strides with a last one of 1
+            are read without a copy; S may be 0. No key may be in two parts.
+        k_slots
+            ``[S]`` their global slots, strictly ascending.
+        k_positions
+            ``[S]`` their positions, for ALiBi; the slots if None.
+        """
+        assert k_KSD.shape[1] == v_KSD.shape[1] == len(k_slots), f"{k_KSD.shape[1]} keys with {len(k_slots)} slots"
+        for block in plan_blocks(self._q_slots, k_slots, self.scoring.window):
+            self._add_block(block, k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions)
+
+    def _add_block(self, block: Block, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots) -> None:
+        q0, q1, k0, k1, kind = block
+        device = self._q_HLD.device
+        visible = None
+        if kind == "masked":
+            pairs = visible_pairs(self._q_slots[q0:q1], k_slots[k0:k1], self.scoring.window)
+            visible = torch.from_numpy(pairs).to(device)
+        alibi = None
+        if self.scoring.alibi_slopes is not None:
+            q_slots, positions = torch.tensor(self._q_slots[q0:q1]), torch.tensor(k_positions[k0:k1])
+            alibi = Alibi(self.scoring.alibi_slopes, q_slots.to(device), positions.to(device))
+        out, lse = attend_block(
+            self._q_HLD[:, q0:q1],
+            k_KSD[:, k0:k1],
+            v_KSD[:, k0:k1],
+            self.scoring.scale,
+            causal=kind == "causal",
+            visible_LS=visible,
+            softcap=self.scoring.softcap,
+            alibi=alibi,
+        )
+        self._merge_rows(q0, q1, out, lse)
+
+    def _merge_rows(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
+        if self._state is None:
+            self._value_dim = out.shape[-1]
+            if q1 - q0 == len(self._q_slots):
+                self._state = out.to(self._dtype), lse
+                self._seen[:] = True
+                return
+        all_out, all_lse = self._accumulators()
+        if self._seen[q0:q1].any():
+            merge_(all_out[:, q0:q1], all_lse[:, q0:q1], out, lse)
+        else:
+            all_out[:, q0:q1] = out
+            all_lse[:, q0:q1] = lse
+        self._seen[q0:q1] = True
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(self._q_HLD.dtype, torch.float32)
+
+    def _accumulators(self) -> tuple[Tensor, Tensor]:
+        if self._state is None:
+            heads, rows, _ = self._q_HLD.shape
+            options = {"dtype": self._dtype, "device": self._q_HLD.device}
+            # The kernels' memory order, so that the merge walks both sides alike and [L, H * Dv] needs no copy.
+            out = torch.zeros(rows, heads, self._value_dim, **options).transpose(0, 1)
+            self._state = out, torch.full((rows, heads), -torch.inf, **options).t()
+        return self._state
+
+
+def attend(
+    q_HLD: Tensor,
+    k_KSD: Tensor,
+    v_KSD: Tensor,
+    q_slots: Slots,
+    k_slots: Slots,
+    scoring: Scoring,
+    k_positions: Slots | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence's queries over one set of keys: ``[H, L, Dv]`` and its log-sum-exp ``[H, L]``."""
+    partial = PartialAttention(q_HLD, q_slots, scoring, value_dim=v_KSD.shape[-1])
+    partial.add(k_KSD, v_KSD, k_slots, k_positions)
+    return partial.out, partial.lse

@@ -1,0 +1,29 @@
+"""Replicated queries: every rank holds the hidden state, so only partial results travel, in one collective."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megakv.attention.merge import merge_parts
+from megakv.attention.method import AttentionCall, PackedAttention
+
+
+class Replicated:
+    """Each rank attends to its own keys and values with all queries; one all-gather merges.
+
+    Right for decoding fewer sequences than ranks, where ring pass-Q would leave ranks without a token anyway.
+    """
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        assert call.layout.replicated or call.size == 1
+        with call.comm.ledger.compute("attention", call.layer):
+            attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
+            for part in call.local_parts():
+                attention.add(part)
+            out, lse = attention.result()
+        if call.size == 1:
+            return out, lse
+        both = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
+        gathered = call.comm.cp_all_gather(both, operation="replicated", layer=call.layer)
+        return merge_parts(gathered[..., :-1], gathered[..., -1])

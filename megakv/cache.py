@@ -1,0 +1,295 @@
+"""The transformers cache of a context-parallel model: one table of tokens over all ranks, one store per layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from megakv.sharding import IntArray, Layout
+
+GROWTH_DIVISOR = 32
+"""A full buffer grows by this fraction of its length, so unused room stays near 3%."""
+GROWTH_MINIMUM = 16
+
+
+class KVStore(Protocol):
+    """Where the keys and values of one layer lie on this rank, per sequence."""
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Add rows behind the present ones of a sequence."""
+
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
+
+    def crop(self, lengths: list[int]) -> None:
+        """Cut every sequence back to a number of rows."""
+
+    def reorder(self, index: list[int]) -> None:
+        """Row b becomes the present row ``index[b]``."""
+
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+
+
+class _GrowingRows:
+    """Rows of a ``[K, n, D]`` tensor: sized exactly at first, then grown by a small fraction."""
+
+    def __init__(self, rows: Tensor):
+        self._buffer = rows.contiguous()
+        self.length = rows.shape[1]
+
+    def append(self, rows: Tensor) -> None:
+        needed = self.length + rows.shape[1]
+        if needed > self._buffer.shape[1]:
+            room = needed + max(GROWTH_MINIMUM, needed // GROWTH_DIVISOR)
+            grown = rows.new_empty((rows.shape[0], room, rows.shape[2]))
+            grown[:, : self.length] = self._buffer[:, : self.length]
+            self._buffer = grown
+        self._buffer[:, self.length : needed] = rows
+        self.length = needed
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+        if 2 * length < self._buffer.shape[1]:
+            self._buffer = self.view().clone(memory_format=torch.contiguous_format)
+
+    def view(self) -> Tensor:
+        return self._buffer[:, : self.length]
+
+    def copy(self) -> _GrowingRows:
+        return _GrowingRows(self.view().clone())
+
+    def nbytes(self) -> int:
+        return self._buffer.numel() * self._buffer.element_size()
+
+
+class DenseStore:
+    """Keys and values in the memory of the model's device, one growing buffer per sequence."""
+
+    def __init__(self, batch: int):
+        self._keys: list[_GrowingRows | None] = [None] * batch
+        self._values: list[_GrowingRows | None] = [None] * batch
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        keys, values = self._keys[sequence], self._values[sequence]
+        if keys is None or values is None:
+            # A copy, so that the projection's whole output is not kept alive by a view of it.
+            self._keys[sequence] = _GrowingRows(k_KSD.clone(memory_format=torch.contiguous_format))
+            self._values[sequence] = _GrowingRows(v_KSD.clone(memory_format=torch.contiguous_format))
+        else:
+            keys.append(k_KSD)
+            values.append(v_KSD)
+
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[sequence], self._values[sequence]
+        assert keys is not None and values is not None
+        return keys.view(), values.view()
+
+    def crop(self, lengths: list[int]) -> None:
+        for rows in (self._keys, self._values):
+            for sequence, length in enumerate(lengths):
+                kept = rows[sequence]
+                if kept is not None and length < kept.length:
+                    kept.truncate(length)
+
+    def reorder(self, index: list[int]) -> None:
+        for rows in (self._keys, self._values):
+            present = list(rows)
+            moved: set[int] = set()
+            rows[:] = []
+            for source in index:
+                row = present[source]
+                # The first taker moves the buffer, every further one copies it.
+                rows.append(row.copy() if row is not None and source in moved else row)
+                moved.add(source)
+
+    def nbytes(self) -> int:
+        return sum(rows.nbytes() for rows in (*self._keys, *self._values) if rows is not None)
+
+
+class _TokenColumn:
+    """A growing 1-D integer array."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(GROWTH_MINIMUM, dtype=np.int64)
+        self.length = 0
+
+    def extend(self, values: IntArray) -> None:
+        needed = self.length + len(values)
+        if needed > len(self._buffer):
+            grown = np.empty(needed + needed // 4 + GROWTH_MINIMUM, dtype=np.int64)
+            grown[: self.length] = self._buffer[: self.length]
+            self._buffer = grown
+        self._buffer[self.length : needed] = values
+        self.length = needed
+
+    def view(self) -> IntArray:
+        return self._buffer[: self.length]
+
+    def copy(self) -> _TokenColumn:
+        column = _TokenColumn()
+        column.extend(self.view())
+        return column
+
+
+class TokenTable:
+    """Slots and positions of the cached tokens of every sequence on every context-parallel rank."""
+
+    def __init__(self, size: int, batch: int):
+        self.size = size
+        self.batch = batch
+        self._slots = [[_TokenColumn() for _ in range(batch)] for _ in range(size)]
+        self._positions = [[_TokenColumn() for _ in range(batch)] for _ in range(size)]
+
+    def extend(self, layout: Layout) -> None:
+        for rank, block in enumerate(layout.stored):
+            for sequence in range(self.batch):
+                run = block.run(sequence)
+                if run.stop > run.start:
+                    self._slots[rank][sequence].extend(block.slot[run])
+                    self._positions[rank][sequence].extend(block.position[run])
+
+    def slots(self, rank: int, sequence: int) -> IntArray:
+        return self._slots[rank][sequence].view()
+
+    def positions(self, rank: int, sequence: int) -> IntArray:
+        return self._positions[rank][sequence].view()
+
+    def counts(self) -> NDArray[np.int64]:
+        """``[N, B]`` tokens held by each rank of each sequence."""
+        return np.array([[column.length for column in row] for row in self._slots], dtype=np.int64).reshape(
+            self.size, self.batch
+        )
+
+    def crop(self, slots: int) -> None:
+        """Forget all tokens at `slots` and beyond."""
+        for rank in range(self.size):
+            for sequence in range(self.batch):
+                length = int(np.searchsorted(self.slots(rank, sequence), slots))
+                self._slots[rank][sequence].length = length
+                self._positions[rank][sequence].length = length
+
+    def reorder(self, index: list[int]) -> None:
+        self.batch = len(index)
+        for columns in (self._slots, self._positions):
+            for rank in range(self.size):
+                columns[rank] = [columns[rank][source].copy() for source in index]
+
+
+class _LayerView(CacheLayerMixin):
+    """What transformers sees of one layer. New keys and values pass through: the attention function stores them."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: ShardedCache):
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ShardedCache(Cache):
+    """A cache of global length whose keys and values are spread over the context-parallel ranks.
+
+    Parameters
+    ----------
+    layers : int
+        Number of attention layers.
+    size, rank : int
+        Context-parallel degree and this rank's index in it.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: int, *, size: int, rank: int):
+        super().__init__(layers=[_LayerView(self) for _ in range(layers)])
+        self.size = size
+        self.rank = rank
+        self.length = 0
+        self.table = TokenTable(size, 0)
+        self._stores: list[KVStore | None] = [None] * layers
+
+    @property
+    def batch_size(self) -> int:
+        return self.table.batch if self.length else -1
+
+    def begin(self, layout: Layout, batch: int) -> None:
+        """Register the tokens of a pass in the table, before its layers append their keys and values."""
+        if self.length == 0:
+            self.table = TokenTable(self.size, batch)
+            self._stores = [None] * len(self._stores)
+        elif batch != self.table.batch:
+            raise ValueError(
+                f"input_ids has {batch} rows but the cache holds {self.table.batch} sequences; "
+                "start a new session or pass as many rows"
+            )
+        self.table.extend(layout)
+
+    def commit(self, slots: int) -> None:
+        """End a pass: the cache now spans `slots` slots."""
+        self.length = slots
+
+    def store(self, layer: int) -> KVStore:
+        """The store of one layer, created at its first use."""
+        store = self._stores[layer]
+        if store is None:
+            store = self._stores[layer] = DenseStore(self.table.batch)
+        return store
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values held on this rank."""
+        return sum(store.nbytes() for store in self._stores if store is not None)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def cut_back(self, slots: int) -> None:
+        """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way."""
+        self.length = min(self.length, slots)
+        self.table.crop(slots)
+        lengths = self.table.counts()[self.rank].tolist()
+        for store in self._stores:
+            if store is not None:
+                store.crop(lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        # transformers before 5.18 passes the final length, later ones a negative number of tokens to remove.
+        self.cut_back(self.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove)
+
+    def reset(self) -> None:
+        self.cut_back(0)
+
+    def _reindex(self, index: list[int]) -> None:
+        self.table.reorder(index)
+        for store in self._stores:
+            if store is not None:
+                store.reorder(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._reindex(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._reindex([row for row in range(self.table.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = torch.arange(self.table.batch)[indices.cpu()]
+        self._reindex(rows.tolist())

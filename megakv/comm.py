@@ -1,0 +1,212 @@
+"""Every send, receive and collective of MegaKV: counted, ordered, timed out, and named in errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megakv.compat import inference_all_reduce
+from megakv.errors import MegaKVError
+from megakv.groups import Mesh
+from megakv.ledger import Ledger
+from megakv.peers import GRACE_SECONDS, Peer, PeerWatch
+
+T = TypeVar("T")
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass
+class Transfer:
+    """A send and a receive under way with the two neighbours of a ring."""
+
+    comm: Communicator
+    works: list[dist.Work]
+    operation: str
+    layer: int | None
+    peers: tuple[int, ...]
+    posted: float
+
+    def wait(self) -> None:
+        """Block until what was received may be read and what was sent may be overwritten."""
+        waited = self.comm.ledger.now()
+        with self.comm.guard(self.peers, self.operation, self.layer):
+            for work in self.works:
+                work.wait()
+        self.comm.ledger.transfer(self.operation, self.layer, self.posted, waited)
+
+
+class Communicator:
+    """Communication of one rank within its mesh.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        This rank's groups.
+    ledger : Ledger
+        Where calls, bytes and times are counted.
+    """
+
+    def __init__(self, mesh: Mesh, ledger: Ledger):
+        self.mesh = mesh
+        self.ledger = ledger
+        peers: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(peers, Peer.this(mesh.rank))
+        self.watch = PeerWatch(mesh.rank, peers)
+
+    @contextmanager
+    def guard(self, peers: Sequence[int], operation: str, layer: int | None) -> Iterator[None]:
+        """Turn a broken connection or a time-out into an error that names the lost rank and what was going on."""
+        try:
+            yield
+        except MegaKVError:
+            raise
+        except RuntimeError as error:
+            dead = self.watch.dead(grace=GRACE_SECONDS)
+            others = [rank for rank in peers if rank != self.mesh.rank]
+            named = ", ".join(self.watch.describe(rank) for rank in (dead or others))
+            where = operation if layer is None else f"{operation} of layer {layer}"
+            verb = "was lost" if dead else "did not answer"
+            raise MegaKVError(
+                f"rank {self.mesh.rank}: {named} {verb} during {where} "
+                f"(megakv.timeout_s = {self.mesh.timeout_s:g}): {str(error).splitlines()[0]}"
+            ) from error
+
+    def _timed(self, operation: str, layer: int | None, peers: Sequence[int], sent: int, call: Callable[[], T]) -> T:
+        posted = self.ledger.now()
+        self.ledger.sent(operation, layer, sent)
+        with self.guard(peers, operation, layer):
+            result = call()
+        self.ledger.transfer(operation, layer, posted, posted)
+        return result
+
+    # Context-parallel group
+
+    def shift(
+        self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None, header_bytes: int = 0
+    ) -> Transfer:
+        """Start passing a buffer to the next rank of the ring while receiving one from the previous rank.
+
+        Parameters
+        ----------
+        send, receive : Tensor
+            Contiguous; `receive` has the size of what the previous rank sends.
+        header_bytes : int
+            Part of `send` that is positions rather than payload; counted as ``positions``.
+        """
+        mesh = self.mesh
+        following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
+        previous = mesh.cp_ranks[(mesh.cp_rank - 1) % mesh.cp_size]
+        posted = self.ledger.now()
+        self.ledger.sent(operation, layer, nbytes(send) - header_bytes)
+        if header_bytes:
+            self.ledger.sent("positions", layer, header_bytes)
+        peers = (previous, following)
+        with self.guard(peers, operation, layer):
+            # Receive before send, always: the other order halves gloo's throughput. NCCL needs both in one group.
+            operations = [
+                dist.P2POp(dist.irecv, receive, previous, mesh.cp_group),
+                dist.P2POp(dist.isend, send, following, mesh.cp_group),
+            ]
+            works = dist.batch_isend_irecv(operations)
+        return Transfer(self, works, operation, layer, peers, posted)
+
+    def cp_all_gather(self, tensor: Tensor, *, operation: str, layer: int | None) -> Tensor:
+        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks."""
+        mesh = self.mesh
+        gathered = tensor.new_empty((mesh.cp_size, *tensor.shape))
+        if mesh.cp_group is None:
+            gathered[0] = tensor
+            return gathered
+        sent = nbytes(tensor) * (mesh.cp_size - 1)
+        pieces = list(gathered.unbind(0))
+        self._timed(
+            operation, layer, mesh.cp_ranks, sent, lambda: dist.all_gather(pieces, tensor.contiguous(), mesh.cp_group)
+        )
+        return gathered
+
+    def cp_all_to_all(
+        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
+    ) -> Tensor:
+        """Exchange pieces of a flat tensor, each rank its own part, with all context-parallel ranks."""
+        mesh = self.mesh
+        received = send.new_empty(sum(receive_counts))
+        if mesh.cp_group is None:
+            return received.copy_(send)
+        sent = (sum(send_counts) - send_counts[mesh.cp_rank]) * send.element_size()
+        self._timed(
+            operation,
+            layer,
+            mesh.cp_ranks,
+            sent,
+            lambda: dist.all_to_all_single(received, send, receive_counts, send_counts, mesh.cp_group),
+        )
+        return received
+
+    # Tensor-parallel group
+
+    def tp_all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the tensor-parallel group, in place."""
+        mesh = self.mesh
+        if mesh.tp_group is None:
+            return tensor
+        # What a ring all-reduce puts on the wire per rank.
+        sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
+        if mesh.shared_memory:
+            self._timed("tp_all_reduce", None, mesh.tp_ranks, sent, lambda: inference_all_reduce(tensor))
+        else:
+            self._timed(
+                "tp_all_reduce", None, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, group=mesh.tp_group)
+            )
+        return tensor
+
+    # World
+
+    def broadcast(self, tensor: Tensor, source: int, *, operation: str) -> Tensor:
+        """Overwrite `tensor` on every rank with that of world rank `source`."""
+        mesh = self.mesh
+        if mesh.world_size > 1:
+            sent = nbytes(tensor) * (mesh.world_size - 1) if mesh.rank == source else 0
+            everyone = range(mesh.world_size)
+            self._timed(operation, None, everyone, sent, lambda: dist.broadcast(tensor, source))
+        return tensor
+
+    def gather_objects(self, value: T) -> list[T]:
+        """One small object of every rank, on every rank."""
+        values: list[Any] = [None] * self.mesh.world_size
+        with self.guard(range(self.mesh.world_size), "control", None):
+            dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, error: Exception | None) -> None:
+        """Let every rank fail if any does, with the same message, so that nobody waits for a rank that gave up.
+
+        Raises
+        ------
+        MegaKVError
+            With the first failing rank's message; on the failing rank itself the error it passed.
+        """
+        messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise MegaKVError(f"rank {rank} failed: {message}")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gather_objects(None)
+
+    def device_tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        """A small tensor where collectives can reach it."""
+        return torch.tensor(values, dtype=dtype, device=self.mesh.device)

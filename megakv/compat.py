@@ -1,0 +1,54 @@
+"""Every difference between supported versions of torch, DeepSpeed and transformers, and the reach into their insides."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import deepspeed
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+@contextmanager
+def _shared_memory_op(wanted: bool) -> Iterator[None]:
+    """Say in DeepSpeed's table of usable ops, for a moment, that its shared-memory collective is not wanted.
+
+    DeepSpeed builds and starts it whenever the process group starts on CPU. It crashes on more than one host and takes
+    most of a minute to build, so it is started only where it can serve.
+    """
+    table = importlib.import_module("deepspeed.ops").__compatible_ops__
+    present = table.get(SHARED_MEMORY_OP, False)
+    if not wanted:
+        table[SHARED_MEMORY_OP] = False
+    try:
+        yield
+    finally:
+        table[SHARED_MEMORY_OP] = present
+
+
+def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> None:
+    """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted."""
+    if deepspeed.comm.is_initialized():
+        return
+    with _shared_memory_op(shared_memory):
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(dist.get_rank() % max(1, accelerator.device_count()))
+
+
+def shared_memory_available() -> bool:
+    """Whether DeepSpeed's shared-memory all-reduce was built and started in this process."""
+    return get_accelerator().device_name() == "cpu" and hasattr(torch.ops.deepspeed, "inference_all_reduce_")
+
+
+def inference_all_reduce(tensor: torch.Tensor) -> None:
+    """DeepSpeed's shared-memory sum over the whole world, in place."""
+    deepspeed.comm.inference_all_reduce(tensor)

@@ -1,0 +1,185 @@
+"""The JSON of a run: a DeepSpeed inference config plus one ``megakv`` section."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field, ValidationError
+
+from megakv.tracking.config import TrackingConfig
+
+REFUSED_KEYS = {
+    "replace_with_kernel_inject": "kernel injection replaces the attention that MegaKV provides",
+    "enable_cuda_graph": "MegaKV's communication cannot be captured",
+    "use_triton": "it belongs to kernel injection",
+    "triton_autotune": "it belongs to kernel injection",
+    "zero": "weights are placed by megakv.context_parallel and tensor_parallel",
+    "triangular_masking": "only causal masks are supported",
+    "moe": "experts follow tensor_parallel.tp_size",
+    "quant": "weight quantisation is not supported",
+    "checkpoint": "pass the model's directory or hub id as the first argument",
+    "base_dir": "pass the model's directory or hub id as the first argument",
+    "set_empty_params": "weights are always loaded straight into their shards",
+    "save_mp_checkpoint_path": "checkpoints stay as transformers wrote them",
+    "checkpoint_config": "pass the model's directory or hub id as the first argument",
+    "return_tuple": "layers return what transformers expects",
+    "training_mp_size": "checkpoints stay as transformers wrote them",
+    "replace_method": "nothing is replaced",
+    "injection_policy": "MegaKV finds row-parallel layers by itself",
+    "injection_policy_tuple": "MegaKV finds row-parallel layers by itself",
+    "config": "the model's own config is used",
+    "min_out_tokens": "there is no workspace to size",
+    "transposed_mode": "it belongs to kernel injection",
+    "mpu": "MegaKV makes its own groups from megakv.context_parallel.size and tensor_parallel.tp_size",
+    "ep_size": "experts follow tensor_parallel.tp_size",
+    "ep_group": "experts follow tensor_parallel.tp_size",
+    "ep_mp_group": "experts follow tensor_parallel.tp_size",
+    "moe_experts": "experts follow tensor_parallel.tp_size",
+    "moe_type": "experts follow tensor_parallel.tp_size",
+}
+REFUSED_TP_KEYS = ("mpu", "tp_group", "tp_grain_size")
+
+
+class ContextParallelConfig(DeepSpeedConfigModel):
+    """Section ``megakv.context_parallel``."""
+
+    size: int = Field(1, ge=1)
+    """Number of context-parallel ranks; times ``tensor_parallel.tp_size`` it must be the number of ranks started."""
+
+    prefill: Literal["auto", "pass_kv", "pass_q", "all_gather"] = "auto"
+    """How the tokens of a prompt attend across ranks."""
+
+    decode: Literal["auto", "pass_q", "replicated"] = "auto"
+    """How newly generated tokens attend across ranks."""
+
+
+class MegaKVSection(DeepSpeedConfigModel):
+    """Section ``megakv``."""
+
+    context_parallel: ContextParallelConfig = Field(default_factory=ContextParallelConfig)
+
+    load: Literal["checkpoint", "random"] = "checkpoint"
+    """``random`` builds the architecture from its config alone, for benchmarks without weights."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of ``"load": "random"``."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
+
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+
+class MegaKVConfig(DeepSpeedInferenceConfig):
+    """A DeepSpeed inference config with a ``megakv`` section.
+
+    Differences from DeepSpeed's defaults: `dtype` is the checkpoint's own, and `max_out_tokens` bounds prompt plus
+    output only where it is given.
+    """
+
+    dtype: torch.dtype | None = None  # type: ignore[assignment]
+    megakv: MegaKVSection = Field(default_factory=MegaKVSection)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel degree."""
+        return int(self.tensor_parallel.tp_size)
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel degree."""
+        return int(self.megakv.context_parallel.size)
+
+
+def _allowed(error: Any) -> str:
+    context = error.get("ctx", {})
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        return "unknown key"
+    if "expected" in context:
+        return f"allowed: {context['expected']}"
+    return str(error["msg"])
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    lines = []
+    for entry in error.errors():
+        key = ".".join(str(part) for part in entry["loc"])
+        lines.append(f"{source}: {key} = {entry['input']!r}: {_allowed(entry)}")
+    return "\n".join(lines)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"config {path} cannot be read: {error.strerror}") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config {path} is not valid JSON: line {error.lineno}: {error.msg}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"config {path} must be a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _refuse(config: MegaKVConfig, source: str) -> None:
+    fields = MegaKVConfig.model_fields
+    for key in sorted(config.model_fields_set & REFUSED_KEYS.keys()):
+        value = getattr(config, key, None)
+        if value != fields[key].get_default(call_default_factory=True) and value:
+            raise ValueError(f"{source}: {key} = {value!r} is not supported with MegaKV: {REFUSED_KEYS[key]}")
+    parallel = config.tensor_parallel
+    for key in sorted(parallel.model_fields_set.intersection(REFUSED_TP_KEYS)):
+        raise ValueError(
+            f"{source}: tensor_parallel.{key} is not supported with MegaKV: groups and shards follow "
+            "tensor_parallel.tp_size"
+        )
+    if parallel.tp_size < 1:
+        raise ValueError(f"{source}: tensor_parallel.tp_size = {parallel.tp_size}: allowed: 1 or more")
+    if not parallel.enabled and parallel.tp_size > 1:
+        raise ValueError(
+            f"{source}: tensor_parallel.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}"
+        )
+    if config.dtype is not None and config.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"{source}: dtype = {config.dtype}: allowed: fp32, bf16, fp16")
+
+
+def load_config(config: dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
+    """Read and check a configuration.
+
+    Parameters
+    ----------
+    config : dict or path, optional
+        The JSON's content, or its file.
+    **overrides
+        Further keys, as `deepspeed.init_inference` takes them; they may not contradict the JSON's.
+
+    Raises
+    ------
+    ValueError
+        Naming the offending key, its value and what is allowed.
+    """
+    if config is None or isinstance(config, dict):
+        source, values = "config", dict(config or {})
+    elif isinstance(config, str | Path):
+        source, values = str(config), _read_json(Path(config))
+    else:
+        raise ValueError(f"config must be a dict or the path of a JSON file, not {type(config).__name__}")
+    for key, value in overrides.items():
+        if key in values and values[key] != value:
+            raise ValueError(f"{source}: {key} = {values[key]!r} contradicts the argument {key} = {value!r}")
+        values[key] = value
+    try:
+        parsed = MegaKVConfig(**values)
+    except ValidationError as error:
+        raise ValueError(_explain(error, source)) from None
+    except AssertionError as error:
+        raise ValueError(f"{source}: {error}") from None
+    _refuse(parsed, source)
+    return parsed

@@ -1,0 +1,324 @@
+"""The engine: DeepSpeed's inference engine, with tokens sharded over context-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.inference.engine import InferenceEngine
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megakv.cache import ShardedCache
+from megakv.comm import Communicator
+from megakv.config import MegaKVConfig, load_config
+from megakv.errors import MegaKVError
+from megakv.generation import TokenClock, check_length, check_options, prepare_options, share_random_state
+from megakv.groups import check_mesh, make_mesh, start_distributed
+from megakv.injection.hooks import ForwardHooks
+from megakv.injection.interface import attach
+from megakv.injection.policy import policy_for
+from megakv.ledger import Ledger
+from megakv.loading import LoadedModel, build_model
+from megakv.runtime import Runtime
+from megakv.session import Session
+from megakv.tracking import (
+    RankReport,
+    RunReport,
+    Tracker,
+    machine_info,
+    peak_memory_bytes,
+    reset_peak_memory,
+    version_info,
+)
+
+
+class MegaKVEngine(InferenceEngine):
+    """A Hugging Face causal language model over a context-parallel x tensor-parallel mesh.
+
+    Made by `init_inference`. Every rank must make the same calls with the same arguments; where ranks could differ
+    (random state, stop decisions), rank 0's word holds.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model with this rank's weights.
+    config : MegaKVConfig
+    comm : Communicator
+    """
+
+    def __init__(self, loaded: LoadedModel, config: MegaKVConfig, comm: Communicator):
+        model = loaded.module
+        # Weights are sharded and typed already: DeepSpeed must not make groups of its own, nor shard again.
+        plain = config.model_copy(update={"dtype": model.dtype})
+        plain.tensor_parallel = config.tensor_parallel.model_copy(update={"tp_size": 1})
+        super().__init__(model, plain)
+        # DeepSpeed hides our method behind its own, which refuses beams and long prompts.
+        self.__dict__.pop("generate", None)
+        self._config = config
+        self.mesh = comm.mesh
+        self.mp_group = comm.mesh.tp_group
+        self._comm = comm
+        self._loaded = loaded
+        self._policy = policy_for(model.config.model_type)
+        text = model.config.get_text_config()
+        self._runtime = Runtime(
+            comm=comm,
+            config=config.megakv.context_parallel,
+            heads=text.num_attention_heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        )
+        layers = attach(model, self._runtime)
+        self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
+        self._positions = getattr(text, "max_position_embeddings", None)
+        comm.ledger.timeline = config.megakv.tracking.timeline is not None
+        self.tracker = Tracker(config.megakv.tracking, config.model_dump(mode="json", fallback=str), comm.mesh.rank)
+        self._clock = TokenClock(comm.ledger.now)
+        self._last: dict[str, int] = {"prompt_tokens": 0, "new_tokens": 0, "tokens": 0, "kv_bytes": 0}
+        comm.watch.install()
+        model.eval()
+
+    def _convert_to_dtype(self, config: Any) -> None:
+        """Weights are loaded in their type; converting the module would also round its rotary frequencies."""
+
+    # Use
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward over all ranks.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As the transformers model takes them: ``input_ids`` ``[B, S]`` with optional 2-D ``attention_mask`` (left or
+            right padding), ``position_ids``, ``past_key_values`` of an earlier call, ``use_cache``, ``logits_to_keep``.
+
+        Returns
+        -------
+        ModelOutput
+            With ``logits`` ``[B, S, V]`` in input order on every rank (zero at padding), or the last
+            ``logits_to_keep`` of them.
+
+        Raises
+        ------
+        ValueError
+            If an argument is not supported, by its name.
+        MegaKVError
+            If a peer is lost.
+        """
+        self.check_open()
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor):
+            self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
+        return self.module(*args, **kwargs)
+
+    def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
+        """transformers' own `generate`, over all ranks.
+
+        Parameters
+        ----------
+        inputs : Tensor, optional
+            ``[B, S]`` prompt, also as ``input_ids=``.
+        **options
+            All that `transformers.GenerationMixin.generate` takes, but what needs a second model or hidden states.
+
+        Returns
+        -------
+        Tensor or ModelOutput
+            The same on every rank.
+
+        Raises
+        ------
+        ValueError
+            If an option is not supported, by its name, or the prompt is empty or too long.
+        MegaKVError
+            If a peer is lost.
+        """
+        return self.generate_into(self._new_cache(), inputs, **options)
+
+    _generate = generate
+
+    @torch.no_grad()
+    def generate_into(self, cache: ShardedCache, inputs: Tensor | None = None, **options: Any) -> Any:
+        """`generate` on top of what a cache holds; `inputs` are all tokens, cached ones included."""
+        self.check_open()
+        ids = inputs if inputs is not None else options.pop("input_ids", None)
+        check_options(self.module, options)
+        if isinstance(ids, Tensor):
+            self._check_prompt(ids, None, options)
+            if cache.length >= ids.shape[1]:
+                raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
+        share_random_state(self._comm)
+        self._comm.barrier()
+        reset_peak_memory(self.mesh.device)
+        self._comm.ledger.reset()
+        self._clock = TokenClock(self._comm.ledger.now)
+        prepared = prepare_options(self.module, options, self._comm, self._clock)
+        use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
+        with self._holding(cache if use_cache else None):
+            output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
+        self._remember(ids, options, cache, output)
+        return output
+
+    def session(self) -> Session:
+        """A conversation whose keys and values stay sharded between turns."""
+        return Session(self, self._new_cache())
+
+    def report(self) -> RunReport:
+        """What the last `generate` did on every rank. Every rank must call it.
+
+        Raises
+        ------
+        MegaKVError
+            If a peer is lost.
+        """
+        self.check_open()
+        totals = self._comm.ledger.by_operation()
+        own = RankReport(
+            rank=self.mesh.rank,
+            host=self._comm.watch.host,
+            cp_rank=self.mesh.cp_rank,
+            tp_rank=self.mesh.tp_rank,
+            tokens=self._last["tokens"],
+            kv_bytes=self._last["kv_bytes"],
+            peak_bytes=peak_memory_bytes(self.mesh.device),
+            bytes_sent={name: tally.bytes_sent for name, tally in totals.items()},
+            calls={name: tally.calls for name, tally in totals.items()},
+            seconds_exposed={name: tally.seconds_exposed for name, tally in totals.items()},
+            events=list(self._comm.ledger.spans),
+        )
+        return RunReport(
+            config=self._config.model_dump(mode="json", fallback=str),
+            model=self._loaded.name,
+            mesh={"cp": self.mesh.cp_size, "tp": self.mesh.tp_size},
+            ttft_s=self._clock.ttft_s,
+            ttit_s=self._clock.ttit_s,
+            prompt_tokens=self._last["prompt_tokens"],
+            new_tokens=self._last["new_tokens"],
+            ranks=self._comm.gather_objects(own),
+            versions=version_info(),
+            machine=machine_info(),
+        )
+
+    def destroy(self) -> None:
+        """Give back hooks and signal handlers; the engine and its sessions cannot be used afterwards."""
+        if getattr(self, "_hooks", None) is not None:
+            assert self._hooks is not None
+            self._hooks.remove()
+            self._hooks = None
+            self._comm.watch.uninstall()
+            self.tracker.close()
+
+    def check_open(self) -> None:
+        """Refuse to work after `destroy`.
+
+        Raises
+        ------
+        MegaKVError
+        """
+        if self._hooks is None:
+            raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
+
+    # Inside
+
+    def _new_cache(self) -> ShardedCache:
+        self.check_open()
+        assert self._hooks is not None
+        return self._hooks.new_cache()
+
+    def _check_prompt(self, ids: Tensor, past: Any, options: dict[str, Any]) -> None:
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
+        given = "max_out_tokens" in self._config.model_fields_set
+        length = ids.shape[1] + (past.get_seq_length() if past is not None else 0)
+        rope_scaled = self._hooks is not None and self._hooks.length_dependent
+        check_length(
+            length,
+            options,
+            self.module,
+            positions=None if rope_scaled else self._positions,
+            learned=self._policy.learned_positions,
+            max_out_tokens=self._config.max_out_tokens if given else None,
+        )
+
+    @contextmanager
+    def _holding(self, cache: ShardedCache | None) -> Iterator[None]:
+        """Keep a cache attached during a `generate` call: some models drop it on the way."""
+        self._runtime.cache = cache
+        try:
+            yield
+        finally:
+            self._runtime.cache = None
+
+    def _remember(self, ids: Tensor | None, options: dict[str, Any], cache: ShardedCache, output: Any) -> None:
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        mask = options.get("attention_mask")
+        prompt = int(mask.sum()) if isinstance(mask, Tensor) else ids.numel() if isinstance(ids, Tensor) else 0
+        length = ids.shape[1] if isinstance(ids, Tensor) else 0
+        self._last = {
+            "prompt_tokens": prompt,
+            "new_tokens": (sequences.shape[1] - length) * sequences.shape[0],
+            "tokens": int(cache.table.counts()[self.mesh.cp_rank].sum()) if cache.length else 0,
+            "kv_bytes": cache.nbytes(),
+        }
+
+
+def init_inference(
+    model: str | Path | nn.Module, config: dict[str, Any] | str | Path | None = None, **overrides: Any
+) -> MegaKVEngine:
+    """Build an engine on every rank.
+
+    Parameters
+    ----------
+    model : path, hub id or PreTrainedModel
+        A directory or hub id is read straight into this rank's shards. With ``"load": "random"`` only its config is
+        read. A model instance is used, and sharded, in place.
+    config : dict or path, optional
+        A DeepSpeed inference config with a ``megakv`` section, or the JSON file of one.
+    **overrides
+        Further keys, as `deepspeed.init_inference` takes them.
+
+    Returns
+    -------
+    MegaKVEngine
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or impossible: its key, its value and what is allowed.
+    MegaKVError
+        If a checkpoint is broken or a peer is lost.
+
+    Notes
+    -----
+    Starts the process group through DeepSpeed unless it stands; the deepspeed launcher, torchrun and Slurm work alike.
+    """
+    parsed = load_config(config, **overrides)
+    cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
+    start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)
+    check_mesh(cp_size, tp_size, dist.get_world_size())
+    mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
+    comm = Communicator(mesh, Ledger())
+    failure: Exception | None = None
+    loaded: LoadedModel | None = None
+    try:
+        loaded = build_model(
+            model,
+            dtype=parsed.dtype,
+            load=section.load,
+            tp_rank=mesh.tp_rank,
+            tp_size=tp_size,
+            all_reduce=comm.tp_all_reduce,
+            device=mesh.device,
+            seed=section.seed,
+            progress=mesh.rank == 0,
+        )
+    except (ValueError, OSError, MegaKVError) as error:
+        failure = error
+    comm.agree(failure)
+    assert loaded is not None and isinstance(loaded.module, PreTrainedModel)
+    return MegaKVEngine(loaded, parsed, comm)

@@ -1,0 +1,184 @@
+"""What `generate` may be asked for, and the agreement of all ranks on seeds, tokens and stops."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from megakv.comm import Communicator
+from megakv.errors import MegaKVError
+
+REFUSED_OPTIONS = {
+    "assistant_model": "assisted decoding runs a second model",
+    "assistant_tokenizer": "assisted decoding runs a second model",
+    "prompt_lookup_num_tokens": "assisted decoding is not supported",
+    "assistant_early_exit": "assisted decoding is not supported",
+    "custom_generate": "only transformers' own generation loops are supported",
+    "negative_prompt_ids": "classifier-free guidance runs the model on a second prompt",
+    "guidance_scale": "classifier-free guidance runs the model on a second prompt",
+    "dola_layers": "DoLa needs the hidden states of every layer",
+    "penalty_alpha": "contrastive search needs hidden states",
+    "cache_implementation": "MegaKV keeps its own sharded cache",
+    "past_key_values": "MegaKV keeps its own sharded cache; use engine.session()",
+    "synced_gpus": "all ranks take every step together anyway",
+    "output_attentions": "attention weights are never materialised",
+    "output_hidden_states": "hidden states stay on the rank that computed them",
+}
+
+
+def _given(name: str, options: dict[str, Any], config: GenerationConfig) -> Any:
+    return options[name] if options.get(name) is not None else getattr(config, name, None)
+
+
+def _is_set(name: str, value: Any) -> bool:
+    if name == "guidance_scale":
+        return value is not None and value != 1
+    return value is not None and value is not False
+
+
+def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Refuse the options of `generate` that cannot work.
+
+    Raises
+    ------
+    ValueError
+        Naming the option, its value and the reason.
+    """
+    config = options.get("generation_config") or model.generation_config
+    for name, reason in REFUSED_OPTIONS.items():
+        value = _given(name, options, config)
+        if _is_set(name, value):
+            shown = type(value).__name__ if isinstance(value, torch.nn.Module | Tensor) else repr(value)
+            raise ValueError(f"generate({name}={shown}) is not supported with MegaKV: {reason}")
+
+
+def check_length(prompt: int, options: dict[str, Any], model: PreTrainedModel, *, positions: int | None,
+                 learned: bool, max_out_tokens: int | None) -> None:
+    """Refuse a prompt that the model, or the configuration, has no room for.
+
+    Parameters
+    ----------
+    prompt : int
+        Tokens of the longest prompt, cached ones included.
+    positions : int, optional
+        The model's ``max_position_embeddings``.
+    learned : bool
+        Whether generated tokens beyond it cannot be computed either.
+    max_out_tokens : int, optional
+        DeepSpeed's bound on prompt plus output, where the JSON gives one.
+
+    Raises
+    ------
+    ValueError
+        Naming the lengths and the limit.
+    """
+    config = options.get("generation_config") or model.generation_config
+    new = _given("max_new_tokens", options, config)
+    total = prompt + new if new is not None else max(prompt, _given("max_length", options, config) or 0)
+    if positions is not None and prompt > positions:
+        raise ValueError(
+            f"the prompt has {prompt} tokens but the model has positions for {positions} "
+            "(max_position_embeddings); shorten the prompt or use a model with a longer context"
+        )
+    if positions is not None and learned and total > positions:
+        raise ValueError(
+            f"prompt and output need {total} positions but the model has a table of {positions} "
+            f"(max_position_embeddings); ask for at most {positions - prompt} new tokens"
+        )
+    if max_out_tokens is not None and total > max_out_tokens:
+        raise ValueError(
+            f"prompt and output need {total} tokens but max_out_tokens = {max_out_tokens}; raise it in the JSON"
+        )
+
+
+def share_random_state(comm: Communicator) -> None:
+    """Give every rank the state of rank 0's random number generators, so that all draw the same tokens."""
+    device = comm.mesh.device
+    state = torch.get_rng_state().to(device)
+    torch.set_rng_state(comm.broadcast(state, 0, operation="control").cpu())
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        state = module.get_rng_state(device).to(device)
+        module.set_rng_state(comm.broadcast(state, 0, operation="control").cpu(), device)
+
+
+@dataclass
+class TokenClock:
+    """When each token of a `generate` call was known, in seconds of the ledger's clock."""
+
+    now: Callable[[], float]
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return self.times[0] if self.times else None
+
+    @property
+    def ttit_s(self) -> float | None:
+        """Mean time to incremental token."""
+        steps = len(self.times) - 1
+        return (self.times[-1] - self.times[0]) / steps if steps > 0 else None
+
+
+class RankZeroStop(StoppingCriteria):
+    """Rank 0's word on when to stop, checked to be said of the same tokens on every rank.
+
+    Parameters
+    ----------
+    comm : Communicator
+    criteria : list of StoppingCriteria
+        The user's own, asked on rank 0 only.
+    max_time : float, optional
+        Seconds, by rank 0's clock.
+    clock : TokenClock
+    """
+
+    def __init__(self, comm: Communicator, criteria: list[Any], max_time: float | None, clock: TokenClock):
+        self._comm = comm
+        self._criteria = criteria
+        self._deadline = None if max_time is None else time.monotonic() + max_time
+        self._clock = clock
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self._clock.times.append(self._clock.now())
+        batch = input_ids.shape[0]
+        word = torch.zeros((2, batch), dtype=torch.int64)
+        word[0] = input_ids[:, -1].cpu()
+        if self._comm.mesh.rank == 0:
+            done = torch.zeros(batch, dtype=torch.bool)
+            for criterion in self._criteria:
+                done |= torch.as_tensor(criterion(input_ids, scores, **kwargs)).cpu()
+            if self._deadline is not None:
+                done |= time.monotonic() > self._deadline
+            word[1] = done
+        agreed = self._comm.broadcast(word.to(self._comm.mesh.device), 0, operation="control")
+        if not torch.equal(agreed[0].cpu(), word[0]):
+            raise MegaKVError(
+                f"rank {self._comm.mesh.rank} chose other tokens than rank 0 at length {input_ids.shape[1]}: a logits "
+                "processor or prefix_allowed_tokens_fn gives different results on different ranks"
+            )
+        return agreed[1].bool().to(input_ids.device)
+
+
+def prepare_options(model: PreTrainedModel, options: dict[str, Any], comm: Communicator, clock: TokenClock) -> dict[str, Any]:
+    """The options to hand to transformers: stops decided by rank 0, tokens streamed from rank 0."""
+    prepared = dict(options)
+    config = options.get("generation_config") or model.generation_config
+    max_time = _given("max_time", options, config)
+    if max_time is not None:
+        prepared.pop("max_time", None)
+        prepared["generation_config"] = copy.deepcopy(config)
+        prepared["generation_config"].max_time = None
+    criteria = list(prepared.pop("stopping_criteria", None) or [])
+    prepared["stopping_criteria"] = StoppingCriteriaList([RankZeroStop(comm, criteria, max_time, clock)])
+    if comm.mesh.rank != 0:
+        prepared.pop("streamer", None)
+    return prepared

@@ -1,0 +1,123 @@
+"""The context-parallel x tensor-parallel mesh over the world: TP inside a node, CP across nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megakv.compat import init_deepspeed_distributed, shared_memory_available
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among all ranks.
+
+    Rank ``r`` has tensor-parallel index ``r % tp_size`` and context-parallel index ``r // tp_size``: neighbours in rank
+    order, which launchers put on one host, share a TP group. Every TP index has a CP group of its own, so a ring passes
+    the KV heads of one shard.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        In the whole world.
+    cp_size, cp_rank, tp_size, tp_rank : int
+        Degrees and indices.
+    cp_ranks, tp_ranks : tuple of int
+        World ranks of this rank's groups, by index.
+    cp_group, tp_group : ProcessGroup
+        None where the degree is 1.
+    device : torch.device
+        Where this rank computes.
+    shared_memory : bool
+        Whether DeepSpeed's shared-memory all-reduce may serve the TP group. It ignores its group and works on one host
+        only, so it is right exactly when the TP group is the whole world on one host.
+    timeout_s : float
+        How long a silent peer is waited for.
+    """
+
+    rank: int
+    world_size: int
+    cp_size: int
+    cp_rank: int
+    tp_size: int
+    tp_rank: int
+    cp_ranks: tuple[int, ...]
+    tp_ranks: tuple[int, ...]
+    cp_group: dist.ProcessGroup | None
+    tp_group: dist.ProcessGroup | None
+    device: torch.device
+    shared_memory: bool
+    timeout_s: float
+
+
+def check_mesh(cp_size: int, tp_size: int, world_size: int) -> None:
+    """Refuse degrees whose product is not the world size.
+
+    Raises
+    ------
+    ValueError
+        Naming both settings and the products that would work.
+    """
+    if cp_size * tp_size != world_size:
+        fits = ", ".join(f"{world_size // tp} x {tp}" for tp in range(1, world_size + 1) if world_size % tp == 0)
+        raise ValueError(
+            f"megakv.context_parallel.size = {cp_size} times tensor_parallel.tp_size = {tp_size} is "
+            f"{cp_size * tp_size}, but {world_size} ranks were started; CP x TP that work: {fits}"
+        )
+
+
+def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
+    """Join the world, through DeepSpeed, unless the process group stands already.
+
+    Parameters
+    ----------
+    tp_only : bool
+        Whether the TP group is the whole world, so that DeepSpeed's shared-memory all-reduce is worth building.
+    timeout_s : float
+        How long a silent peer is waited for, in seconds.
+    """
+    init_deepspeed_distributed(shared_memory=tp_only, timeout=timedelta(seconds=timeout_s))
+
+
+def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
+    """Create the groups of a mesh. Every rank must call it.
+
+    Raises
+    ------
+    ValueError
+        If CP x TP is not the world size.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    check_mesh(cp_size, tp_size, world_size)
+    timeout = timedelta(seconds=timeout_s)
+    cp_rank, tp_rank = divmod(rank, tp_size)
+    cp_group = tp_group = None
+    # new_group is collective over the world: every rank creates every group, in one order.
+    if cp_size > 1:
+        for index in range(tp_size):
+            group = dist.new_group([index + tp_size * step for step in range(cp_size)], timeout=timeout)
+            cp_group = group if index == tp_rank else cp_group
+    if tp_size > 1:
+        for index in range(cp_size):
+            group = dist.new_group([index * tp_size + step for step in range(tp_size)], timeout=timeout)
+            tp_group = group if index == cp_rank else tp_group
+    accelerator = get_accelerator()
+    return Mesh(
+        rank=rank,
+        world_size=world_size,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
+        cp_ranks=tuple(tp_rank + tp_size * step for step in range(cp_size)),
+        tp_ranks=tuple(cp_rank * tp_size + step for step in range(tp_size)),
+        cp_group=cp_group,
+        tp_group=tp_group,
+        device=torch.device(accelerator.current_device_name()),
+        shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
+        timeout_s=timeout_s,
+    )

@@ -1,0 +1,239 @@
+"""Hooks on an unmodified model: shard what goes in, share what comes out."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megakv.cache import ShardedCache
+from megakv.injection.policy import Policy
+from megakv.runtime import ForwardPass, Runtime
+from megakv.sharding import new_tokens
+
+REFUSED_INPUTS = {
+    "labels": "MegaKV is for inference; compute the loss from the logits",
+    "output_attentions": "attention weights are never materialised",
+    "output_hidden_states": "hidden states stay on the rank that computed them",
+    "token_type_ids": "only plain causal text models are supported",
+}
+
+
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether rotary frequencies follow the longest position seen (dynamic NTK, longrope)."""
+    kinds: list[str] = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds += list(kind.values()) if isinstance(kind, dict) else [kind] if isinstance(kind, str) else []
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+@dataclass
+class _Wanted:
+    """Logits asked for: which tokens, and where they go in the output."""
+
+    sequence: NDArray[np.int64]
+    slot: NDArray[np.int64]
+    column: NDArray[np.int64]
+    columns: int
+
+
+class ForwardHooks:
+    """The pre-forward and forward hooks of one model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    runtime : Runtime
+    policy : Policy
+    layers : int
+        Number of attention layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, policy: Policy, layers: int):
+        self._runtime = runtime
+        self._policy = policy
+        self._layers = layers
+        self._signature = inspect.signature(type(model).forward)
+        self._keeps_logits = "logits_to_keep" in self._signature.parameters
+        self._takes_positions = "position_ids" in self._signature.parameters
+        self.length_dependent = depends_on_length(model)
+        self._wanted: _Wanted | None = None
+        self._local: NDArray[np.int64] | None = None
+        self._options: tuple[bool, bool] = (True, True)
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def new_cache(self) -> ShardedCache:
+        """An empty cache of this model on this mesh."""
+        mesh = self._runtime.comm.mesh
+        return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank)
+
+    # Before
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        inputs = self._bind(model, args, kwargs)
+        embeds, ids = inputs.get("inputs_embeds"), inputs.get("input_ids")
+        source = ids if embeds is None else embeds
+        if source is None or (ids is not None and embeds is not None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        batch, length = source.shape[:2]
+        cache = self._cache(inputs, length)
+        past = cache.length
+        mask = self._mask(inputs.get("attention_mask"), batch, length, past)
+        positions = self._positions(inputs.get("position_ids"), mask, length, past)
+        new = new_tokens(mask[:, -length:], positions, past)
+        if len(new) == 0:
+            raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
+        step = self._runtime.plan(new, cache, past + length)
+        cache.begin(step.layout, batch)
+        self._runtime.current = step
+        self._wanted = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
+        self._options = (inputs.get("use_cache") is not False, inputs.get("return_dict") is not False)
+        self._fill(inputs, step, source, past, embeds is not None)
+        return (), inputs
+
+    def _bind(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind_partial(model, *args, **kwargs)
+        inputs = dict(bound.arguments)
+        inputs.pop("self", None)
+        inputs.update(inputs.pop("kwargs", {}))
+        for name, reason in REFUSED_INPUTS.items():
+            value = inputs.get(name)
+            if value is not None and value is not False:
+                raise ValueError(f"{name} is not supported with MegaKV: {reason}")
+        return inputs
+
+    def _cache(self, inputs: dict[str, Any], length: int) -> ShardedCache:
+        given = inputs.get("past_key_values")
+        if given is not None and not isinstance(given, ShardedCache):
+            raise ValueError(
+                f"past_key_values is a {type(given).__name__}; MegaKV keeps its own sharded cache, "
+                "use engine.session() to continue from one"
+            )
+        held = self._runtime.cache
+        if held is None:
+            return given if given is not None else self.new_cache()
+        # Some models drop the cache when they cross a length and start over from the whole sequence.
+        if given is None and held.length:
+            held.reset()
+        return held
+
+    @staticmethod
+    def _mask(mask: Any, batch: int, length: int, past: int) -> NDArray[np.bool_]:
+        """``[B, T]`` or ``[B, P + T]`` which slots hold real tokens."""
+        if mask is None:
+            return np.ones((batch, length), dtype=bool)
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise ValueError("attention_mask must be a 2-D tensor of 0 and 1; other masks are not supported with MegaKV")
+        if mask.shape[0] != batch or mask.shape[1] not in (length, past + length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; {batch} rows of {length} new"
+                f"{f' or {past + length} cached and new' if past else ''} tokens were expected"
+            )
+        return mask.detach().cpu().numpy().astype(bool)
+
+    def _positions(self, given: Tensor | None, mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
+        """``[B, T]`` rotary positions, those of the plain model where none are given."""
+        if given is not None:
+            positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
+        elif self._policy.positions_from_mask:
+            counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+            positions = counted[:, -length:] + (past if mask.shape[1] == length else 0)
+        else:
+            positions = np.arange(past, past + length).reshape(1, length)
+        return np.broadcast_to(positions, (mask.shape[0], length))
+
+    @staticmethod
+    def _choose_logits(keep: Any, new: NDArray[np.bool_], past: int) -> _Wanted:
+        length = new.shape[1]
+        if isinstance(keep, Tensor):
+            columns = np.unique(keep.detach().cpu().numpy() % length)
+        else:
+            columns = np.arange(length - keep if 0 < keep < length else 0, length)
+        if len(columns) == 1 and columns[0] == length - 1:
+            # The last real token of each row: what follows it is asked for, also where padding is on the right.
+            last = length - 1 - np.argmax(new[:, ::-1], axis=1)
+            rows = np.flatnonzero(new.any(axis=1))
+            return _Wanted(rows, last[rows] + past, np.zeros(len(rows), dtype=np.int64), 1)
+        rows, index = np.nonzero(new[:, columns])
+        return _Wanted(rows, columns[index] + past, index, len(columns))
+
+    def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, past: int, embedded: bool) -> None:
+        """Replace the global inputs by this rank's packed ones."""
+        rank = self._runtime.comm.mesh.cp_rank
+        tokens = step.layout.tokens[rank]
+        sequence, column, position = tokens.sequence, tokens.slot - past, tokens.position
+        # A stand-in row keeps tensors non-empty, and carries the longest position to rotary embeddings that need it.
+        if len(tokens) == 0 or (self.length_dependent and position.max() < step.layout.max_position):
+            sequence = np.append(sequence, 0)
+            column = np.append(column, 0)
+            position = np.append(position, step.layout.max_position)
+        device = source.device
+        rows = torch.from_numpy(sequence).to(device), torch.from_numpy(column).to(device)
+        inputs["inputs_embeds" if embedded else "input_ids"] = source[rows].unsqueeze(0)
+        if self._takes_positions:
+            inputs["position_ids"] = torch.from_numpy(position).to(device).unsqueeze(0)
+        inputs["attention_mask"] = None
+        inputs["past_key_values"] = step.cache
+        inputs["use_cache"] = True
+        inputs["return_dict"] = True
+        wanted = self._wanted
+        assert wanted is not None
+        width = step.slots + 1
+        mine = np.isin(wanted.sequence * width + wanted.slot, tokens.sequence * width + tokens.slot)
+        keys = tokens.sequence * width + tokens.slot
+        local = np.searchsorted(keys, (wanted.sequence * width + wanted.slot)[mine])
+        self._local = local
+        if self._keeps_logits:
+            index = local if len(local) else np.zeros(1, dtype=np.int64)
+            inputs["logits_to_keep"] = torch.from_numpy(index).to(device)
+
+    # After
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        step, self._runtime.current = self._runtime.current, None
+        if step is None:
+            return None
+        if not hasattr(output, "logits"):
+            # The model raised: leave the cache as it was before.
+            step.cache.cut_back(step.cache.length)
+            return None
+        output.logits = self._share(step, output.logits)
+        step.cache.commit(step.slots)
+        use_cache, return_dict = self._options
+        output.past_key_values = step.cache if use_cache else None
+        return output if return_dict else output.to_tuple()
+
+    def _share(self, step: ForwardPass, logits: Tensor) -> Tensor:
+        """``[B, C, V]`` the wanted logits on every rank, bit for bit those of the rank that computed them."""
+        wanted, local, comm = self._wanted, self._local, self._runtime.comm
+        assert wanted is not None and local is not None
+        mesh = comm.mesh
+        mine = logits[0, : len(local)] if self._keeps_logits else logits[0, torch.from_numpy(local).to(logits.device)]
+        shared = logits.new_zeros((step.batch, wanted.columns, logits.shape[-1]))
+        width = step.slots + 1
+        keys = wanted.sequence * width + wanted.slot
+        for owner in range(1 if step.layout.replicated else mesh.cp_size):
+            tokens = step.layout.tokens[owner]
+            rows = np.flatnonzero(np.isin(keys, tokens.sequence * width + tokens.slot))
+            if not len(rows):
+                continue
+            piece = mine.contiguous() if owner == mesh.cp_rank else logits.new_empty((len(rows), logits.shape[-1]))
+            comm.broadcast(piece, owner * mesh.tp_size, operation="logits")
+            target = torch.from_numpy(wanted.sequence[rows]), torch.from_numpy(wanted.column[rows])
+            shared[target[0].to(logits.device), target[1].to(logits.device)] = piece
+        return shared

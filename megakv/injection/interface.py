@@ -1,0 +1,137 @@
+"""MegaKV's entry in transformers' attention interface: where a layer's queries, keys and values arrive."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from megakv.attention.partial import Scoring
+from megakv.errors import MegaKVError
+from megakv.injection.mask import CausalMask, describe_mask
+
+ATTENTION_NAME = "megakv"
+RUNTIME_ATTRIBUTE = "megakv_runtime"
+REFUSED_ARGUMENTS = ("position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices")
+
+
+class AttentionRuntime(Protocol):
+    """What hangs on every attention module of an engine's model."""
+
+    def attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """``[1, L, H, Dv]`` attention output of this rank's packed tokens."""
+
+
+def runtime_of(module: nn.Module) -> AttentionRuntime:
+    """The engine's runtime that was attached to an attention module.
+
+    Raises
+    ------
+    MegaKVError
+        If the module belongs to no engine.
+    """
+    runtime: AttentionRuntime | None = getattr(module, RUNTIME_ATTRIBUTE, None)
+    if runtime is None:
+        raise MegaKVError(
+            f"{type(module).__name__} uses attention implementation {ATTENTION_NAME!r} outside a MegaKV engine; "
+            "pass the model through megakv.init_inference"
+        )
+    return runtime
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Entry for transformers' `AttentionInterface`.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The attention module; knows its layer by `layer_idx`.
+    query, key, value : Tensor
+        ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, after rotary.
+    attention_mask : CausalMask
+        What `describe_mask` made.
+
+    Returns
+    -------
+    Tensor
+        ``[1, L, H, Dv]``, and None for the weights.
+
+    Raises
+    ------
+    MegaKVError
+        If the model asks for something that is not part of exact causal attention.
+    """
+    model = type(module).__name__
+    if not isinstance(attention_mask, CausalMask):
+        raise MegaKVError(
+            f"{model} builds its own attention mask ({type(attention_mask).__name__}) instead of using transformers' "
+            "mask interface; this model is not supported"
+        )
+    refused = [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]
+    if dropout:
+        refused.append("dropout")
+    if is_causal is False:
+        refused.append("is_causal=False")
+    if refused:
+        raise MegaKVError(f"{model} passes {', '.join(refused)} to attention, which MegaKV does not support")
+    scoring = Scoring(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=attention_mask.window, softcap=softcap
+    )
+    layer: Any = module.layer_idx
+    return runtime_of(module).attend(layer, query, key, value, scoring, s_aux), None
+
+
+def register() -> None:
+    """Add MegaKV's entries to transformers' interfaces, under names that are its own."""
+    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    AttentionMaskInterface.register(ATTENTION_NAME, describe_mask)
+
+
+def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
+    """Switch a model instance to MegaKV's attention.
+
+    Returns
+    -------
+    int
+        Number of attention layers.
+
+    Raises
+    ------
+    ValueError
+        If the architecture can neither use the attention interface nor has a policy.
+    """
+    register()
+    model.set_attn_implementation(ATTENTION_NAME)
+    layers = 0
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
+            setattr(module, RUNTIME_ATTRIBUTE, runtime)
+            layers = max(layers, int(module.layer_idx) + 1)  # type: ignore[arg-type]
+    if model.config._attn_implementation != ATTENTION_NAME or layers == 0:
+        raise ValueError(
+            f"model type {model.config.model_type!r} ({type(model).__name__}) is not supported: it does not use "
+            "transformers' attention interface and MegaKV has no policy for it"
+        )
+    return layers
+
+
+def add_sinks(out_HLD: Tensor, lse_HL: Tensor, sinks: Tensor) -> Tensor:
+    """Rescale merged outputs by an attention sink per head: a key that is always visible and has value zero."""
+    return out_HLD * torch.sigmoid(lse_HL - sinks.to(lse_HL.dtype)[:, None]).unsqueeze(-1)

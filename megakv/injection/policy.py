@@ -1,0 +1,42 @@
+"""What an architecture needs beyond the attention interface: one registry of small policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What MegaKV must know of a model type.
+
+    Parameters
+    ----------
+    positions_from_mask : bool
+        Whether the model, given no `position_ids`, counts positions along the attention mask. Others number the slots.
+    learned_positions : bool
+        Whether positions index a table, so that none beyond its end can be computed.
+    substitute : callable, optional
+        For families that bypass the attention interface: puts MegaKV's attention modules into a model instance and
+        returns them.
+    """
+
+    positions_from_mask: bool = False
+    learned_positions: bool = False
+    substitute: Callable[[PreTrainedModel], list[nn.Module]] | None = None
+
+
+DEFAULT = Policy()
+POLICIES: dict[str, Policy] = {
+    "opt": Policy(positions_from_mask=True, learned_positions=True),
+    "gpt2": Policy(learned_positions=True),
+    "gpt_bigcode": Policy(learned_positions=True),
+}
+
+
+def policy_for(model_type: str) -> Policy:
+    """The policy of a model type; most need none."""
+    return POLICIES.get(model_type, DEFAULT)

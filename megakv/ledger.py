@@ -1,0 +1,101 @@
+"""What a rank sent, how long it waited, and when: the one place where communication and time are counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megakv.tracking.metrics import Event
+
+
+@dataclass
+class Tally:
+    """Totals of one operation.
+
+    Parameters
+    ----------
+    calls : int
+        Number of calls.
+    bytes_sent : int
+        Bytes this rank put on the wire.
+    seconds : float
+        From posting to completion, summed over calls.
+    seconds_exposed : float
+        Part of `seconds` in which this rank did nothing but wait.
+    """
+
+    calls: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+    seconds_exposed: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Counts of one rank since the last `reset`.
+
+    Parameters
+    ----------
+    timeline : bool
+        Whether to keep every span, for drawing; totals are always kept.
+    """
+
+    timeline: bool = False
+    zero: float = field(default_factory=time.perf_counter)
+    tallies: dict[tuple[str, int | None], Tally] = field(default_factory=dict)
+    spans: list[Event] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Start counting anew; the present moment becomes the zero of the timeline."""
+        self.tallies.clear()
+        self.spans.clear()
+        self.zero = time.perf_counter()
+
+    def now(self) -> float:
+        """Seconds since the last reset."""
+        return time.perf_counter() - self.zero
+
+    def tally(self, operation: str, layer: int | None) -> Tally:
+        """The totals of an operation in a layer (None: outside the layers)."""
+        return self.tallies.setdefault((operation, layer), Tally())
+
+    def sent(self, operation: str, layer: int | None, nbytes: int) -> None:
+        """Count one call that puts `nbytes` on the wire."""
+        tally = self.tally(operation, layer)
+        tally.calls += 1
+        tally.bytes_sent += nbytes
+
+    def transfer(self, operation: str, layer: int | None, posted: float, waited: float) -> None:
+        """Count the time of a transfer that was posted and waited for at these times and has just ended."""
+        end = self.now()
+        tally = self.tally(operation, layer)
+        tally.seconds += end - posted
+        tally.seconds_exposed += end - waited
+        if self.timeline:
+            self.spans.append(Event(operation, "communication", posted, end, layer))
+            self.spans.append(Event(operation, "wait", waited, end, layer))
+
+    @contextmanager
+    def compute(self, name: str, layer: int | None = None) -> Iterator[None]:
+        """Draw a stretch of computation on the timeline."""
+        if not self.timeline:
+            yield
+            return
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.spans.append(Event(name, "compute", start, self.now(), layer))
+
+    def by_operation(self) -> dict[str, Tally]:
+        """Totals per operation, summed over the layers."""
+        totals: dict[str, Tally] = {}
+        for (operation, _), tally in self.tallies.items():
+            total = totals.setdefault(operation, Tally())
+            total.calls += tally.calls
+            total.bytes_sent += tally.bytes_sent
+            total.seconds += tally.seconds
+            total.seconds_exposed += tally.seconds_exposed
+        return totals

@@ -1,0 +1,154 @@
+"""What hangs on an engine: its mesh, its methods, and the forward pass that is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.choice import METHODS, choose_decode, choose_prefill
+from megakv.attention.method import AttentionCall, AttentionMethod
+from megakv.attention.partial import Scoring
+from megakv.cache import ShardedCache
+from megakv.comm import Communicator
+from megakv.config import ContextParallelConfig
+from megakv.injection.interface import add_sinks
+from megakv.sharding import Layout, TokenBlock, balanced, replicated, round_robin
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One call of the model, as all ranks see it.
+
+    Parameters
+    ----------
+    layout : Layout
+        Where its tokens are computed and kept.
+    cache : ShardedCache
+        Where their keys and values go.
+    method : str
+        The attention method.
+    batch, slots : int
+        Rows of the input, and slots of the sequence after this pass.
+    """
+
+    layout: Layout
+    cache: ShardedCache
+    method: str
+    batch: int
+    slots: int
+
+
+@dataclass
+class Runtime:
+    """Attention of one engine's model over its mesh.
+
+    Parameters
+    ----------
+    comm : Communicator
+    config : ContextParallelConfig
+    heads, kv_heads : int
+        Query and KV heads of the whole model, for the choice of method.
+    """
+
+    comm: Communicator
+    config: ContextParallelConfig
+    heads: int
+    kv_heads: int
+    current: ForwardPass | None = None
+    cache: ShardedCache | None = None
+    methods: dict[str, AttentionMethod] = field(default_factory=dict)
+
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> ForwardPass:
+        """Decide where the new tokens of a pass go and which method serves it.
+
+        Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty.
+        """
+        size = self.comm.mesh.cp_size
+        held = cache.table.counts() if cache.length else None
+        longest = int(np.diff(new.bounds).max(initial=0))
+        if size == 1:
+            layout, method = balanced(new, 1), "pass_kv"
+        elif longest < 2 * size:
+            method = choose_decode(self.config.decode, batch=new.batch, size=size)
+            layout = (replicated if method == "replicated" else round_robin)(new, size, held)
+        else:
+            method = choose_prefill(
+                self.config.prefill,
+                new=len(new),
+                cached=0 if held is None else int(held.sum()),
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+            )
+            layout = balanced(new, size, held)
+        return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots)
+
+    def attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """Store the new keys and values, then attend over all ranks.
+
+        Parameters
+        ----------
+        layer : int
+        q_BHSD, k_BKSD, v_BKSD : Tensor
+            ``[1, H, L, D]``, ``[1, K, L, D]``, ``[1, K, L, Dv]`` of this rank's packed tokens. Rows beyond those of
+            the layout stand in for an empty shard: they are neither stored nor attended from.
+        scoring : Scoring
+        sinks : Tensor, optional
+            ``[H]`` attention sinks.
+
+        Returns
+        -------
+        Tensor
+            ``[1, L, H, Dv]`` in the type of `q_BHSD`.
+        """
+        step = self.current
+        assert step is not None, "attention outside a forward pass"
+        rank = self.comm.mesh.cp_rank
+        tokens = step.layout.tokens[rank]
+        rows = len(tokens)
+        store = step.cache.store(layer)
+        kept = self._kept_rows(step)
+        for sequence in range(step.batch):
+            run = step.layout.stored[rank].run(sequence)
+            if run.stop > run.start:
+                index = run if kept is None else torch.from_numpy(kept[run]).to(k_BKSD.device)
+                store.append(sequence, k_BKSD[0][:, index], v_BKSD[0][:, index])
+        call = AttentionCall(
+            layer=layer,
+            q_HLD=q_BHSD[0, :, :rows],
+            layout=step.layout,
+            scoring=scoring,
+            kv_heads=k_BKSD.shape[1],
+            key_dim=k_BKSD.shape[3],
+            value_dim=v_BKSD.shape[3],
+            store=store,
+            table=step.cache.table,
+            comm=self.comm,
+        )
+        out_HLD, lse_HL = self._method(step.method)(call)
+        if sinks is not None:
+            out_HLD = add_sinks(out_HLD, lse_HL, sinks)
+        heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]
+        out_BSHD = q_BHSD.new_zeros if rows < length else q_BHSD.new_empty
+        result = out_BSHD((1, length, heads, value_dim))
+        result[0, :rows] = out_HLD.transpose(0, 1)
+        return result
+
+    def _method(self, name: str) -> AttentionMethod:
+        if name not in self.methods:
+            self.methods[name] = METHODS[name]()
+        return self.methods[name]
+
+    def _kept_rows(self, step: ForwardPass) -> np.ndarray | None:
+        """Rows of this rank's tokens that it stores; None where it stores them all."""
+        if not step.layout.replicated:
+            return None
+        rank = self.comm.mesh.cp_rank
+        tokens, stored = step.layout.tokens[rank], step.layout.stored[rank]
+        width = step.slots + 1
+        keys = tokens.sequence * width + tokens.slot
+        return np.searchsorted(keys, stored.sequence * width + stored.slot)

@@ -1,0 +1,120 @@
+"""A conversation whose keys and values stay where they are between turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megakv.cache import ShardedCache
+from megakv.errors import MegaKVError
+
+if TYPE_CHECKING:
+    from megakv.engine import MegaKVEngine
+
+
+class Session:
+    """Turns of one conversation, or of a batch of them.
+
+    Made by `MegaKVEngine.session`; every rank must take the same turns.
+
+    Attributes
+    ----------
+    input_ids, attention_mask : Tensor or None
+        ``[B, S]`` all tokens so far, prompts and outputs.
+    """
+
+    def __init__(self, engine: MegaKVEngine, cache: ShardedCache):
+        self._engine: MegaKVEngine | None = engine
+        self._cache = cache
+        self.input_ids: Tensor | None = None
+        self.attention_mask: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Slots whose keys and values are cached. The last generated token is not among them yet."""
+        return self._cache.length
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        """One turn: append tokens, then generate.
+
+        Parameters
+        ----------
+        input_ids : Tensor
+            ``[B, T]`` the turn's new tokens.
+        attention_mask : Tensor, optional
+            ``[B, T]`` 0 where a new token is padding.
+        **options
+            As for `transformers.GenerationMixin.generate`.
+
+        Returns
+        -------
+        Tensor or ModelOutput
+            What transformers returns for the whole conversation: ``[B, S]`` tokens, history included.
+
+        Raises
+        ------
+        MegaKVError
+            If the session or its engine was closed.
+        ValueError
+            If the batch differs from that of earlier turns. The session stays as it was.
+        """
+        engine = self._open()
+        ids, mask = self._extended(input_ids, attention_mask)
+        before = self._cache.length
+        try:
+            output = engine.generate_into(self._cache, ids, attention_mask=mask, **options)
+        except BaseException:
+            self._cache.cut_back(before)
+            raise
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        if sequences.shape[0] != ids.shape[0]:
+            self._cache.cut_back(before)
+            raise ValueError(
+                f"num_return_sequences = {sequences.shape[0] // ids.shape[0]} is not supported in a session; use 1"
+            )
+        self.input_ids = sequences
+        grown = sequences.shape[1] - mask.shape[1]
+        self.attention_mask = torch.cat([mask, mask.new_ones((mask.shape[0], grown))], dim=1)
+        return output
+
+    def cut_back(self, slots: int) -> None:
+        """Forget everything from slot `slots` on.
+
+        Raises
+        ------
+        ValueError
+            If the session is shorter.
+        """
+        self._open()
+        total = 0 if self.input_ids is None else self.input_ids.shape[1]
+        if not 0 <= slots <= total:
+            raise ValueError(f"cannot cut back to {slots} tokens: the session has {total}")
+        self._cache.cut_back(slots)
+        if self.input_ids is not None and self.attention_mask is not None:
+            self.input_ids = self.input_ids[:, :slots]
+            self.attention_mask = self.attention_mask[:, :slots]
+
+    def close(self) -> None:
+        """Free the cache."""
+        self._cache.reset()
+        self._engine = None
+
+    def _open(self) -> MegaKVEngine:
+        if self._engine is None:
+            raise MegaKVError("this session is closed; make a new one with engine.session()")
+        self._engine.check_open()
+        return self._engine
+
+    def _extended(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [B, T], not {list(input_ids.shape)}")
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask must have the shape {list(input_ids.shape)} of the turn's input_ids")
+        if self.input_ids is None or self.attention_mask is None:
+            return input_ids, mask
+        if len(input_ids) != len(self.input_ids):
+            raise ValueError(f"this session holds {len(self.input_ids)} sequences, input_ids has {len(input_ids)}")
+        return torch.cat([self.input_ids, input_ids], dim=1), torch.cat([self.attention_mask, mask], dim=1)

@@ -1,0 +1,206 @@
+"""Which token lives on which context-parallel rank, always with its slot and its position.
+
+A *slot* is a token's index in the padded ``[B, S]`` sequence: it decides causality, windows and ownership. A *position*
+is what rotary embeddings see. They differ where a row is padded. Padded slots are never sharded, so never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """Tokens of several sequences packed in one row: sequence-major, slots ascending.
+
+    Parameters
+    ----------
+    sequence, slot, position : IntArray
+        ``[L]`` batch row, slot and rotary position of each token.
+    batch : int
+        Number of sequences of the batch (some may have no token here).
+    """
+
+    sequence: IntArray
+    slot: IntArray
+    position: IntArray
+    batch: int
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @cached_property
+    def bounds(self) -> IntArray:
+        """``[B + 1]`` start of each sequence's run in the packed row."""
+        return np.searchsorted(self.sequence, np.arange(self.batch + 1))
+
+    def run(self, sequence: int) -> slice:
+        """Where the tokens of one sequence lie in the packed row."""
+        return slice(int(self.bounds[sequence]), int(self.bounds[sequence + 1]))
+
+    def take(self, keep: NDArray[np.bool_] | IntArray) -> TokenBlock:
+        """The tokens selected by a mask or by ascending indices."""
+        return TokenBlock(self.sequence[keep], self.slot[keep], self.position[keep], self.batch)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The new tokens of one forward pass on every context-parallel rank.
+
+    Parameters
+    ----------
+    tokens : tuple of TokenBlock
+        Per rank, the tokens it computes.
+    stored : tuple of TokenBlock
+        Per rank, the tokens whose KV it keeps. Equal to `tokens` but where every rank computes every token.
+    replicated : bool
+        Whether every rank computes every token.
+    """
+
+    tokens: tuple[TokenBlock, ...]
+    stored: tuple[TokenBlock, ...]
+    replicated: bool
+
+    @property
+    def size(self) -> int:
+        """Number of context-parallel ranks."""
+        return len(self.tokens)
+
+    @property
+    def max_position(self) -> int:
+        """The largest rotary position of the pass, over all ranks."""
+        return max((int(block.position.max()) for block in self.tokens if len(block)), default=0)
+
+
+def _counts(held: NDArray[np.int64] | None, batch: int, size: int) -> NDArray[np.int64]:
+    return np.zeros((size, batch), dtype=np.int64) if held is None else held
+
+
+def chunk_bounds(length: int, chunks: int) -> IntArray:
+    """``[chunks + 1]`` bounds of near-equal chunks; the remainder goes to the first ones."""
+    sizes = np.full(chunks, length // chunks, dtype=np.int64)
+    sizes[: length % chunks] += 1
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _select(new: TokenBlock, owner: IntArray, size: int) -> tuple[TokenBlock, ...]:
+    return tuple(new.take(owner == rank) for rank in range(size))
+
+
+def balanced(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> Layout:
+    """Load-balanced shards (context parallelism, Section 3.5.1): 2N chunks, rank i takes chunks i and 2N-1-i.
+
+    Every sequence is balanced by itself. Pairs with more tokens go to the ranks that hold fewest of the sequence, so
+    that ranks differ by at most one token per sequence however many turns there were.
+
+    Parameters
+    ----------
+    new : TokenBlock
+        The new tokens of all sequences.
+    size : int
+        Context-parallel degree N.
+    held : IntArray, optional
+        ``[N, B]`` tokens already held by each rank.
+    """
+    held = _counts(held, new.batch, size)
+    owner = np.empty(len(new), dtype=np.int64)
+    for sequence in range(new.batch):
+        run = new.run(sequence)
+        bounds = chunk_bounds(run.stop - run.start, 2 * size)
+        sizes = np.diff(bounds)
+        pair_sizes = sizes[:size] + sizes[: size - 1 : -1]
+        pairs = np.argsort(-pair_sizes, kind="stable")
+        ranks = np.argsort(held[:, sequence], kind="stable")
+        rank_of_pair = np.empty(size, dtype=np.int64)
+        rank_of_pair[pairs] = ranks
+        rank_of_chunk = np.concatenate([rank_of_pair, rank_of_pair[::-1]])
+        owner[run] = np.repeat(rank_of_chunk, sizes)
+    shards = _select(new, owner, size)
+    return Layout(tokens=shards, stored=shards, replicated=False)
+
+
+def contiguous(new: TokenBlock, fractions: Sequence[Sequence[int]]) -> Layout:
+    """Contiguous shards of given sizes, in rank order.
+
+    Parameters
+    ----------
+    new : TokenBlock
+        The new tokens of all sequences.
+    fractions : sequence of sequence of int
+        Per sequence, the number of tokens of each rank; sums to the sequence's new tokens.
+
+    Raises
+    ------
+    ValueError
+        If the sizes of a sequence are negative or do not sum to its new tokens.
+    """
+    size = len(fractions[0])
+    owner = np.empty(len(new), dtype=np.int64)
+    for sequence, sizes in enumerate(fractions):
+        run = new.run(sequence)
+        if min(sizes) < 0 or sum(sizes) != run.stop - run.start:
+            raise ValueError(
+                f"the partition {list(sizes)} of sequence {sequence} must be {size} numbers >= 0 "
+                f"that sum to its {run.stop - run.start} new tokens"
+            )
+        owner[run] = np.repeat(np.arange(size), sizes)
+    shards = _select(new, owner, size)
+    return Layout(tokens=shards, stored=shards, replicated=False)
+
+
+def round_robin_owners(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> IntArray:
+    """Owner of each decoded token: the rank that holds fewest tokens of its sequence (Algorithm 4's rotation).
+
+    Ties rotate with slot and batch row, so that the tokens of one step spread over the ranks.
+    """
+    counts = _counts(held, new.batch, size).copy()
+    owner = np.empty(len(new), dtype=np.int64)
+    for index, (sequence, slot) in enumerate(zip(new.sequence, new.slot, strict=True)):
+        first = int(sequence + slot) % size
+        rotated = np.roll(counts[:, sequence], -first)
+        rank = (first + int(np.argmin(rotated))) % size
+        owner[index] = rank
+        counts[rank, sequence] += 1
+    return owner
+
+
+def round_robin(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> Layout:
+    """Decoded tokens dealt out one by one; each rank computes and keeps its own."""
+    shards = _select(new, round_robin_owners(new, size, held), size)
+    return Layout(tokens=shards, stored=shards, replicated=False)
+
+
+def replicated(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> Layout:
+    """Every rank computes every token; the KV is dealt out as by `round_robin`."""
+    stored = _select(new, round_robin_owners(new, size, held), size)
+    return Layout(tokens=(new,) * size, stored=stored, replicated=True)
+
+
+def new_tokens(
+    mask: NDArray[np.bool_], positions: NDArray[np.int64], first_slot: int
+) -> TokenBlock:
+    """Pack the real tokens of a padded batch.
+
+    Parameters
+    ----------
+    mask : array of bool
+        ``[B, T]`` which of the new slots hold a real token.
+    positions : array of int
+        ``[B, T]`` their rotary positions.
+    first_slot : int
+        Slot of the first column.
+    """
+    sequence, column = np.nonzero(mask)
+    return TokenBlock(
+        sequence=sequence.astype(np.int64),
+        slot=column.astype(np.int64) + first_slot,
+        position=positions[sequence, column].astype(np.int64),
+        batch=mask.shape[0],
+    )

@@ -1,0 +1,28 @@
+"""What a run measures and where it goes: reports as JSON, metrics in CSV and W&B, a timeline picture, a trace."""
+
+from megakv.tracking.config import CSVTrackingConfig, TrackingConfig, WandbTrackingConfig
+from megakv.tracking.machine import machine_info, version_info
+from megakv.tracking.memory import peak_memory_bytes, reset_peak_memory
+from megakv.tracking.metrics import Event, RankReport, RunReport, load_report, report_from_json, report_to_json
+from megakv.tracking.monitor import Tracker
+from megakv.tracking.timeline import draw_timeline
+from megakv.tracking.trace import write_trace
+
+__all__ = [
+    "CSVTrackingConfig",
+    "Event",
+    "RankReport",
+    "RunReport",
+    "Tracker",
+    "TrackingConfig",
+    "WandbTrackingConfig",
+    "draw_timeline",
+    "load_report",
+    "machine_info",
+    "peak_memory_bytes",
+    "report_from_json",
+    "report_to_json",
+    "reset_peak_memory",
+    "version_info",
+    "write_trace",
+]

@@ -1,0 +1,64 @@
+"""The ``"megakv": {"tracking": {...}}`` part of the engine's JSON."""
+
+from pathlib import Path
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import ConfigDict, Field, field_validator
+
+
+class WandbTrackingConfig(DeepSpeedConfigModel):
+    """Weights & Biases, through deepspeed's monitor; offline unless the user is logged in.
+
+    Attributes
+    ----------
+    enabled
+        Whether rank 0 logs to W&B. Needs the package ``wandb`` on every rank's machine.
+    project, team, group, name
+        W&B's own project, entity, group and display name of the run; ``None`` leaves the choice to W&B.
+    """
+
+    enabled: bool = False
+    project: str = Field("megakv", min_length=1)
+    team: str | None = None
+    group: str | None = None
+    name: str | None = None
+
+
+class CSVTrackingConfig(DeepSpeedConfigModel):
+    """One CSV file per metric in ``output_path/job_name``, written by deepspeed's monitor.
+
+    A second run with the same folder appends to the same files.
+    """
+
+    enabled: bool = False
+    output_path: str = Field("runs", min_length=1)
+    job_name: str = Field("megakv", min_length=1)
+
+
+class TrackingConfig(DeepSpeedConfigModel):
+    """Where a run's metrics go. Everything is off by default; only rank 0 writes.
+
+    Attributes
+    ----------
+    wandb, csv
+        The two back ends of deepspeed's monitor.
+    json_path
+        File for the run's whole report (key ``"json"``), see `megakv.tracking.load_report`.
+    timeline
+        PNG file for the picture of compute and communication per rank.
+    """
+
+    # Only "json" is a key of the file: the Python name would be a second spelling of it.
+    model_config = ConfigDict(populate_by_name=False)
+
+    wandb: WandbTrackingConfig = WandbTrackingConfig()
+    csv: CSVTrackingConfig = CSVTrackingConfig()
+    json_path: str | None = Field(None, alias="json", min_length=1)
+    timeline: str | None = None
+
+    @field_validator("timeline")
+    @classmethod
+    def _is_png(cls, value: str | None) -> str | None:
+        if value is not None and Path(value).suffix.lower() != ".png":
+            raise ValueError(f"megakv.tracking.timeline is {value!r}; it must be a path that ends in .png")
+        return value

@@ -1,0 +1,184 @@
+"""What one run measured, as plain dataclasses that go to JSON and come back checked."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One stretch of time on one rank, in seconds since the run's common zero (the start of ``generate``).
+
+    ``communication`` is a transfer in flight, which compute may hide; ``wait`` is time in which the rank stood
+    still for it. ``layer`` is the decoder layer it belongs to, ``None`` where there is none.
+    """
+
+    name: str
+    kind: Literal["compute", "communication", "wait"]
+    start: float
+    end: float
+    layer: int | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("compute", "communication", "wait"):
+            raise ValueError(f"event {self.name!r} has kind {self.kind!r}; it must be compute, communication or wait")
+        if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
+            raise ValueError(f"event {self.name!r} runs from {self.start} to {self.end} s; it must end after it starts")
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank did.
+
+    Attributes
+    ----------
+    tokens
+        Prompt tokens that lay on this rank.
+    kv_bytes, peak_bytes
+        Its KV cache after the prompt, and its peak memory (`megakv.tracking.peak_memory_bytes`).
+    bytes_sent, calls, seconds_exposed
+        By operation: bytes this rank sent, calls, and seconds in which it waited for the result.
+    """
+
+    rank: int
+    host: str
+    cp_rank: int
+    tp_rank: int
+    tokens: int
+    kv_bytes: int
+    peak_bytes: int
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    seconds_exposed: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        counts: dict[str, float] = {
+            "rank": self.rank, "cp_rank": self.cp_rank, "tp_rank": self.tp_rank,
+            "tokens": self.tokens, "kv_bytes": self.kv_bytes, "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
+        for name in ("bytes_sent", "calls", "seconds_exposed"):
+            counts |= {f"{name}[{operation!r}]": value for operation, value in getattr(self, name).items()}
+        for name, value in counts.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"rank {self.rank} reports {name} = {value}; it cannot be negative or not finite")
+
+    @property
+    def operations(self) -> list[str]:
+        """Every communication operation this rank used, sorted."""
+        return sorted({*self.bytes_sent, *self.calls, *self.seconds_exposed})
+
+
+@dataclass(slots=True)
+class RunReport:
+    """What one run did: its configuration, its latencies, and one report per rank.
+
+    Attributes
+    ----------
+    config
+        The engine's whole configuration.
+    model
+        Name or folder of the model.
+    mesh
+        ``{"cp": ranks that share the tokens, "tp": ranks that share the heads}``.
+    ttft_s, ttit_s
+        Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
+    prompt_tokens, new_tokens
+        Tokens of the prompt, and generated ones, over the whole batch.
+    ranks
+        In rank order, one for each of the ``cp * tp`` ranks.
+    versions, machine
+        See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
+    """
+
+    config: dict[str, Any]
+    model: str
+    mesh: dict[str, int]
+    ttft_s: float | None
+    ttit_s: float | None
+    prompt_tokens: int
+    new_tokens: int
+    ranks: list[RankReport]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        if set(self.mesh) != {"cp", "tp"} or min(self.mesh.values()) < 1:
+            raise ValueError(f"mesh is {self.mesh}; it must give cp and tp, each at least 1")
+        size, found = self.mesh["cp"] * self.mesh["tp"], [report.rank for report in self.ranks]
+        if found != list(range(size)):
+            raise ValueError(f"mesh {self.mesh} must have reports of ranks 0 to {size - 1} in order, found {found}")
+        for name in ("ttft_s", "ttit_s", "prompt_tokens", "new_tokens"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}; it cannot be negative or not finite")
+
+    def scalars(self) -> dict[str, float]:
+        """The report as flat metrics: latencies, throughput, the largest rank's memory, and sums per operation.
+
+        Exposed seconds are the worst rank's, since the others wait for it anyway.
+        """
+        values: dict[str, float | None] = {
+            "ttft_s": self.ttft_s,
+            "ttit_s": self.ttit_s,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "prompt_tokens_per_s": self.prompt_tokens / self.ttft_s if self.ttft_s else None,
+            "kv_bytes_max": max(report.kv_bytes for report in self.ranks),
+            "peak_bytes_max": max(report.peak_bytes for report in self.ranks),
+        }
+        for operation in sorted({operation for report in self.ranks for operation in report.operations}):
+            values[f"bytes_sent/{operation}"] = sum(report.bytes_sent.get(operation, 0) for report in self.ranks)
+            values[f"calls/{operation}"] = sum(report.calls.get(operation, 0) for report in self.ranks)
+            exposed = (report.seconds_exposed.get(operation, 0.0) for report in self.ranks)
+            values[f"seconds_exposed_max/{operation}"] = max(exposed)
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+
+_REPORT = TypeAdapter(RunReport)
+
+
+def report_to_json(report: RunReport) -> str:
+    """The report as JSON text; what JSON has no type for (a dtype, a path, infinity) becomes a string."""
+    return to_json(report, indent=2, inf_nan_mode="strings", fallback=str).decode()
+
+
+def report_from_json(text: str | bytes) -> RunReport:
+    """The report in a JSON text, checked.
+
+    Raises
+    ------
+    ValueError
+        If the text is not JSON, lacks a key, has an unknown one, or a value that no run can have.
+    """
+    try:
+        return _REPORT.validate_json(text, strict=True)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, item['loc'])) or 'report'}: {item['msg']}" for item in error.errors()]
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"this is not a MegaKV run report: {'; '.join(problems[:3])}{more}") from None
+
+
+def load_report(path: str | Path) -> RunReport:
+    """Read a report that `megakv.tracking.Tracker` wrote.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If it holds no report; the message names the file and the offending keys.
+    """
+    try:
+        return report_from_json(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,162 @@
+"""The tracker: a run's configuration, metrics and report to W&B, CSV, JSON and a picture."""
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm
+import torch
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
+
+from megakv.errors import MegaKVError
+from megakv.tracking.config import TrackingConfig
+from megakv.tracking.files import write_whole
+from megakv.tracking.metrics import RunReport, report_to_json
+from megakv.tracking.timeline import draw_timeline
+from megakv.tracking.wandb_run import WandbRunMonitor, check_wandb_installed
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes what ``megakv.tracking`` asks for. Build one on every rank; only rank 0 writes.
+
+    W&B and CSV go through deepspeed's monitor, which asks ``deepspeed.comm`` for the rank. An engine has set that up
+    long before. In a plain Python process without any process group, and only if W&B or CSV is enabled, the tracker
+    makes a group of this one process (gloo, no network): so make the tracker after the engine, not before.
+
+    Parameters
+    ----------
+    config
+        The ``megakv.tracking`` section.
+    run_config
+        The engine's whole configuration, shown in W&B.
+    rank
+        This process's rank in the world.
+
+    Raises
+    ------
+    ValueError
+        If W&B is enabled but not installed (on every rank), or a folder to write to cannot be made (rank 0).
+    """
+
+    def __init__(self, config: TrackingConfig, run_config: dict[str, Any], rank: int):
+        self._config = config
+        self._step = 0
+        self._master: MonitorMaster | None = None
+        self._wandb: WandbRunMonitor | None = None
+        check_wandb_installed(config.wandb)
+        if rank != 0:
+            # Nothing is written here: every method below finds nothing to do.
+            self._config = TrackingConfig()
+            return
+        self._make_folders()
+        if not (config.wandb.enabled or config.csv.enabled):
+            return
+        _ensure_process_group()
+        self._master = MonitorMaster(get_monitor_config({"csv_monitor": config.csv.model_dump()}))
+        if config.csv.enabled:
+            # deepspeed writes a header once per process; a second run of the same job must not write it again.
+            present = Path(config.csv.output_path, config.csv.job_name).glob("*.csv")
+            self._master.csv_monitor.filenames.extend(path.stem for path in present)
+        if config.wandb.enabled:
+            self._wandb = self._master.wandb_monitor = WandbRunMonitor(config.wandb, run_config)
+
+    @property
+    def wandb_directory(self) -> Path | None:
+        """Folder of the W&B run, for ``wandb sync``; ``None`` on other ranks and without W&B."""
+        return self._wandb.directory if self._wandb else None
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Log metrics. W&B drops steps smaller than one it has seen."""
+        self._step = max(self._step, step)
+        if self._master is None:
+            return
+        try:
+            self._master.write_events([(name, value, step) for name, value in metrics.items()])
+        except OSError as error:
+            # Of the two only CSV can raise it; a full disk must not take a run's answer with it.
+            self._master.csv_monitor = None
+            logger.warning("megakv.tracking.csv: cannot write, no more metrics go to CSV: %s", error)
+
+    def log_report(self, report: RunReport) -> None:
+        """Write the run's report: its scalars, tables and timeline to the monitors, and the JSON and PNG files.
+
+        Raises
+        ------
+        MegaKVError
+            If the JSON file or the picture cannot be written.
+        """
+        self.log(report.scalars(), self._step)
+        if self._config.json_path is not None:
+            try:
+                write_whole(self._config.json_path, report_to_json(report).encode())
+            except OSError as error:
+                raise MegaKVError(f"megakv.tracking.json: cannot write {self._config.json_path}: {error}") from error
+        if self._config.timeline is not None:
+            try:
+                draw_timeline(report, self._config.timeline)
+            except OSError as error:
+                raise MegaKVError(f"megakv.tracking.timeline: cannot write {self._config.timeline}: {error}") from error
+        if self._wandb is not None and self._wandb.enabled:
+            self._wandb.log_tables(_tables(report))
+            with tempfile.TemporaryDirectory() as folder:
+                picture = Path(folder, "timeline.png")
+                draw_timeline(report, picture)
+                self._wandb.log_image("timeline", picture)
+
+    def close(self) -> None:
+        """Finish the W&B run. Nothing may be logged after it."""
+        if self._wandb is not None:
+            self._wandb.close()
+        self._master = self._wandb = None
+
+    def _make_folders(self) -> None:
+        """Find out now, not after an hour of prefill, that a result cannot be written."""
+        config = self._config
+        folders = {
+            "csv.output_path": Path(config.csv.output_path, config.csv.job_name) if config.csv.enabled else None,
+            "json": Path(config.json_path).parent if config.json_path else None,
+            "timeline": Path(config.timeline).parent if config.timeline else None,
+        }
+        for setting, folder in folders.items():
+            if folder is None:
+                continue
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(
+                    f"megakv.tracking.{setting}: the folder {folder} cannot be made ({error.strerror}); "
+                    "give a path that this user can write to"
+                ) from error
+
+
+def _tables(report: RunReport) -> dict[str, tuple[list[str | int], list[list[Any]]]]:
+    ranks = [
+        [r.rank, r.host, r.cp_rank, r.tp_rank, r.tokens, r.kv_bytes, r.peak_bytes, sum(r.seconds_exposed.values())]
+        for r in report.ranks
+    ]
+    communication = [
+        [r.rank, operation, r.calls.get(operation, 0), r.bytes_sent.get(operation, 0),
+         r.seconds_exposed.get(operation, 0.0)]
+        for r in report.ranks for operation in r.operations
+    ]  # fmt: skip
+    return {
+        "ranks": (
+            ["rank", "host", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes", "seconds_exposed"],
+            ranks,
+        ),
+        "communication": (["rank", "operation", "calls", "bytes_sent", "seconds_exposed"], communication),
+    }
+
+
+def _ensure_process_group() -> None:
+    """Let ``deepspeed.comm`` know its rank, in a plain process by a group of one."""
+    if deepspeed.comm.is_initialized():
+        return
+    if not torch.distributed.is_initialized():
+        # In memory: no port, no launcher, no environment variables.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)

@@ -1,0 +1,199 @@
+"""A picture of a run: what every rank computed, what was in flight, and where it stood still."""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakv.tracking.files import write_whole
+from megakv.tracking.metrics import Event, RankReport, RunReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {"compute": "#2f6db3", "communication": "#f2b872", "wait": "#b3261e"}
+_LABELS = {"compute": "compute", "communication": "communication in flight", "wait": "waiting for communication"}
+_INK, _FAINT = "#22282f", "#8a929b"
+_DPI = 150
+_WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 13.0, 1.25, 1.75, 0.95, 0.62
+_COLUMNS = round((_WIDTH_IN - _LEFT_IN - _RIGHT_IN) * _DPI)
+_NARROW_PX = 4
+"""Events narrower than this are not drawn one by one but as the busy share of every pixel column."""
+
+
+def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, float] | None = None) -> None:
+    """Draw compute and communication of every rank as a PNG.
+
+    Every rank has two lanes: compute above, communication below, in which the light part was in flight behind
+    compute and the dark part made the rank wait. Events too narrow to tell apart merge into columns as dark as
+    they were busy, so a lane that worked half of the time looks half full at every zoom. The numbers at the right
+    are the shares of the window.
+
+    Parameters
+    ----------
+    window
+        First and last second to show; by default the prefill and, if there was one, the first decoded tokens.
+
+    Raises
+    ------
+    ValueError
+        If the window is empty.
+    OSError
+        If the file cannot be written.
+    """
+    # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    begin, end = window if window is not None else default_window(report)
+    if not begin < end:
+        raise ValueError(f"window is ({begin}, {end}); it must start before it ends, in seconds")
+    count = len(report.ranks)
+    lanes_in = count * (0.62 if count <= 8 else 0.46)
+    height_in = lanes_in + _TOP_IN + _BOTTOM_IN
+    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, facecolor="white")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_axes((
+        _LEFT_IN / _WIDTH_IN,
+        _BOTTOM_IN / height_in,
+        (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN,
+        lanes_in / height_in,
+    ))
+    axes.set_xlim(begin * 1e3, end * 1e3)
+    axes.set_ylim(count, 0)
+    for lane, rank in enumerate(report.ranks):
+        _draw_rank(axes, rank, lane, begin, end)
+    _draw_phases(axes, report, begin, end)
+    _draw_frame(axes, report, height_in)
+    buffer = io.BytesIO()
+    canvas.print_png(buffer)
+    write_whole(path, buffer.getvalue())
+
+
+def default_window(report: RunReport) -> tuple[float, float]:
+    """The prefill and about eight decoded tokens, in seconds; the whole run if it is no longer than that."""
+    last = max((event.end for rank in report.ranks for event in rank.events), default=0.0)
+    if report.ttft_s is None:
+        return 0.0, last or 1e-3
+    shown = report.ttft_s + max(8 * (report.ttit_s or 0.0), 0.1 * report.ttft_s)
+    return 0.0, (min(last, shown) if last > 0 else shown) or 1e-3
+
+
+def busy_share(events: list[Event], begin: float, end: float, columns: int) -> NDArray[np.float64]:
+    """Share of every column's time in which at least one event ran: [columns], from 0 to 1."""
+    edges = np.linspace(begin, end, columns + 1)
+    times, busy = [begin], [0.0]
+    for event in sorted(events, key=lambda event: event.start):
+        start, stop = max(event.start, times[-1]), min(event.end, end)
+        if stop > start:
+            times += [start, stop]
+            busy += [busy[-1], busy[-1] + stop - start]
+    share = np.diff(np.interp(edges, times, busy)) * columns / (end - begin)
+    return np.clip(share, 0.0, 1.0)
+
+
+def _draw_rank(axes: "Axes", rank: RankReport, lane: int, begin: float, end: float) -> None:
+    for kind, (top, bottom) in (
+        ("compute", (0.10, 0.52)),
+        ("communication", (0.56, 0.88)),
+        ("wait", (0.56, 0.88)),
+    ):
+        events = [event for event in rank.events if event.kind == kind]
+        _draw_lane(axes, events, kind, lane + top, lane + bottom, begin, end)
+    if lane % 2:
+        axes.axhspan(lane, lane + 1, color="#f3f5f7", linewidth=0, zorder=0)
+    compute, wait = (
+        busy_share([event for event in rank.events if event.kind == kind], begin, end, 1)[0]
+        for kind in ("compute", "wait")
+    )
+    axes.annotate(
+        f"{compute:.0%}", (1, lane + 0.31), (36, 0), ("axes fraction", "data"), "offset points",
+        color=_COLORS["compute"], fontsize=8, va="center", ha="right",
+    )  # fmt: skip
+    axes.annotate(
+        f"{wait:.0%}", (1, lane + 0.72), (36, 0), ("axes fraction", "data"), "offset points",
+        color=_COLORS["wait"], fontsize=8, va="center", ha="right",
+    )  # fmt: skip
+    axes.annotate(
+        f"{rank.tokens:,} tokens", (1, lane + 0.5), (50, 0), ("axes fraction", "data"), "offset points",
+        color=_INK, fontsize=8, va="center",
+    )  # fmt: skip
+
+
+def _draw_lane(
+    axes: "Axes", events: list[Event], kind: str, top: float, bottom: float, begin: float, end: float
+) -> None:
+    from matplotlib.colors import to_rgb
+
+    narrow_s = (end - begin) / _COLUMNS * _NARROW_PX
+    inside = [event for event in events if event.end > begin and event.start < end]
+    wide = [(event.start * 1e3, (event.end - event.start) * 1e3) for event in inside
+            if event.end - event.start >= narrow_s]  # fmt: skip
+    if wide:
+        axes.broken_barh(
+            wide, (top, bottom - top), facecolor=_COLORS[kind], edgecolor="white", linewidth=0.35, zorder=3
+        )
+    narrow = [event for event in inside if event.end - event.start < narrow_s]
+    if narrow:
+        pixels = np.empty((1, _COLUMNS, 4))
+        pixels[0, :, :3] = to_rgb(_COLORS[kind])
+        pixels[0, :, 3] = busy_share(narrow, begin, end, _COLUMNS)
+        axes.imshow(
+            pixels, extent=(begin * 1e3, end * 1e3, bottom, top), aspect="auto", interpolation="nearest", zorder=3
+        )
+
+
+def _draw_phases(axes: "Axes", report: RunReport, begin: float, end: float) -> None:
+    if report.ttft_s is None or not begin < report.ttft_s < end:
+        return
+    first = report.ttft_s * 1e3
+    axes.axvspan(begin * 1e3, first, color="#e8f0fa", linewidth=0, zorder=0.5, alpha=0.7)
+    axes.axvline(first, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
+    for text, offset, side in (("prefill", -6, "right"), ("decode", 6, "left")):
+        axes.annotate(
+            text, (first, 1), (offset, 4), ("data", "axes fraction"), "offset points",
+            color=_INK, fontsize=8.5, ha=side, va="bottom", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _draw_frame(axes: "Axes", report: RunReport, height_in: float) -> None:
+    from matplotlib.patches import Patch
+
+    axes.set_xlabel("milliseconds since the start", color=_INK, fontsize=9)
+    axes.tick_params(axis="x", labelsize=8, colors=_INK)
+    axes.grid(axis="x", color="#dde1e6", linewidth=0.5, zorder=0.6)
+    axes.set_axisbelow(True)
+    several = len({rank.host for rank in report.ranks}) > 1
+    labels = [
+        f"rank {rank.rank}" + (f" · {rank.host[:12]}" if several else "") + f"\ncp {rank.cp_rank} · tp {rank.tp_rank}"
+        for rank in report.ranks
+    ]
+    axes.set_yticks([lane + 0.5 for lane in range(len(labels))], labels, fontsize=7.5, color=_INK)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.annotate(
+        "share of time", (1, 1), (10, 4), "axes fraction", "offset points",
+        color=_FAINT, fontsize=7.5, annotation_clip=False,
+    )  # fmt: skip
+    figure = axes.figure
+    latencies = [f"TTFT {_seconds(report.ttft_s)}", f"TTIT {_seconds(report.ttit_s)}"]
+    title = [Path(report.model).name[:48], f"CP{report.mesh['cp']} x TP{report.mesh['tp']}", *latencies]
+    left, top = _LEFT_IN / _WIDTH_IN, 1 - 0.14 / height_in
+    figure.text(left, top, "   ·   ".join(title), fontsize=12.5, color=_INK, va="top", weight="bold")
+    subtitle = f"{report.prompt_tokens:,} prompt tokens, {report.new_tokens:,} new tokens"
+    figure.text(left, 1 - 0.42 / height_in, subtitle, fontsize=9, color=_FAINT, va="top")
+    figure.legend(
+        handles=[Patch(facecolor=_COLORS[kind], label=label) for kind, label in _LABELS.items()],
+        loc="upper right", bbox_to_anchor=(1 - 0.1 / _WIDTH_IN, 1 - 0.34 / height_in), ncols=3,
+        frameon=False, fontsize=8.5, handlelength=1.4, columnspacing=1.4, borderaxespad=0, labelcolor=_INK,
+    )  # fmt: skip
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
