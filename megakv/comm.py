@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import inference_all_reduce
-from megakv.errors import MegaKVError
+from megakv.errors import MegaKVError, PeerLostError
 from megakv.groups import Mesh
 from megakv.ledger import Ledger
 from megakv.peers import GRACE_SECONDS, Peer, PeerWatch
@@ -77,7 +77,7 @@ class Communicator:
             named = ", ".join(self.watch.describe(rank) for rank in (dead or others))
             where = operation if layer is None else f"{operation} of layer {layer}"
             verb = "was lost" if dead else "did not answer"
-            raise MegaKVError(
+            raise PeerLostError(
                 f"rank {self.mesh.rank}: {named} {verb} during {where} "
                 f"(megakv.timeout_s = {self.mesh.timeout_s:g}): {str(error).splitlines()[0]}"
             ) from error

@@ -1,4 +1,4 @@
-"""Every difference between supported versions of torch, DeepSpeed and transformers, and the reach into their insides."""
+"""Every difference between supported versions of torch, DeepSpeed and transformers, and the reach into them."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from megakv.tracking.config import TrackingConfig
 
@@ -85,6 +85,16 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
     dtype: torch.dtype | None = None  # type: ignore[assignment]
     megakv: MegaKVSection = Field(default_factory=MegaKVSection)
 
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def validate_dtype(cls, value: Any) -> torch.dtype | None:
+        """DeepSpeed's names for types, and None for the checkpoint's own."""
+        if value is None or isinstance(value, torch.dtype):
+            return value
+        if isinstance(value, str):
+            return DtypeEnum.from_str(value).value[0]
+        raise ValueError(f"allowed: a name such as 'fp32', 'bf16' or 'fp16', not {type(value).__name__}")
+
     @property
     def tp_size(self) -> int:
         """Tensor-parallel degree."""
@@ -150,13 +160,13 @@ def _refuse(config: MegaKVConfig, source: str) -> None:
         raise ValueError(f"{source}: dtype = {config.dtype}: allowed: fp32, bf16, fp16")
 
 
-def load_config(config: dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
+def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
     """Read and check a configuration.
 
     Parameters
     ----------
-    config : dict or path, optional
-        The JSON's content, or its file.
+    config : dict, path or MegaKVConfig, optional
+        The JSON's content, its file, or what an earlier call returned.
     **overrides
         Further keys, as `deepspeed.init_inference` takes them; they may not contradict the JSON's.
 
@@ -165,6 +175,12 @@ def load_config(config: dict[str, Any] | str | Path | None = None, **overrides: 
     ValueError
         Naming the offending key, its value and what is allowed.
     """
+    if isinstance(config, MegaKVConfig):
+        if overrides:
+            raise ValueError(
+                f"{', '.join(overrides)}: arguments beside a MegaKVConfig are not supported; put them in it"
+            )
+        return config
     if config is None or isinstance(config, dict):
         source, values = "config", dict(config or {})
     elif isinstance(config, str | Path):

@@ -11,13 +11,19 @@ import torch
 import torch.distributed as dist
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
 from megakv.errors import MegaKVError
-from megakv.generation import TokenClock, check_length, check_options, prepare_options, share_random_state
+from megakv.generation import (
+    TokenClock,
+    check_length,
+    check_options,
+    pad_left,
+    prepare_options,
+    share_random_state,
+)
 from megakv.groups import check_mesh, make_mesh, start_distributed
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
@@ -49,9 +55,11 @@ class MegaKVEngine(InferenceEngine):
         The model with this rank's weights.
     config : MegaKVConfig
     comm : Communicator
+    name : str
+        What the model is called in reports.
     """
 
-    def __init__(self, loaded: LoadedModel, config: MegaKVConfig, comm: Communicator):
+    def __init__(self, loaded: LoadedModel, config: MegaKVConfig, comm: Communicator, name: str):
         model = loaded.module
         # Weights are sharded and typed already: DeepSpeed must not make groups of its own, nor shard again.
         plain = config.model_copy(update={"dtype": model.dtype})
@@ -63,7 +71,7 @@ class MegaKVEngine(InferenceEngine):
         self.mesh = comm.mesh
         self.mp_group = comm.mesh.tp_group
         self._comm = comm
-        self._loaded = loaded
+        self._name = name
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         self._runtime = Runtime(
@@ -72,11 +80,13 @@ class MegaKVEngine(InferenceEngine):
             heads=text.num_attention_heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         )
-        layers = attach(model, self._runtime)
+        layers = attach(model, self._runtime, self._policy)
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
         self._positions = getattr(text, "max_position_embeddings", None)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
-        self.tracker = Tracker(config.megakv.tracking, config.model_dump(mode="json", fallback=str), comm.mesh.rank)
+        self.tracker = Tracker(
+            config.megakv.tracking, config.model_dump(mode="json", by_alias=True, fallback=str), comm.mesh.rank
+        )
         self._clock = TokenClock(comm.ledger.now)
         self._last: dict[str, int] = {"prompt_tokens": 0, "new_tokens": 0, "tokens": 0, "kv_bytes": 0}
         comm.watch.install()
@@ -138,15 +148,23 @@ class MegaKVEngine(InferenceEngine):
         MegaKVError
             If a peer is lost.
         """
-        return self.generate_into(self._new_cache(), inputs, **options)
+        ids = inputs if inputs is not None else options.pop("input_ids", None)
+        mask = options.get("attention_mask")
+        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape or not mask.numel():
+            return self.generate_into(self._new_cache(), ids, **options)
+        aligned, options["attention_mask"] = pad_left(ids, mask, 0)
+        output = self.generate_into(self._new_cache(), aligned, **options)
+        if aligned is not ids:
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            sequences[:, : ids.shape[1]] = ids.repeat_interleave(len(sequences) // len(ids), dim=0)
+        return output
 
     _generate = generate
 
     @torch.no_grad()
-    def generate_into(self, cache: ShardedCache, inputs: Tensor | None = None, **options: Any) -> Any:
-        """`generate` on top of what a cache holds; `inputs` are all tokens, cached ones included."""
+    def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any:
+        """`generate` on top of what a cache holds; `ids` are all tokens, cached ones included."""
         self.check_open()
-        ids = inputs if inputs is not None else options.pop("input_ids", None)
         check_options(self.module, options)
         if isinstance(ids, Tensor):
             self._check_prompt(ids, None, options)
@@ -192,8 +210,8 @@ class MegaKVEngine(InferenceEngine):
             events=list(self._comm.ledger.spans),
         )
         return RunReport(
-            config=self._config.model_dump(mode="json", fallback=str),
-            model=self._loaded.name,
+            config=self._config.model_dump(mode="json", by_alias=True, fallback=str),
+            model=self._name,
             mesh={"cp": self.mesh.cp_size, "tp": self.mesh.tp_size},
             ttft_s=self._clock.ttft_s,
             ttit_s=self._clock.ttit_s,
@@ -268,7 +286,9 @@ class MegaKVEngine(InferenceEngine):
 
 
 def init_inference(
-    model: str | Path | nn.Module, config: dict[str, Any] | str | Path | None = None, **overrides: Any
+    model: str | Path | nn.Module,
+    config: MegaKVConfig | dict[str, Any] | str | Path | None = None,
+    **overrides: Any,
 ) -> MegaKVEngine:
     """Build an engine on every rank.
 
@@ -320,5 +340,5 @@ def init_inference(
     except (ValueError, OSError, MegaKVError) as error:
         failure = error
     comm.agree(failure)
-    assert loaded is not None and isinstance(loaded.module, PreTrainedModel)
-    return MegaKVEngine(loaded, parsed, comm)
+    assert loaded is not None
+    return MegaKVEngine(loaded, parsed, comm, type(model).__name__ if isinstance(model, nn.Module) else str(model))

@@ -6,3 +6,7 @@ class MegaKVError(RuntimeError):
 
     The message names the setting to change, its value and what would work.
     """
+
+
+class PeerLostError(MegaKVError):
+    """A peer's process is gone, or it did not answer in time. Any rank may be the one that notices."""

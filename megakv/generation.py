@@ -59,8 +59,15 @@ def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
             raise ValueError(f"generate({name}={shown}) is not supported with MegaKV: {reason}")
 
 
-def check_length(prompt: int, options: dict[str, Any], model: PreTrainedModel, *, positions: int | None,
-                 learned: bool, max_out_tokens: int | None) -> None:
+def check_length(
+    prompt: int,
+    options: dict[str, Any],
+    model: PreTrainedModel,
+    *,
+    positions: int | None,
+    learned: bool,
+    max_out_tokens: int | None,
+) -> None:
     """Refuse a prompt that the model, or the configuration, has no room for.
 
     Parameters
@@ -96,6 +103,25 @@ def check_length(prompt: int, options: dict[str, Any], model: PreTrainedModel, *
         raise ValueError(
             f"prompt and output need {total} tokens but max_out_tokens = {max_out_tokens}; raise it in the JSON"
         )
+
+
+def pad_left(ids: Tensor, mask: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Move padding behind a row's new tokens to their front, since transformers continues at the last column.
+
+    Parameters
+    ----------
+    ids, mask : Tensor
+        ``[B, S]`` tokens, and 0 where they are padding.
+    start : int
+        First column that may change: what lies before it is cached.
+    """
+    if bool((mask[:, -1] != 0).all()):
+        return ids, mask
+    order = (mask[:, start:] != 0).to(torch.int8).argsort(dim=1, stable=True)
+    return (
+        torch.cat([ids[:, :start], ids[:, start:].gather(1, order)], dim=1),
+        torch.cat([mask[:, :start], mask[:, start:].gather(1, order)], dim=1),
+    )
 
 
 def share_random_state(comm: Communicator) -> None:
@@ -168,13 +194,15 @@ class RankZeroStop(StoppingCriteria):
         return agreed[1].bool().to(input_ids.device)
 
 
-def prepare_options(model: PreTrainedModel, options: dict[str, Any], comm: Communicator, clock: TokenClock) -> dict[str, Any]:
+def prepare_options(
+    model: PreTrainedModel, options: dict[str, Any], comm: Communicator, clock: TokenClock
+) -> dict[str, Any]:
     """The options to hand to transformers: stops decided by rank 0, tokens streamed from rank 0."""
     prepared = dict(options)
     config = options.get("generation_config") or model.generation_config
     max_time = _given("max_time", options, config)
-    if max_time is not None:
-        prepared.pop("max_time", None)
+    prepared.pop("max_time", None)
+    if config.max_time is not None:
         prepared["generation_config"] = copy.deepcopy(config)
         prepared["generation_config"].max_time = None
     criteria = list(prepared.pop("stopping_criteria", None) or [])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
+from megakv.generation import pad_left
 
 if TYPE_CHECKING:
     from megakv.engine import MegaKVEngine
@@ -61,7 +62,7 @@ class Session:
             If the batch differs from that of earlier turns. The session stays as it was.
         """
         engine = self._open()
-        ids, mask = self._extended(input_ids, attention_mask)
+        ids, mask = pad_left(*self._extended(input_ids, attention_mask), self._cache.length)
         before = self._cache.length
         try:
             output = engine.generate_into(self._cache, ids, attention_mask=mask, **options)

@@ -183,9 +183,7 @@ def replicated(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None
     return Layout(tokens=(new,) * size, stored=stored, replicated=True)
 
 
-def new_tokens(
-    mask: NDArray[np.bool_], positions: NDArray[np.int64], first_slot: int
-) -> TokenBlock:
+def new_tokens(mask: NDArray[np.bool_], positions: NDArray[np.int64], first_slot: int) -> TokenBlock:
     """Pack the real tokens of a padded batch.
 
     Parameters

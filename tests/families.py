@@ -1,8 +1,8 @@
 """Tiny configurations of every model family the project promises, one callable each.
 
-Sizes are odd on purpose (vocabulary, MLP width, head dimensions that are not hidden / heads) and the initialiser is wide,
-so that attention is far from uniform and a wrong head, mask or rotation shows in the logits. Expert widths stay multiples
-of 4: torch's grouped matmul wants strides of 16 bytes.
+Sizes are odd on purpose (vocabulary, MLP width, head dimensions that are not hidden / heads) and the initialiser is
+wide, so that attention is far from uniform and a wrong head, mask or rotation shows in the logits. Expert widths stay
+multiples of 4: torch's grouped matmul wants strides of 16 bytes.
 """
 
 from collections.abc import Callable
@@ -205,7 +205,6 @@ def mpt() -> MptConfig:
         n_layers=LAYERS,
         n_heads=HEADS,
         max_seq_len=MAX_POSITIONS,
-        expansion_ratio=3,
         initializer_range=0.15,
         use_cache=True,
     )
@@ -269,9 +268,7 @@ def cohere() -> CohereConfig:
 
 def starcoder2() -> Starcoder2Config:
     """StarCoder2: biases everywhere, a sliding window, a plain two-layer MLP, tied."""
-    return Starcoder2Config(
-        **_GQA, sliding_window=WINDOW, use_bias=True, residual_dropout=0.0, embedding_dropout=0.0
-    )
+    return Starcoder2Config(**_GQA, sliding_window=WINDOW, use_bias=True, residual_dropout=0.0, embedding_dropout=0.0)
 
 
 def glm4() -> Glm4Config:
@@ -323,7 +320,7 @@ def gpt_oss() -> GptOssConfig:
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    family.__name__: family  # type: ignore[dict-item]
+    family.__name__: family
     for family in (
         llama,
         llama_tied,
@@ -357,4 +354,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         deepseek_v3,
         gpt_oss,
     )
+}
+
+# Families that cannot be split over tensor-parallel ranks, and what the refusal says of them.
+TP_REFUSED: dict[str, str] = {
+    "falcon_alibi": "adds ALiBi biases that are made for all heads",
+    "bloom": "adds ALiBi biases that are made for all heads",
+    "mpt": "adds ALiBi biases that are made for all heads",
+    "olmo2": "has a parameter q_norm.weight of shape [64] that cannot be split by heads",
+    "deepseek_v3": "has 0 attention modules that can be split by heads",
 }

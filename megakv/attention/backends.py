@@ -1,9 +1,9 @@
 """The kernels of partial attention: one block of queries against one block of keys, with log-sum-exp.
 
-Each backend takes ``q_HLD [H, L, Dk]``, ``k_KSD [K, S, Dk]``, ``v_KSD [K, S, Dv]`` of one floating dtype (K divides H; L
-and S at least 1) and returns the output ``[H, L, Dv]`` in that dtype and the natural log-sum-exp ``[H, L]`` in float32
-(the math backend: both in float32, float64 for float64). ``causal`` is for L == S and hides the keys after a row's own
-index; ``visible_LS`` is an explicit bool mask. A row without a visible key has output 0 and log-sum-exp -inf.
+Each backend takes ``q_HLD [H, L, Dk]``, ``k_KSD [K, S, Dk]``, ``v_KSD [K, S, Dv]`` of one floating dtype (K divides H;
+L and S at least 1) and returns the output ``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, both float32 (float64
+for float64), but for CUDA kernels the output in the inputs' dtype. ``causal`` is for L == S and hides the keys after a
+row's own index; ``visible_LS`` is an explicit bool mask. A row without a visible key has output 0 and log-sum-exp -inf.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 # Score elements that the math backend holds at a time (32 MiB in float32) and the keys of one of its tiles.
 MATH_SCORES = 8 << 20
 MATH_KEYS = 2048
+# Elements of 16-bit keys turned into float32 at a time, so that they are still in the cache when the kernel reads them,
+# and the least keys of such a tile, so that merging tiles stays cheap.
+UPCAST_ELEMENTS = 512 << 10
+UPCAST_KEYS = 512
 # Up to this many query rows, the heads that share a KV head go into the kernel as rows of one head.
 PACKED_ROWS = 16
 
@@ -94,31 +98,38 @@ def select(q_HLD: Tensor, value_dim: int, *, masked: bool) -> Backend:
 
 
 def cpu_flash(
-    q_HLD: Tensor,
-    k_KSD: Tensor,
-    v_KSD: Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    visible_LS: Tensor | None = None,
+    q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float, *, causal: bool = False, visible_LS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """ATen's flash attention for the CPU; its causal mask is top-left aligned."""
-    q, k, v = _equal_dims(q_HLD, k_KSD, v_KSD)
-    mask = None if visible_LS is None else _additive(visible_LS, q.dtype)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return _neutral(out[0, :, :, : v_KSD.shape[-1]], lse[0], visible_LS)
+    """ATen's flash attention for the CPU; its causal mask is top-left aligned.
+
+    16-bit inputs are computed in float32: the kernel would round each part's output to 16 bits (1.1 to 1.3 times the
+    error of a single call after the merge) and is no faster (measured with AVX512-BF16; slower for float16, and for
+    one query row without grouped heads).
+    """
+    keys = k_KSD.shape[1]
+    step = keys
+    if not causal and visible_LS is None and q_HLD.dtype.itemsize < 4:
+        step = max(UPCAST_KEYS, UPCAST_ELEMENTS // (k_KSD.shape[0] * k_KSD.shape[2]))
+    dtype = torch.promote_types(q_HLD.dtype, torch.float32)
+    mask = None if visible_LS is None else _additive(visible_LS, dtype)
+    q_HLD = q_HLD.to(dtype)
+    result: tuple[Tensor, Tensor] | None = None
+    for c in range(0, keys, step):
+        q, k, v = _equal_dims(q_HLD, k_KSD[:, c : c + step].to(dtype), v_KSD[:, c : c + step].to(dtype))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale
+        )
+        part = out[0, :, :, : v_KSD.shape[-1]], lse[0]
+        if result is None:
+            result = part
+        else:
+            merge_(*result, *part)
+    assert result is not None
+    return _neutral(*result, visible_LS)
 
 
 def cuda_flash(
-    q_HLD: Tensor,
-    k_KSD: Tensor,
-    v_KSD: Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    visible_LS: Tensor | None = None,
+    q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float, *, causal: bool = False, visible_LS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """ATen's FlashAttention for CUDA: 16-bit dtypes, head dims up to 256, no explicit mask."""
     assert visible_LS is None
@@ -130,13 +141,7 @@ def cuda_flash(
 
 
 def cuda_efficient(
-    q_HLD: Tensor,
-    k_KSD: Tensor,
-    v_KSD: Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    visible_LS: Tensor | None = None,
+    q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float, *, causal: bool = False, visible_LS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """ATen's memory-efficient attention for CUDA: also float32, explicit masks and Dv different from Dk."""
     heads, rows, _ = q_HLD.shape
@@ -184,11 +189,14 @@ def math(
         k, v = k_KSD[:, c:d].to(dtype), v_KSD[:, c:d].to(dtype)
         for a in range(c // row_step * row_step if causal else 0, rows, row_step):
             b = min(a + row_step, rows)
-            visible = None if visible_LS is None else visible_LS[a:b, c:d]
+            # The keys that some row of the tile sees.
+            seen = slice(c, min(d, b) if causal else d)
+            visible = None if visible_LS is None else visible_LS[a:b, seen]
             if causal:
-                visible = torch.ones(b - a, d - c, dtype=torch.bool, device=q_HLD.device).tril_(a - c)
-            tile_alibi = alibi and Alibi(alibi.slopes_H, alibi.q_slots_L[a:b], alibi.k_positions_S[c:d])
-            part = _math_tile(q_HLD[:, a:b].to(dtype), k, v, scale, visible, softcap, tile_alibi)
+                visible = torch.ones(b - a, seen.stop - c, dtype=torch.bool, device=q_HLD.device).tril_(a - c)
+            tile_alibi = alibi and Alibi(alibi.slopes_H, alibi.q_slots_L[a:b], alibi.k_positions_S[seen])
+            k_tile, v_tile = k[:, : seen.stop - c], v[:, : seen.stop - c]
+            part = _math_tile(q_HLD[:, a:b].to(dtype), k_tile, v_tile, scale, visible, softcap, tile_alibi)
             merge_(out[:, a:b], lse[:, a:b], *part)
     return out, lse
 
@@ -264,13 +272,22 @@ def _agrees(backend: Backend, device: torch.device, dtype: torch.dtype, key_dim:
         expected = dense_attention(queries, k, v, scale, visible_LS=seen)
         try:
             actual = backend(queries, k, v, scale, causal=causal, visible_LS=visible)
+            problem = _difference(actual, expected, tolerance)
         except RuntimeError as error:
-            logger.warning("%s on %s cannot run %s with head dims %d, %d: %s. Using slower matrix products.",
-                           backend, device, dtype, key_dim, value_dim, error)
+            problem = str(error)
+        if problem:
+            name = getattr(backend, "__name__", str(backend))
+            case = f"{dtype} with head dims {key_dim}, {value_dim} on {device}"
+            logger.warning("%s is not used for %s, slower matrix products are: %s", name, case, problem)
             return False
-        for got, want in zip(actual, expected, strict=True):
-            if not torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance):
-                logger.warning("%s on %s gives wrong results for %s with head dims %d, %d. Using slower matrix "
-                               "products.", backend, device, dtype, key_dim, value_dim)
-                return False
     return True
+
+
+def _difference(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> str:
+    """What differs by more than the tolerance, relative to 1 + the expected size; empty if nothing does."""
+    for name, got, want in zip(("output", "log-sum-exp"), actual, expected, strict=True):
+        if got.shape != want.shape:
+            return f"its {name} has the shape {list(got.shape)} instead of {list(want.shape)}"
+        if not torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance):
+            return f"its {name} differs from the reference by more than {tolerance}"
+    return ""

@@ -61,8 +61,8 @@ class PartialAttention:
     Attributes
     ----------
     out : Tensor
-        ``[H, L, Dv]`` float32 (float64 for float64 queries), a view of ``[L, H, Dv]`` memory; 0 where no key was seen.
-        May be another tensor after `add`.
+        ``[H, L, Dv]`` float32 (float64 for float64 queries), 0 where no key was seen; for many rows a view of
+        ``[L, H, Dv]`` memory, otherwise of any strides. May be another tensor after `add`.
     lse : Tensor
         ``[H, L]``, same dtype: natural log-sum-exp; -inf where no key was seen.
     """
@@ -147,10 +147,10 @@ class PartialAttention:
     def _accumulators(self) -> tuple[Tensor, Tensor]:
         if self._state is None:
             heads, rows, _ = self._q_HLD.shape
-            options = {"dtype": self._dtype, "device": self._q_HLD.device}
             # The kernels' memory order, so that the merge walks both sides alike and [L, H * Dv] needs no copy.
-            out = torch.zeros(rows, heads, self._value_dim, **options).transpose(0, 1)
-            self._state = out, torch.full((rows, heads), -torch.inf, **options).t()
+            out = self._q_HLD.new_zeros(rows, heads, self._value_dim, dtype=self._dtype)
+            lse = self._q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
+            self._state = out.transpose(0, 1), lse.t()
         return self._state
 
 

@@ -28,9 +28,7 @@ class PassKV:
             transfer = None
             if step + 1 < call.size:
                 # Two receive buffers: one is attended to and forwarded while the other fills.
-                receive = self._scratch.take(
-                    f"receive{step % 2}", messages.nbytes((source - 1) % call.size), device
-                )
+                receive = self._scratch.take(f"receive{step % 2}", messages.nbytes((source - 1) % call.size), device)
                 transfer = call.comm.shift(
                     held,
                     receive,

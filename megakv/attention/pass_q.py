@@ -33,9 +33,7 @@ class PassQ:
             source = (call.rank - step) % call.size
             transfer = None
             if step + 1 < call.size:
-                receive = self._scratch.take(
-                    f"receive{step % 2}", messages.nbytes((source - 1) % call.size), device
-                )
+                receive = self._scratch.take(f"receive{step % 2}", messages.nbytes((source - 1) % call.size), device)
                 transfer = call.comm.shift(
                     held,
                     receive,

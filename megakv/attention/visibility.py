@@ -24,6 +24,8 @@ MASKED_ROWS = 1024
 MASKED_PAIRS = 4 << 20
 # Below this many pairs one masked kernel call is cheaper than separate calls and merges for its unmasked part.
 SMALL_PAIRS = 256 * 768
+# Least rows of a window's tile; a quarter of the window above that (measured: 1.0 to 1.4 times as fast as all of it).
+WINDOW_ROWS = 128
 # A run of equally treated rows shorter than this is masked together with short neighbours ...
 SHORT_RUN = 64
 # ... unless that many keys lie between them, which every row of the masked block would compute and hide.
@@ -154,7 +156,7 @@ def _tiles(run: _Run, low: Slots, high: Slots, window: int | None) -> Iterator[t
     if run.pattern == "mixed":
         rows = min(rows, MASKED_ROWS)
     if window is not None:
-        rows = min(rows, max(256, min(window, MASKED_ROWS)))
+        rows = min(rows, max(WINDOW_ROWS, min(window // 4, MASKED_ROWS)))
     a = run.a
     while a < run.b:
         b = min(a + rows, run.b)

@@ -63,6 +63,9 @@ class ForwardHooks:
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._takes_positions = "position_ids" in self._signature.parameters
+        # Biases of positions are counted along the mask, whatever position_ids say.
+        self._counts_mask = policy.positions_from_mask or bool(getattr(model.config, "alibi", False))
+        self._ignores_positions = not self._takes_positions or bool(getattr(model.config, "alibi", False))
         self.length_dependent = depends_on_length(model)
         self._wanted: _Wanted | None = None
         self._local: NDArray[np.int64] | None = None
@@ -138,7 +141,9 @@ class ForwardHooks:
         if mask is None:
             return np.ones((batch, length), dtype=bool)
         if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise ValueError("attention_mask must be a 2-D tensor of 0 and 1; other masks are not supported with MegaKV")
+            raise ValueError(
+                "attention_mask must be a 2-D tensor of 0 and 1; other masks are not supported with MegaKV"
+            )
         if mask.shape[0] != batch or mask.shape[1] not in (length, past + length):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}; {batch} rows of {length} new"
@@ -148,9 +153,9 @@ class ForwardHooks:
 
     def _positions(self, given: Tensor | None, mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
         """``[B, T]`` rotary positions, those of the plain model where none are given."""
-        if given is not None:
+        if given is not None and not self._ignores_positions:
             positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
-        elif self._policy.positions_from_mask:
+        elif self._counts_mask:
             counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
             positions = counted[:, -length:] + (past if mask.shape[1] == length else 0)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,11 @@ from megakv.attention.partial import Scoring
 from megakv.errors import MegaKVError
 from megakv.injection.mask import CausalMask, describe_mask
 
+if TYPE_CHECKING:
+    from megakv.injection.policy import Policy
+
 ATTENTION_NAME = "megakv"
+SUBSTITUTED_NAME = "megakv_substituted"
 RUNTIME_ATTRIBUTE = "megakv_runtime"
 REFUSED_ARGUMENTS = ("position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices")
 
@@ -98,14 +102,44 @@ def attention_function(
     return runtime_of(module).attend(layer, query, key, value, scoring, s_aux), None
 
 
+def mark_causal(**kwargs: Any) -> Tensor:
+    """Entry for transformers' `AttentionMaskInterface`, for models whose attention modules are MegaKV's.
+
+    Such models also work on the mask themselves, as on a tensor: they get an empty one, of no more than one dimension.
+
+    Raises
+    ------
+    MegaKVError
+        If the mask is not causal, or has a window.
+    """
+    if describe_mask(**kwargs).window is not None:
+        raise MegaKVError("the model asks for a sliding window, which MegaKV's attention module for it does not have")
+    return torch.empty(0, dtype=torch.bool)
+
+
+def is_causal_mark(attention_mask: Any) -> bool:
+    """Whether a mask is what `mark_causal` made."""
+    return isinstance(attention_mask, Tensor) and attention_mask.shape == (0,)
+
+
 def register() -> None:
     """Add MegaKV's entries to transformers' interfaces, under names that are its own."""
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     AttentionMaskInterface.register(ATTENTION_NAME, describe_mask)
+    AttentionMaskInterface.register(SUBSTITUTED_NAME, mark_causal)
 
 
-def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
+def attach(model: PreTrainedModel, runtime: AttentionRuntime, policy: Policy) -> int:
     """Switch a model instance to MegaKV's attention.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Changed in place. Its weights must be there, and cut for tensor parallelism.
+    runtime : AttentionRuntime
+        What its attention modules call.
+    policy : Policy
+        Of the model's type.
 
     Returns
     -------
@@ -118,13 +152,20 @@ def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
         If the architecture can neither use the attention interface nor has a policy.
     """
     register()
-    model.set_attn_implementation(ATTENTION_NAME)
+    if policy.substitute is None:
+        name = ATTENTION_NAME
+        model.set_attn_implementation(name)
+    else:
+        name = SUBSTITUTED_NAME
+        policy.substitute(model)
+        # The model only takes its mask by this name; set_attn_implementation would refuse it.
+        model.config._attn_implementation = name
     layers = 0
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
             setattr(module, RUNTIME_ATTRIBUTE, runtime)
             layers = max(layers, int(module.layer_idx) + 1)  # type: ignore[arg-type]
-    if model.config._attn_implementation != ATTENTION_NAME or layers == 0:
+    if model.config._attn_implementation != name or layers == 0:
         raise ValueError(
             f"model type {model.config.model_type!r} ({type(model).__name__}) is not supported: it does not use "
             "transformers' attention interface and MegaKV has no policy for it"

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from megakv.injection.bloom import substitute_bloom
+from megakv.injection.falcon import substitute_falcon
+from megakv.injection.gptj import substitute_gptj
+from megakv.injection.mpt import substitute_mpt
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -34,6 +39,10 @@ POLICIES: dict[str, Policy] = {
     "opt": Policy(positions_from_mask=True, learned_positions=True),
     "gpt2": Policy(learned_positions=True),
     "gpt_bigcode": Policy(learned_positions=True),
+    "gptj": Policy(learned_positions=True, substitute=substitute_gptj),
+    "falcon": Policy(substitute=substitute_falcon),
+    "bloom": Policy(positions_from_mask=True, substitute=substitute_bloom),
+    "mpt": Policy(substitute=substitute_mpt),
 }
 
 

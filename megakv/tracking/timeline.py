@@ -55,12 +55,14 @@ def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, f
     height_in = lanes_in + _TOP_IN + _BOTTOM_IN
     figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, facecolor="white")
     canvas = FigureCanvasAgg(figure)
-    axes = figure.add_axes((
-        _LEFT_IN / _WIDTH_IN,
-        _BOTTOM_IN / height_in,
-        (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN,
-        lanes_in / height_in,
-    ))
+    axes = figure.add_axes(
+        (
+            _LEFT_IN / _WIDTH_IN,
+            _BOTTOM_IN / height_in,
+            (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN,
+            lanes_in / height_in,
+        )
+    )
     axes.set_xlim(begin * 1e3, end * 1e3)
     axes.set_ylim(count, 0)
     for lane, rank in enumerate(report.ranks):

@@ -1,0 +1,1 @@
+"""What the deepspeed launcher starts, and the ``megakv`` command."""

@@ -1,0 +1,206 @@
+"""The main job: ranks read a document together and answer a question about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+
+import megakv
+from megakv.config import load_config
+from megakv.launcher.progress import prefill_bar
+from megakv.tracking import RunReport
+from megakv.tracking.files import write_whole
+
+MEGABYTE = 1 << 20
+
+
+@dataclass
+class Outcome:
+    """What a job produced, the same on every rank but for `tokens_equal`, which rank 0 alone knows.
+
+    Parameters
+    ----------
+    answer : str
+        The generated text.
+    tokens_equal : bool, optional
+        Whether the tokens are those of a single-process transformers run; None where that was not asked for.
+    report : RunReport
+    """
+
+    answer: str
+    tokens_equal: bool | None
+    report: RunReport
+
+    def to_json(self, **more: Any) -> dict[str, Any]:
+        """The main job's JSON."""
+        return {
+            "answer": self.answer,
+            "tokens_equal": self.tokens_equal,
+            **more,
+            "ttft_s": self.report.ttft_s,
+            "ttit_s": self.report.ttit_s,
+            "prompt_tokens": self.report.prompt_tokens,
+            "new_tokens": self.report.new_tokens,
+            "mesh": self.report.mesh,
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "host": rank.host,
+                    "tokens": rank.tokens,
+                    "kv_bytes": rank.kv_bytes,
+                    "bytes_sent": rank.bytes_sent,
+                    "peak_bytes": rank.peak_bytes,
+                }
+                for rank in self.report.ranks
+            ],
+            "versions": self.report.versions,
+            "machine": self.report.machine,
+        }
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that every job takes."""
+    parser.add_argument("--config", required=True, help="JSON: a DeepSpeed inference config with a megakv section")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus for sampling (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default 0)")
+    parser.add_argument("--json", help="write the outcome to this file")
+    parser.add_argument("--timeline", help="draw compute and communication of every rank to this PNG")
+    parser.add_argument(
+        "--compare", action="store_true", help="also run plain transformers on rank 0 and compare tokens"
+    )
+
+
+def read_text(path: str, setting: str) -> str:
+    """A user's text file.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read as UTF-8 or holds no text.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{setting} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{setting} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise ValueError(f"{setting} {path} is empty: the prompt is empty")
+    return text
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> Tensor:
+    """``[1, S]`` tokens of a prompt, through the model's chat template where it has one."""
+    if chat and tokenizer.chat_template is not None:
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
+    return tokenizer(text, return_tensors="pt").input_ids
+
+
+def run_job(
+    model: str,
+    arguments: argparse.Namespace,
+    make_prompt: Callable[[PreTrainedTokenizerBase], str],
+    *,
+    chat: bool = True,
+) -> Outcome:
+    """Start the engine, generate, and report. Every rank must call it.
+
+    Parameters
+    ----------
+    model : str
+        Directory or hub id.
+    arguments : Namespace
+        As `add_job_arguments` defines them.
+    make_prompt : callable
+        Makes the prompt from the tokenizer.
+    chat : bool
+        Whether to use the model's chat template.
+
+    Raises
+    ------
+    ValueError, MegaKVError
+        What the engine refuses.
+    """
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: allowed: 1 or more")
+    if arguments.temperature < 0:
+        raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
+    config = load_config(arguments.config)
+    if arguments.timeline:
+        config.megakv.tracking.timeline = arguments.timeline
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = prompt_ids(tokenizer, make_prompt(tokenizer), chat=chat)
+    engine = megakv.init_inference(model, config)
+    ids = ids.to(engine.mesh.device)
+    first = engine.mesh.rank == 0
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    if options["do_sample"]:
+        options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        options["pad_token_id"] = tokenizer.eos_token_id
+    torch.manual_seed(arguments.seed)
+    if first:
+        print(f"megakv: {ids.shape[1]} tokens on CP {engine.mesh.cp_size} x TP {engine.mesh.tp_size}", flush=True)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if first else None
+    with prefill_bar(engine.module, shown=first):
+        sequences = engine.generate(ids, streamer=streamer, **options)
+    report = engine.report()
+    equal = None
+    if arguments.compare and first:
+        equal = torch.equal(plain_tokens(model, engine, ids, options, arguments.seed), sequences.cpu())
+    answer = tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    outcome = Outcome(answer=answer, tokens_equal=equal, report=report)
+    if first:
+        engine.tracker.log_report(report)
+    engine.destroy()
+    return outcome
+
+
+def plain_tokens(model: str, engine: megakv.MegaKVEngine, ids: Tensor, options: dict[str, Any], seed: int) -> Tensor:
+    """What a single-process transformers run of the same model generates."""
+    print("megakv: running plain transformers on one process, to compare", flush=True)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=engine.module.dtype).eval().to(engine.mesh.device)
+    torch.manual_seed(seed)
+    return plain.generate(ids, **options).cpu()
+
+
+def print_outcome(outcome: Outcome, stream: Any = None) -> None:
+    """The table that a user sees at the end."""
+    stream = sys.stdout if stream is None else stream
+    report = outcome.report
+    ttft = "-" if report.ttft_s is None else f"{report.ttft_s * 1e3:.1f} ms"
+    ttit = "-" if report.ttit_s is None else f"{report.ttit_s * 1e3:.1f} ms"
+    print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens", file=stream)
+    print(
+        f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)",
+        file=stream,
+    )
+    for rank in report.ranks:
+        sent = ", ".join(f"{name} {size / MEGABYTE:.2f}" for name, size in sorted(rank.bytes_sent.items()) if size)
+        print(
+            f"{rank.rank:>4} {rank.cp_rank:>3} {rank.tp_rank:>3} {rank.tokens:>8} {rank.kv_bytes / MEGABYTE:>8.2f} "
+            f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}",
+            file=stream,
+        )
+    if outcome.tokens_equal is not None:
+        word = "equal to" if outcome.tokens_equal else "DIFFERENT FROM"
+        print(f"tokens are {word} those of a single-process transformers run", file=stream)
+
+
+def write_outcome(path: str, values: dict[str, Any]) -> None:
+    """Write the outcome's JSON, whole or not at all."""
+    write_whole(path, json.dumps(values, indent=2).encode())

@@ -1,0 +1,53 @@
+"""One message from rank 0, a non-zero exit from every rank, and nobody left hanging."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megakv.errors import MegaKVError, PeerLostError
+from megakv.launcher.environment import own_rank
+
+PATIENCE_SECONDS = 10.0
+"""How long another rank leaves the word to rank 0, whose exit makes the launcher end all ranks."""
+
+
+def quiet_libraries() -> None:
+    """Leave the screen to the run: libraries speak from warnings upwards, and on rank 0 only."""
+    level = logging.WARNING if own_rank() == 0 else logging.ERROR
+    for name in ("DeepSpeed", "transformers", "torch", "accelerate"):
+        logging.getLogger(name).setLevel(level)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Ending the interpreter the usual way would wait for connections to peers that may be gone.
+    os._exit(code)
+
+
+@contextmanager
+def one_voice() -> Iterator[None]:
+    """Report a user's error once.
+
+    Wrong settings are seen by every rank alike, so rank 0 reports them. A lost peer is reported by whoever sees it.
+    What only another rank knows is reported by it when rank 0 has stayed silent.
+    """
+    try:
+        yield
+    except PeerLostError as error:
+        sys.stderr.write(f"megakv: error: {error}\n")
+        _leave(1)
+    except (ValueError, MegaKVError, OSError) as error:
+        if own_rank() != 0:
+            time.sleep(PATIENCE_SECONDS)
+        sys.stderr.write(f"megakv: error: {error}\n")
+        _leave(1)
+    except KeyboardInterrupt:
+        if own_rank() == 0:
+            sys.stderr.write("megakv: interrupted\n")
+        _leave(130)

@@ -1,0 +1,1 @@
+"""How attention enters an unmodified model: interfaces, hooks, and a policy per architecture."""

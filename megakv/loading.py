@@ -1,0 +1,285 @@
+"""From a model's name to a module that holds only this rank's weights."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from megakv.errors import MegaKVError
+from megakv.placement import (
+    WHOLE,
+    HeadMap,
+    SliceSpec,
+    contiguous_head_map,
+    head_counts,
+    plan_placement,
+)
+from megakv.tensor_parallel import AllReduce, shard_structure
+from megakv.weights import CheckpointWeights, ModuleWeights, RandomWeights, WeightSource
+from megakv.weights.files import local_directory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with one rank's weights.
+
+    Parameters
+    ----------
+    module : PreTrainedModel
+        In evaluation mode, without gradients.
+    config : PreTrainedConfig
+        The whole model's.
+    head_map : HeadMap
+        Which heads are where.
+    placement : dict
+        The part kept of each parameter of the whole model, by name.
+    bytes_read : int
+        Bytes read from the checkpoint by this rank.
+    bytes_kept : int
+        Bytes of parameters and buffers on this rank.
+    """
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    head_map: HeadMap
+    placement: dict[str, SliceSpec]
+    bytes_read: int
+    bytes_kept: int
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The config of a checkpoint directory.
+
+    Raises
+    ------
+    MegaKVError
+        If there is none, or none that this transformers knows.
+    """
+    if not (directory / "config.json").is_file():
+        raise MegaKVError(f"{directory} has no config.json, so it is no Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise MegaKVError(f"{directory / 'config.json'} describes no model that transformers knows: {error}") from error
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model without memory: parameters on the meta device, buffers (rotary frequencies) real on the CPU.
+
+    Raises
+    ------
+    ValueError
+        If transformers has no causal language model for this config, or the config asks for quantised weights.
+    """
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = (
+            quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", "")
+        )
+        raise ValueError(
+            f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
+            "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
+        )
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.tie_weights()
+    # Tables made under a half-precision default are rounded; transformers' own loading makes them again, as here.
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+    return model
+
+
+def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type of each parameter and persistent buffer: `dtype`, but what transformers keeps in float32 stays so."""
+    in_float32 = [re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)]
+    kept = re.compile("|".join(in_float32)) if in_float32 else None
+    main = model.dtype
+    types = {}
+    for name, tensor in model.state_dict().items():
+        types[name] = dtype if tensor.dtype == main else tensor.dtype
+        if kept is not None and kept.search(name):
+            types[name] = torch.float32
+    return types
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _local(
+    source: WeightSource, name: str, spec: SliceSpec, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory of this rank's own with its part of a parameter; the very memory of the source where that has given it."""
+    if spec.zero:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    value = source.read(name, spec)
+    if source.owned and spec.ranges is None and value.dtype == dtype and value.device == device:
+        return value
+    return torch.empty(shape, dtype=dtype, device=device).copy_(value)
+
+
+def materialise(
+    model: PreTrainedModel,
+    source: WeightSource,
+    placement: dict[str, SliceSpec],
+    dtypes: dict[str, torch.dtype],
+    device: torch.device,
+    *,
+    progress: bool = False,
+) -> None:
+    """Fill a model's parameters from a source, one at a time, and move its buffers.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With parameters of local shapes; tied ones stay tied.
+    source : WeightSource
+    placement : dict
+        The part of each parameter that is kept.
+    dtypes : dict
+        The type of each parameter.
+    device : torch.device
+    progress : bool
+        Whether to show a bar of the bytes that are filled in.
+    """
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    total = sum(parameters[tied[0]].numel() * dtypes[tied[0]].itemsize for tied in names.values())
+    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
+        for tied in names.values():
+            stored = next((name for name in tied if source.has(name)), tied[0])
+            spec = placement.get(stored, WHOLE)
+            local = _local(source, stored, spec, parameters[tied[0]].shape, dtypes[stored], device)
+            filled = nn.Parameter(local, requires_grad=False)
+            for name in tied:
+                module, leaf = _owner(model, name)
+                setattr(module, leaf, filled)
+            bar.update(local.nbytes)
+    for name, buffer in model.named_buffers():
+        module, leaf = _owner(model, name)
+        stored_too = name in dtypes and source.has(name)
+        module._buffers[leaf] = (
+            _local(source, name, WHOLE, buffer.shape, dtypes[name], device) if stored_too else buffer.to(device)
+        )
+
+
+def _bytes_kept(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _load_generation_config(model: PreTrainedModel, directory: Path) -> None:
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+
+
+def build_model(
+    model_or_path: str | Path | nn.Module,
+    *,
+    dtype: torch.dtype | None,
+    load: Literal["checkpoint", "random"] = "checkpoint",
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    head_map: HeadMap | None = None,
+    all_reduce: AllReduce,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    progress: bool = False,
+) -> LoadedModel:
+    """Load this rank's share of a causal language model; no more than one parameter beyond it is ever in memory.
+
+    Parameters
+    ----------
+    model_or_path : path, hub id or PreTrainedModel
+        A model given as a module is sharded in place; its weights are freed as they are cut.
+    dtype : torch.dtype, optional
+        Of the weights; what the config or the module given says where None.
+    load : {"checkpoint", "random"}
+        Whether values come from safetensors, or from `seed` (only config.json is needed then). Ignored for a module.
+    tp_rank, tp_size : int
+    head_map : HeadMap, optional
+        Which heads live on which rank; contiguous runs by default.
+    all_reduce : callable
+        Sums a tensor over the tensor-parallel ranks and returns the sum.
+    device : torch.device
+    seed : int
+        Of random weights.
+    progress : bool
+        Whether to show a progress bar, and say so when the checkpoint holds more than the model takes; for one rank.
+
+    Returns
+    -------
+    LoadedModel
+
+    Raises
+    ------
+    ValueError
+        If the model cannot be split as asked, or is of a kind that is not supported.
+    MegaKVError
+        If the checkpoint is missing, broken, or of another model.
+    """
+    device = torch.device(device)
+    directory: Path | None = None
+    if isinstance(model_or_path, nn.Module):
+        if not isinstance(model_or_path, PreTrainedModel):
+            raise ValueError(f"model is a {type(model_or_path).__name__}, not a transformers PreTrainedModel or a path")
+        model = model_or_path
+        dtype = dtype or model.dtype
+    else:
+        directory = local_directory(model_or_path)
+        config = read_config(directory)
+        dtype = dtype or config.get_text_config().dtype or torch.float32
+        model = empty_model(config, dtype)
+    head_map = _checked_map(model.config, head_map, tp_rank, tp_size)
+    placement = plan_placement(model, head_map, tp_rank)
+    dtypes = parameter_dtypes(model, dtype)
+    source: WeightSource
+    if directory is None:
+        source = ModuleWeights(model)
+    elif load == "random":
+        source = RandomWeights(model, seed, device)
+    else:
+        source = _open_checkpoint(directory, model, progress=progress)
+    shard_structure(model, placement, head_map, tp_rank, all_reduce)
+    materialise(model, source, placement, dtypes, device, progress=progress)
+    if directory is not None:
+        _load_generation_config(model, directory)
+    model.eval()
+    return LoadedModel(model, model.config, head_map, placement, source.bytes_read, _bytes_kept(model))
+
+
+def _open_checkpoint(directory: Path, model: PreTrainedModel, *, progress: bool) -> CheckpointWeights:
+    checkpoint = CheckpointWeights(directory, model)
+    found = checkpoint.unexpected
+    if found and progress:
+        logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
+    return checkpoint
+
+
+def _checked_map(config: PreTrainedConfig, head_map: HeadMap | None, tp_rank: int, tp_size: int) -> HeadMap:
+    layers, heads, kv_heads = head_counts(config)
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tp_rank = {tp_rank} is not below tensor_parallel.tp_size = {tp_size}")
+    if head_map is None:
+        return contiguous_head_map(layers, heads, kv_heads, tp_size)
+    found = (len(head_map.layers), head_map.n_heads, head_map.n_kv_heads, head_map.tp_size)
+    if found != (layers, heads, kv_heads, tp_size):
+        raise ValueError(
+            f"head map is for (layers, query heads, KV heads, ranks) = {found}, the model and tensor_parallel.tp_size "
+            f"need {(layers, heads, kv_heads, tp_size)}"
+        )
+    return head_map

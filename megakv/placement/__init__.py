@@ -1,0 +1,17 @@
+"""Which part of every weight a tensor-parallel rank keeps."""
+
+from megakv.placement.heads import HeadGroup, HeadMap, HeadShard, contiguous_head_map, head_counts
+from megakv.placement.plan import plan_placement
+from megakv.placement.slices import WHOLE, SliceSpec, split_width
+
+__all__ = [
+    "WHOLE",
+    "HeadGroup",
+    "HeadMap",
+    "HeadShard",
+    "SliceSpec",
+    "contiguous_head_map",
+    "head_counts",
+    "plan_placement",
+    "split_width",
+]

@@ -1,0 +1,160 @@
+"""Which attention heads live on which tensor-parallel rank, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """A KV head together with those of its query heads that live beside it.
+
+    Parameters
+    ----------
+    kv_head : int
+        Index of the KV head in the whole model.
+    query_heads : tuple of int
+        Indices of query heads that read it; all of them, or a part when other ranks hold copies of the KV head.
+    """
+
+    kv_head: int
+    query_heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """The heads of one layer on one rank, in the order in which the rank's tensors hold them."""
+
+    groups: tuple[HeadGroup, ...]
+
+    @property
+    def kv_heads(self) -> tuple[int, ...]:
+        """Global index of each local KV head."""
+        return tuple(group.kv_head for group in self.groups)
+
+    @property
+    def query_heads(self) -> tuple[int, ...]:
+        """Global index of each local query head, group after group."""
+        return tuple(head for group in self.groups for head in group.query_heads)
+
+    @property
+    def kv_of_query(self) -> tuple[int, ...]:
+        """For each local query head, the local index of the KV head it reads."""
+        return tuple(index for index, group in enumerate(self.groups) for _ in group.query_heads)
+
+    @property
+    def group_size(self) -> int | None:
+        """Query heads per KV head, or None where groups differ in size."""
+        sizes = {len(group.query_heads) for group in self.groups}
+        return sizes.pop() if len(sizes) == 1 else None
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """A placement of all heads of a model on its tensor-parallel ranks.
+
+    Any assignment is possible: uneven counts, another one in every layer, and copies of a KV head on several ranks with
+    its query heads divided among them (FairKV's fair-copying).
+
+    Parameters
+    ----------
+    n_heads : int
+        Query heads of the model.
+    n_kv_heads : int
+        KV heads of the model.
+    layers : tuple
+        ``layers[layer][rank]`` is a `HeadShard`.
+
+    Raises
+    ------
+    ValueError
+        If a query head is missing, doubled or beside a foreign KV head, or a rank would have no head.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    layers: tuple[tuple[HeadShard, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
+        group = self.n_heads // self.n_kv_heads
+        for layer, shards in enumerate(self.layers):
+            if len(shards) != self.tp_size:
+                raise ValueError(f"head map, layer {layer}: {len(shards)} ranks, but layer 0 has {self.tp_size}")
+            placed = sorted(head for shard in shards for head in shard.query_heads)
+            if placed != list(range(self.n_heads)):
+                raise ValueError(f"head map, layer {layer}: query heads {placed}, not each of {self.n_heads} once")
+            for rank, shard in enumerate(shards):
+                if not shard.groups or any(not g.query_heads for g in shard.groups):
+                    raise ValueError(f"head map, layer {layer}, rank {rank}: a rank or a KV head without query heads")
+                if len(set(shard.kv_heads)) != len(shard.groups):
+                    raise ValueError(f"head map, layer {layer}, rank {rank}: KV heads {shard.kv_heads} repeat")
+                if any(head // group != g.kv_head for g in shard.groups for head in g.query_heads):
+                    raise ValueError(f"head map, layer {layer}, rank {rank}: a query head beside a foreign KV head")
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return len(self.layers[0]) if self.layers else 1
+
+    def shard(self, layer: int, rank: int) -> HeadShard:
+        """The heads of `layer` on `rank`."""
+        return self.layers[layer][rank]
+
+
+def _divides(n_heads: int, n_kv_heads: int, tp_size: int) -> bool:
+    if n_heads % tp_size:
+        return False
+    return n_kv_heads % tp_size == 0 or tp_size % n_kv_heads == 0
+
+
+def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: int) -> HeadMap:
+    """Equal runs of neighbouring heads; with more ranks than KV heads each KV head is copied and its queries divided.
+
+    Raises
+    ------
+    ValueError
+        If `tp_size` fits neither way: names the head counts and the sizes that do.
+    """
+    if n_heads % n_kv_heads:
+        raise ValueError(f"{n_heads} query heads cannot share {n_kv_heads} KV heads evenly")
+    if tp_size < 1 or not _divides(n_heads, n_kv_heads, tp_size):
+        sizes = [size for size in range(1, n_heads + 1) if _divides(n_heads, n_kv_heads, size)]
+        raise ValueError(
+            f"tensor_parallel.tp_size = {tp_size} cannot split {n_heads} query heads over {n_kv_heads} KV heads; "
+            f"sizes that can: {', '.join(map(str, sizes))}"
+        )
+    group = n_heads // n_kv_heads
+    shards = []
+    for rank in range(tp_size):
+        if tp_size <= n_kv_heads:
+            count = n_kv_heads // tp_size
+            kv_heads = range(rank * count, (rank + 1) * count)
+            groups = tuple(HeadGroup(kv, tuple(range(kv * group, (kv + 1) * group))) for kv in kv_heads)
+        else:
+            count = n_heads // tp_size
+            groups = (HeadGroup(rank * count // group, tuple(range(rank * count, (rank + 1) * count))),)
+        shards.append(HeadShard(groups))
+    return HeadMap(n_heads, n_kv_heads, (tuple(shards),) * n_layers)
+
+
+def head_counts(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Layers, query heads and KV heads of a text model.
+
+    Raises
+    ------
+    ValueError
+        If the configuration names no attention heads.
+    """
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(layers, int) or not isinstance(heads, int):
+        raise ValueError(f"model type {config.model_type!r} is not supported: its config names no attention heads")
+    if text.model_type == "falcon":
+        own = text.num_kv_heads if text.new_decoder_architecture else heads
+        return layers, heads, 1 if text.multi_query and not text.new_decoder_architecture else own
+    return layers, heads, getattr(text, "num_key_value_heads", None) or heads

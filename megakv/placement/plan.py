@@ -1,0 +1,152 @@
+"""The part of every parameter of a model that a tensor-parallel rank keeps."""
+
+from __future__ import annotations
+
+from deepspeed.module_inject.auto_tp import AutoTP
+from torch import nn
+from transformers import PreTrainedModel
+
+from megakv.placement.attention import AttentionCut, find_attention, refusal
+from megakv.placement.heads import HeadMap
+from megakv.placement.slices import WHOLE, SliceSpec, joined, split_width
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Name and list of a model's decoder layers.
+
+    Raises
+    ------
+    ValueError
+        If there is no list as long as the config says.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    decoder = model.get_decoder()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and any(module is m for m in decoder.modules()):
+            return name, module
+    raise refusal(model, model.config.model_type, f"has no list of {count} decoder layers")
+
+
+def row_parallel_names(model: PreTrainedModel) -> frozenset[str]:
+    """Last names of the linears whose outputs must be summed over ranks, as DeepSpeed's AutoTP finds them."""
+    try:
+        found = AutoTP.tp_parser(model)
+    except AssertionError as error:
+        raise refusal(model, model.config.model_type, f"is unknown to DeepSpeed's AutoTP ({error})") from error
+    return frozenset(entry.rpartition(".")[2] for _, entries in found for entry in entries) | {"down_proj"}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds all experts of a layer in three-dimensional weights."""
+    return all(isinstance(getattr(module, name, None), nn.Parameter) for name in EXPERT_WEIGHTS)
+
+
+def _experts(module: nn.Module, model_type: str, rank: int, size: int) -> dict[str, SliceSpec]:
+    """Parts of ``[E, 2I, H]`` and ``[E, H, I]`` weights (or transposed), cut along the width I of every expert."""
+    transposed, concatenated = getattr(module, "is_transposed", None), getattr(module, "is_concatenated", None)
+    known = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+    strange = [name for name, _ in module.named_parameters() if name not in known]
+    if transposed is None or concatenated is None or not getattr(module, "has_gate", False) or strange:
+        raise refusal(module, model_type, f"stores its experts in an unknown way {strange or ''}")
+    assert isinstance(module.down_proj, nn.Parameter)
+    width = module.down_proj.shape[1 if transposed else 2]
+    start, stop = split_width(width, size, rank)
+    both = joined([(start, stop), (width + start, width + stop)] if concatenated else [(2 * start, 2 * stop)])
+    specs = {
+        "gate_up_proj": SliceSpec(2 if transposed else 1, both),
+        "gate_up_proj_bias": SliceSpec(1, both),
+        "down_proj": SliceSpec(1 if transposed else 2, ((start, stop),)),
+        "down_proj_bias": SliceSpec(zero=rank > 0),
+    }
+    return {name: specs[name] for name, _ in module.named_parameters()}
+
+
+def _mlp(
+    module: nn.Module, model_type: str, rows: frozenset[str], rank: int, size: int, *, holds_attention: bool
+) -> dict[str, SliceSpec]:
+    """Parts of the linears that are direct children of `module`, an MLP or a whole layer (OPT)."""
+    linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    down = [child for name, child in linears.items() if name in rows]
+    others = [
+        name
+        for name, child in module.named_children()
+        if name not in linears and next(child.parameters(), None) is not None
+    ]
+    if down and others and not holds_attention:
+        raise refusal(module, model_type, f"has parameters in {', '.join(others)} between its linears")
+    specs: dict[str, SliceSpec] = {}
+    for name, linear in linears.items():
+        if name in ROUTERS:
+            specs[f"{name}.weight"] = specs[f"{name}.bias"] = WHOLE
+            continue
+        if len(down) != 1:
+            raise refusal(module, model_type, f"has a linear {name} that cannot be placed")
+        width = down[0].in_features
+        start, stop = split_width(width, size, rank)
+        if name in rows:
+            specs[f"{name}.weight"], specs[f"{name}.bias"] = SliceSpec(1, ((start, stop),)), WHOLE
+            continue
+        if linear.out_features == width:
+            ranges = joined([(start, stop)])
+        elif linear.out_features == 2 * width and name == "gate_up_proj":
+            ranges = joined([(start, stop), (width + start, width + stop)])
+        else:
+            raise refusal(module, model_type, f"has a linear {name} of {linear.out_features} outputs, not {width}")
+        specs[f"{name}.weight"] = specs[f"{name}.bias"] = SliceSpec(0, ranges)
+    return specs
+
+
+def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> dict[str, SliceSpec]:
+    """The part of every parameter that `tp_rank` keeps.
+
+    Attention is cut by `head_map`, MLPs and every expert along their width; embeddings, norms, routers and the output
+    head are kept whole.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The whole model; only names and shapes are looked at, so it may be on the meta device.
+    head_map : HeadMap
+    tp_rank : int
+
+    Returns
+    -------
+    dict
+        From parameter name to `SliceSpec`, for all names (tied ones included).
+
+    Raises
+    ------
+    ValueError
+        If the architecture has something that would be wrong when cut, by its name.
+    """
+    placement = {name: WHOLE for name, _ in model.named_parameters(remove_duplicate=False)}
+    size = head_map.tp_size
+    if size == 1:
+        return placement
+    model_type = model.config.get_text_config().model_type
+    prefix, layers = decoder_layers(model)
+    if len(head_map.layers) != len(layers):
+        raise ValueError(f"head map has {len(head_map.layers)} layers, the model {len(layers)}")
+    rows = row_parallel_names(model)
+    for index, layer in enumerate(layers):
+        here = f"{prefix}.{index}."
+        attention_name, attention = find_attention(layer, model_type)
+        cut = AttentionCut(attention, model.config, head_map, head_map.shard(index, tp_rank))
+        found = {f"{attention_name}.{name}": spec for name, spec in cut.specs().items()}
+        for name, module in layer.named_modules():
+            if name == attention_name or name.startswith(f"{attention_name}."):
+                continue
+            inside = f"{name}." if name else ""
+            if is_experts(module):
+                parts = _experts(module, model_type, tp_rank, size)
+            else:
+                parts = _mlp(module, model_type, rows, tp_rank, size, holds_attention=not name)
+            found |= {inside + child: spec for child, spec in parts.items()}
+        for name, parameter in layer.named_parameters():
+            if name not in found and parameter.ndim > 1 and name.split(".")[-2] not in ROUTERS:
+                raise refusal(layer, model_type, f"has a parameter {name} of shape {list(parameter.shape)}")
+            placement[here + name] = found.get(name, WHOLE)
+    return placement

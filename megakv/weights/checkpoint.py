@@ -1,0 +1,136 @@
+"""Weights of a Hugging Face checkpoint, read by parts."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from megakv.errors import MegaKVError
+from megakv.placement.slices import SliceSpec
+from megakv.weights.files import StoredTensors
+from megakv.weights.lazy import LazyTensor, from_tensor
+
+
+class CheckpointWeights:
+    """A safetensors checkpoint, seen under the parameter names of a model.
+
+    Stored names and layouts are translated by transformers' own rules (renamings, and conversions such as the merging
+    of separately stored experts), traced without reading anything.
+
+    Parameters
+    ----------
+    directory : Path
+    model : PreTrainedModel
+        The whole model, on the meta device.
+
+    Attributes
+    ----------
+    unexpected : list of str
+        Stored keys that the model has no use for.
+
+    Raises
+    ------
+    MegaKVError
+        If a file is broken or missing, or a parameter is missing or of another shape: names file, key, expected, found.
+    """
+
+    owned = False
+
+    def __init__(self, directory: Path, model: PreTrainedModel):
+        self._stored = StoredTensors(directory)
+        self._expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._entries: dict[str, LazyTensor] = {}
+        self._keys: dict[str, list[str]] = {}
+        self.unexpected: list[str] = []
+        self._trace(model)
+        self._check_shapes()
+        self._check_present(model)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes taken from the files so far."""
+        return self._stored.bytes_read
+
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def read(self, name: str, spec: SliceSpec) -> Tensor:
+        entry = self._entries[name]
+        return entry.whole() if spec.ranges is None else entry.read(spec.dim, spec.ranges)
+
+    def _trace(self, model: PreTrainedModel) -> None:
+        """Find, as transformers' `convert_and_load_state_dict_in_model` does, what makes up each parameter."""
+        rules = get_model_conversion_mapping(model)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        expected, prefix = model.state_dict(), model.base_model_prefix
+        pending: dict[str, WeightConverter] = {}
+        for key in sorted(self._stored.file_of, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+            if name not in expected and key in expected:
+                name, pattern = rename_source_key(key, [], [], prefix, expected)
+            if name not in expected:
+                self.unexpected.append(key)
+                continue
+            tensor = self._stored.open(key)
+            self._keys.setdefault(name, []).append(key)
+            if pattern is None:
+                self._entries[name] = tensor
+            else:
+                converter = pending.setdefault(name, deepcopy(converter_of[pattern]))
+                converter.add_tensor(name, key, pattern, tensor)
+        for first, converter in pending.items():
+            keys = self._keys[first]
+            try:
+                converted = converter.convert(first, model=model, config=model.config)
+            except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+                raise MegaKVError(
+                    f"{self._stored.directory}: {first} cannot be put together from {keys[0]} and {len(keys) - 1} more "
+                    f"({error}); the checkpoint is incomplete or of another model"
+                ) from error
+            for name, value in converted.items():
+                result = value[0] if isinstance(value, list) else value
+                self._entries[name] = result if isinstance(result, LazyTensor) else from_tensor(result)
+                self._keys[name] = keys
+
+    def _check_shapes(self) -> None:
+        for name, entry in self._entries.items():
+            if name in self._expected and tuple(entry.shape) != self._expected[name]:
+                key = self._keys[name][0]
+                raise MegaKVError(
+                    f"{self._stored.directory / self._stored.file_of[key]}: {key} gives {name} the shape "
+                    f"{list(entry.shape)}, expected {list(self._expected[name])} by config.json"
+                )
+
+    def _check_present(self, model: PreTrainedModel) -> None:
+        tied: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(parameter), []).append(name)
+        missing = [names[0] for names in tied.values() if not any(self.has(name) for name in names)]
+        buffers = {name for name, _ in model.named_buffers()}
+        missing += [name for name in self._expected if name in buffers and not self.has(name)]
+        if missing:
+            raise MegaKVError(
+                f"{self._stored.directory} has no {missing[0]}"
+                + (f" (and lacks {len(missing) - 1} more)" if len(missing) > 1 else "")
+                + f", which {type(model).__name__} needs; fetch the checkpoint again, or correct its config.json"
+            )
+        for names in tied.values():
+            self._check_tied([name for name in names if self.has(name)])
+
+    def _check_tied(self, names: list[str]) -> None:
+        for other in names[1:]:
+            one, two = self._entries[names[0]], self._entries[other]
+            for start in range(0, one.shape[0], 4096):
+                part = ((start, min(start + 4096, one.shape[0])),)
+                if not one.read(0, part).equal(two.read(0, part)):
+                    raise MegaKVError(
+                        f"{self._stored.directory}: config.json ties {other} to {names[0]}, but the checkpoint stores "
+                        "different values for them; set tie_word_embeddings to false in config.json"
+                    )

@@ -1,0 +1,8 @@
+"""The package list; everything else about the distribution is in setup.cfg."""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["megakv", "megakv.*"]), "megakv.launcher"],
+    package_dir={"megakv.launcher": "launcher"},
+)

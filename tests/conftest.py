@@ -1,0 +1,39 @@
+"""What every test shares: the `--full` option, the markers, one thread per process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked full: the whole matrix")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: part of the whole matrix, run with --full only")
+    config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "distributed" in item.path.parts:
+            item.add_marker(pytest.mark.distributed)
+        if item.get_closest_marker("full") and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="needs --full"))
+
+
+@pytest.fixture
+def write_json(tmp_path: Path) -> Callable[[str, Any], Path]:
+    """A function that writes a value as JSON under the test's own folder and returns the path."""
+
+    def write(name: str, value: Any) -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps(value))
+        return path
+
+    return write

@@ -1,0 +1,166 @@
+"""Starts real ranks by a real launcher, bounded in time, and leaves no process behind."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TAG = "MEGAKV_TEST_LAUNCH"
+# How long processes may take to go after their launcher has ended before they count as left over.
+GRACE_S = 5.0
+PORT_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a launch came to.
+
+    Attributes
+    ----------
+    returncode : int or None
+        The launcher's exit status; None if the launch ran past its time limit and was killed.
+    stdout, stderr : str
+        Everything that the launcher and all ranks wrote.
+    seconds : float
+        From the start to the end of the launcher.
+    leftovers : list of str
+        Command lines of processes that were still alive `GRACE_S` after the launcher had ended by itself; by now they
+        are killed. Empty after a time-out, where everything is killed anyway.
+    """
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+    leftovers: list[str]
+
+    def check(self) -> "Result":
+        """Asserts success with nothing left over, showing the end of the output otherwise; returns self."""
+        assert self.returncode == 0 and not self.leftovers, (
+            f"exit status {self.returncode} after {self.seconds:.1f} s, left over: {self.leftovers}\n"
+            f"--- stdout ---\n{self.stdout[-4000:]}\n--- stderr ---\n{self.stderr[-8000:]}"
+        )
+        return self
+
+
+def run_ranks(
+    script: str | Path,
+    *args: str | Path,
+    ranks: int,
+    timeout: float,
+    env: dict[str, str] | None = None,
+    launcher: Literal["deepspeed", "torchrun"] = "deepspeed",
+) -> Result:
+    """Runs ``script`` with ``args`` on ``ranks`` processes of this machine.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds after which the whole process tree is killed.
+    env : dict, optional
+        Variables set on top of the present ones and of the defaults: one thread per rank, and this checkout on
+        PYTHONPATH.
+
+    Returns
+    -------
+    Result
+        Also where the launch failed or ran out of time: the caller judges.
+    """
+    for _ in range(PORT_ATTEMPTS):
+        result = _run_once(_command(launcher, ranks, _free_port(), script, args), timeout, env or {})
+        # Another process took the port between our look and the launcher's bind.
+        if result.returncode in (0, None) or "EADDRINUSE" not in result.stderr:
+            break
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _command(launcher: str, ranks: int, port: int, script: str | Path, args: tuple[str | Path, ...]) -> list[str]:
+    start: list[object]
+    if launcher == "deepspeed":
+        start = ["deepspeed.launcher.runner", "--num_accelerators", ranks, "--master_port", port, "--no_local_rank"]
+    else:
+        rendezvous: list[object] = ["--master-addr", "127.0.0.1", "--master-port", port]
+        start = ["torch.distributed.run", "--nproc-per-node", ranks, *rendezvous]
+    return [sys.executable, "-m", *map(str, start), str(script), *map(str, args)]
+
+
+def _run_once(command: list[str], timeout: float, env: dict[str, str]) -> Result:
+    tag = uuid.uuid4().hex
+    # Console scripts of this environment, ninja among them, must be found where it is not activated.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    full_env = {**os.environ, "PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", **env, TAG: tag}
+    # Files, not pipes: a rank that outlives its launcher would keep a pipe open, and a full pipe blocks its writer.
+    with tempfile.TemporaryDirectory(prefix="megakv-launch-") as folder:
+        paths = Path(folder, "stdout"), Path(folder, "stderr")
+        start = time.monotonic()
+        with open(paths[0], "wb") as out, open(paths[1], "wb") as err:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=full_env, start_new_session=True
+            )
+        leftovers: list[psutil.Process] = []
+        returncode: int | None = None
+        try:
+            returncode = process.wait(timeout)
+            seconds = time.monotonic() - start
+            leftovers = _alive_after_grace(tag)
+        except subprocess.TimeoutExpired:
+            seconds = time.monotonic() - start
+        finally:
+            names = [_describe(left) for left in leftovers]
+            _kill_all(tag)
+            process.wait()
+        stdout, stderr = (path.read_text(errors="replace") for path in paths)
+    return Result(returncode=returncode, stdout=stdout, stderr=stderr, seconds=seconds, leftovers=names)
+
+
+def _tagged(tag: str) -> list[psutil.Process]:
+    """The live processes of one launch: the tag in their environment outlasts new sessions and lost parents."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TAG) == tag:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _alive_after_grace(tag: str) -> list[psutil.Process]:
+    deadline = time.monotonic() + GRACE_S
+    while (alive := _tagged(tag)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return alive
+
+
+def _kill_all(tag: str) -> None:
+    """SIGKILL: deepspeed's runner may answer SIGTERM with a `pkill -f` by name. In rounds: children may be new."""
+    while alive := _tagged(tag):
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=5)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"{process.pid}: ended meanwhile"

@@ -1,0 +1,113 @@
+"""The sharded cache grows tightly, crops, reorders for beams and reports its bytes."""
+
+import numpy as np
+import pytest
+import torch
+
+from megakv.cache import DenseStore, ShardedCache
+from megakv.sharding import balanced, new_tokens, round_robin
+
+
+def rows(length: int, heads: int = 2, dim: int = 4) -> torch.Tensor:
+    return torch.randn(heads, length, dim)
+
+
+def tokens(batch: int, length: int, first: int = 0):
+    mask = np.ones((batch, length), dtype=bool)
+    return new_tokens(mask, np.broadcast_to(np.arange(first, first + length), mask.shape), first)
+
+
+def test_appended_rows_come_back() -> None:
+    store = DenseStore(2)
+    pieces = [rows(n) for n in (100, 1, 1, 7, 1, 300, 2)]
+    values = [torch.randn(2, piece.shape[1], 6) for piece in pieces]
+    for key, value in zip(pieces, values, strict=True):
+        store.append(1, key, value)
+    keys, found = store.part(1)
+    assert torch.equal(keys, torch.cat(pieces, dim=1))
+    assert torch.equal(found, torch.cat(values, dim=1))
+
+
+def test_first_append_is_exact_and_growth_is_small() -> None:
+    store = DenseStore(1)
+    store.append(0, rows(1000), rows(1000))
+    assert store.nbytes() == 2 * 2 * 1000 * 4 * 4
+    for _ in range(500):
+        store.append(0, rows(1), rows(1))
+    assert store.nbytes() <= 1.05 * 2 * 2 * 1500 * 4 * 4
+
+
+def test_appended_rows_do_not_alias_their_source() -> None:
+    source = rows(5)
+    store = DenseStore(1)
+    store.append(0, source, source)
+    source.zero_()
+    assert store.part(0)[0].abs().sum() > 0
+
+
+def test_reorder_copies_shared_rows() -> None:
+    store = DenseStore(3)
+    originals = [rows(4) for _ in range(3)]
+    for index, original in enumerate(originals):
+        store.append(index, original, original)
+    store.reorder([2, 2, 0])
+    for index, source in enumerate([2, 2, 0]):
+        assert torch.equal(store.part(index)[0], originals[source])
+    store.append(0, rows(1), rows(1))
+    assert torch.equal(store.part(1)[0], originals[2])
+
+
+def grown(size: int, rank: int, batch: int) -> ShardedCache:
+    cache = ShardedCache(2, size=size, rank=rank)
+    first, second = balanced(tokens(batch, 21), size), round_robin(tokens(batch, 1, 21), size)
+    for layout, slots in ((first, 21), (second, 22)):
+        cache.begin(layout, batch)
+        for layer in range(2):
+            for sequence in range(batch):
+                run = layout.stored[rank].run(sequence)
+                if run.stop > run.start:
+                    slot = torch.from_numpy(layout.stored[rank].slot[run]).float()
+                    key = slot.view(1, -1, 1).expand(2, -1, 4).contiguous()
+                    cache.store(layer).append(sequence, key, key)
+        cache.commit(slots)
+    return cache
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (3, 0), (3, 2)])
+def test_rows_stay_in_step_with_the_table(size: int, rank: int) -> None:
+    cache = grown(size, rank, 2)
+    assert cache.get_seq_length() == 22
+    assert cache.get_mask_sizes(1, 0) == (23, 0)
+    for slots in (22, 20, 9, 0):
+        cache.cut_back(slots)
+        assert cache.length == slots
+        for sequence in range(2):
+            expected = cache.table.slots(rank, sequence)
+            assert (expected < slots).all()
+            if len(expected):
+                keys, _ = cache.store(1).part(sequence)
+                assert keys[0, :, 0].tolist() == expected.tolist()
+
+
+def test_crop_takes_both_conventions_of_transformers() -> None:
+    cache = grown(2, 0, 1)
+    cache.crop(-2)
+    assert cache.length == 20
+    cache.crop(7)
+    assert cache.length == 7
+
+
+def test_batch_operations() -> None:
+    cache = grown(2, 1, 2)
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 4
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert cache.batch_size == 2
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert np.array_equal(cache.table.slots(1, 0), cache.table.slots(1, 1))
+
+
+def test_another_batch_is_refused() -> None:
+    cache = grown(2, 0, 2)
+    with pytest.raises(ValueError, match="input_ids has 3 rows but the cache holds 2 sequences"):
+        cache.begin(balanced(tokens(3, 4, 22), 2), 3)

@@ -1,0 +1,77 @@
+"""A configuration is read whole or refused with its key, its value and what is allowed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megakv.config import load_config
+
+
+def test_defaults() -> None:
+    config = load_config()
+    assert (config.cp_size, config.tp_size, config.dtype) == (1, 1, None)
+    assert config.megakv.context_parallel.prefill == "auto"
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"dtype": "bf16", "tensor_parallel": {"tp_size": 2}, "megakv": {"timeout_s": 5}}))
+    config = load_config(path, max_out_tokens=99)
+    assert (config.dtype, config.tp_size, config.max_out_tokens) == (torch.bfloat16, 2, 99)
+    assert load_config(config) is config
+
+
+def test_deprecated_spelling_of_tp_size() -> None:
+    assert load_config({"mp_size": 2}).tp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"megakv": {"contxt_parallel": {}}}, "megakv.contxt_parallel = {}: unknown key"),
+        ({"nonsense": 1}, "nonsense = 1: unknown key"),
+        (
+            {"megakv": {"context_parallel": {"size": 0}}},
+            "megakv.context_parallel.size = 0: .*greater than or equal to 1",
+        ),
+        ({"megakv": {"context_parallel": {"prefill": "ring"}}}, "prefill = 'ring': allowed: 'auto', 'pass_kv'"),
+        ({"megakv": {"context_parallel": {"decode": "pass_kv"}}}, "decode = 'pass_kv': allowed: 'auto', 'pass_q'"),
+        ({"megakv": {"load": "pickle"}}, "megakv.load = 'pickle': allowed: 'checkpoint' or 'random'"),
+        ({"megakv": {"timeout_s": -1}}, "megakv.timeout_s = -1"),
+        ({"dtype": "int8"}, "dtype = torch.int8: allowed: fp32, bf16, fp16"),
+        ({"dtype": "fp33"}, "dtype = 'fp33'"),
+        ({"tensor_parallel": {"tp_size": 0}}, "tensor_parallel.tp_size = 0: allowed: 1 or more"),
+        ({"tensor_parallel": {"mpu": object()}}, "tensor_parallel.mpu is not supported with MegaKV"),
+        ({"tensor_parallel": {"enabled": False, "tp_size": 2}}, "enabled = false contradicts"),
+        ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject = True is not supported with MegaKV"),
+        ({"checkpoint": "x.json"}, "checkpoint = 'x.json' is not supported with MegaKV: pass the model's directory"),
+        ({"enable_cuda_graph": True}, "enable_cuda_graph = True is not supported"),
+        ({"training_mp_size": 2}, "training_mp_size = 2 is not supported"),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(values: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(values)
+
+
+def test_contradicting_argument() -> None:
+    with pytest.raises(ValueError, match="max_out_tokens = 5 contradicts the argument max_out_tokens = 6"):
+        load_config({"max_out_tokens": 5}, max_out_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not valid JSON: line 1"), ("[1]", "must be a JSON object, not list"), ("", "is not valid JSON")],
+)
+def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_config(str(path))
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ValueError, match="config /no/such.json cannot be read: No such file"):
+        load_config("/no/such.json")

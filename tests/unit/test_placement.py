@@ -1,0 +1,143 @@
+"""Maps of heads, and the parts of parameters that follow from them."""
+
+import pytest
+import torch
+
+from megakv.loading import empty_model
+from megakv.placement import (
+    HeadGroup,
+    HeadMap,
+    HeadShard,
+    SliceSpec,
+    contiguous_head_map,
+    head_counts,
+    plan_placement,
+    split_width,
+)
+from tests.families import FAMILIES, TP_REFUSED, llama
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "expected"),
+    [
+        (8, 4, 2, [((0, (0, 1)), (1, (2, 3))), ((2, (4, 5)), (3, (6, 7)))]),
+        (4, 2, 4, [((0, (0,)),), ((0, (1,)),), ((1, (2,)),), ((1, (3,)),)]),
+        (6, 1, 3, [((0, (0, 1)),), ((0, (2, 3)),), ((0, (4, 5)),)]),
+    ],
+)
+def test_contiguous_map(heads: int, kv_heads: int, size: int, expected: list) -> None:
+    head_map = contiguous_head_map(3, heads, kv_heads, size)
+    assert head_map.tp_size == size and len(head_map.layers) == 3
+    for rank, groups in enumerate(expected):
+        assert head_map.shard(2, rank) == HeadShard(tuple(HeadGroup(kv, queries) for kv, queries in groups))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "working"),
+    [(71, 1, 2, "1, 71"), (8, 4, 3, "1, 2, 4, 8"), (12, 4, 6, "1, 2, 4, 12"), (8, 8, 16, "1, 2, 4, 8")],
+)
+def test_sizes_that_do_not_divide(heads: int, kv_heads: int, size: int, working: str) -> None:
+    message = f"tp_size = {size} cannot split {heads} query heads over {kv_heads} KV heads; sizes that can: {working}$"
+    with pytest.raises(ValueError, match=message):
+        contiguous_head_map(1, heads, kv_heads, size)
+
+
+def test_shard_indices() -> None:
+    shard = HeadShard((HeadGroup(3, (6, 7)), HeadGroup(0, (1,))))
+    assert shard.kv_heads == (3, 0)
+    assert shard.query_heads == (6, 7, 1)
+    assert shard.kv_of_query == (0, 0, 1)
+    assert shard.group_size is None
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([[(0, (0, 1))], [(1, (2,))]], "not each of 4 once"),
+        ([[(0, (0, 1))], [(1, (2, 3)), (0, (1,))]], "not each of 4 once"),
+        ([[(0, (0, 2))], [(1, (1, 3))]], "foreign KV head"),
+        ([[(0, (0, 1)), (1, (2, 3))], []], "without query heads"),
+        ([[(0, (0,)), (0, (1,))], [(1, (2, 3))]], "repeat"),
+    ],
+)
+def test_impossible_maps(shards: list, message: str) -> None:
+    layer = tuple(HeadShard(tuple(HeadGroup(*group) for group in groups)) for groups in shards)
+    with pytest.raises(ValueError, match=message):
+        HeadMap(4, 2, (layer,))
+
+
+def test_map_with_ranks_missing_in_a_layer() -> None:
+    one, two = contiguous_head_map(1, 4, 2, 1).layers[0], contiguous_head_map(1, 4, 2, 2).layers[0]
+    with pytest.raises(ValueError, match="layer 1: 1 ranks, but layer 0 has 2"):
+        HeadMap(4, 2, (two, one))
+
+
+@pytest.mark.parametrize("width", [4, 7, 44, 97, 128, 131, 264, 11008])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_width_is_divided_without_gaps(width: int, parts: int) -> None:
+    ranges = [split_width(width, parts, part) for part in range(parts)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == width
+    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    sizes = [stop - start for start, stop in ranges]
+    assert min(sizes) >= 1 and sizes == sorted(sizes, reverse=True)
+    unit = 8 if width % 8 == 0 else 4 if width % 4 == 0 and width >= 4 * parts else 1
+    assert sizes[0] - sizes[-1] <= unit and all(start % unit == 0 for start, _ in ranges)
+
+
+def test_width_smaller_than_ranks() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel.tp_size = 4 is more than an MLP width of 3"):
+        split_width(3, 4, 0)
+
+
+def test_slice_spec() -> None:
+    tensor = torch.arange(24).view(4, 6)
+    spec = SliceSpec(1, ((4, 6), (0, 1)))
+    assert spec.size == 3 and spec.shape((4, 6)) == (4, 3)
+    assert spec.take(tensor)[1].tolist() == [10, 11, 6]
+    assert SliceSpec().take(tensor) is tensor
+    assert SliceSpec(zero=True).take(tensor).tolist() == [[0] * 6] * 4
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in TP_REFUSED])
+@pytest.mark.parametrize("size", [2, 8])
+def test_every_weight_is_somewhere(name: str, size: int) -> None:
+    """Over the ranks each index of a cut dimension is kept, once; keys and values of copied heads more often."""
+    model = empty_model(FAMILIES[name](), torch.float32)
+    layers, heads, kv_heads = head_counts(model.config)
+    plans = [plan_placement(model, contiguous_head_map(layers, heads, kv_heads, size), rank) for rank in range(size)]
+    shapes = {key: parameter.shape for key, parameter in model.named_parameters(remove_duplicate=False)}
+    assert set(plans[0]) == set(shapes)
+    cut = 0
+    for key, shape in shapes.items():
+        specs = [plan[key] for plan in plans]
+        if any(spec.zero for spec in specs):
+            assert [spec.zero for spec in specs] == [False] + [True] * (size - 1)
+        if specs[0].ranges is None:
+            continue
+        cut += 1
+        counts = torch.zeros(shape[specs[0].dim], dtype=torch.int64)
+        for spec in specs:
+            for start, stop in spec.ranges or ():
+                counts[start:stop] += 1
+        of_keys = any(part in key for part in ("k_proj", "v_proj", "k_norm", "qkv", "query_key_value"))
+        copies = max(1, size // kv_heads) if of_keys else 1
+        assert counts.max() == copies, key
+        assert counts.min() == (1 if "qkv" in key or "query_key_value" in key else copies), key
+    assert cut >= 4 * layers
+
+
+def test_map_of_another_model() -> None:
+    model = empty_model(llama(), torch.float32)
+    with pytest.raises(ValueError, match="head map has 3 layers, the model 2"):
+        plan_placement(model, contiguous_head_map(3, 8, 4, 2), 0)
+
+
+def test_unknown_parts_are_refused_by_name() -> None:
+    model = empty_model(llama(), torch.float32)
+    model.model.layers[1].mlp.extra = torch.nn.Linear(64, 13, device="meta")
+    head_map = contiguous_head_map(2, 8, 4, 2)
+    with pytest.raises(ValueError, match="LlamaMLP has a linear extra of 13 outputs, not 97"):
+        plan_placement(model, head_map, 0)
+    model.model.layers[1].mlp.extra = torch.nn.LayerNorm(97, device="meta")
+    with pytest.raises(ValueError, match="LlamaMLP has parameters in extra between its linears"):
+        plan_placement(model, head_map, 0)

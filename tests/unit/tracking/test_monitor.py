@@ -1,0 +1,239 @@
+"""deepspeed's monitor and W&B keep state in the process, so what really starts them runs in a child process."""
+
+import csv
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+import megakv
+from megakv.errors import MegaKVError
+from megakv.tracking import Tracker, TrackingConfig, WandbTrackingConfig, load_report, report_to_json
+from megakv.tracking.wandb_run import WandbRunMonitor
+from tests.unit.tracking.reports import random_report
+
+REPOSITORY = Path(megakv.__file__).parents[1]
+
+
+def run_child(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in `folder` as a user who is not logged in to W&B."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    env |= {
+        "PYTHONPATH": str(REPOSITORY), "NETRC": str(folder / "netrc"), "OMP_NUM_THREADS": "1",
+        "WANDB_CONFIG_DIR": str(folder / "config"), "WANDB_CACHE_DIR": str(folder / "cache"),
+        "WANDB_DATA_DIR": str(folder / "data"),
+    }  # fmt: skip
+    command = [sys.executable, "-c", script, *arguments]
+    child = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return child
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+WANDB_SCRIPT = """
+import os, sys, wandb
+from megakv.tracking import Tracker, TrackingConfig, load_report
+before = dict(os.environ)
+users = wandb.init(mode="offline", project="of-the-user", settings=wandb.Settings(silent=True))
+config = TrackingConfig(wandb={"enabled": True, "name": "the-name", "group": "the-group"}, json="out/report.json")
+tracker = Tracker(config, {"megakv": {"tracking": config.model_dump(by_alias=True)}, "marker": "c0ffee"}, 0)
+other = Tracker(config, {}, 0)
+assert other.wandb_directory != tracker.wandb_directory, "two engines, two runs"
+tracker.log({"loss/first": 1.5, "speed": 12.25}, 0)
+tracker.log({"loss/first": 2.75}, 1)
+tracker.log_report(load_report(sys.argv[1]))
+assert wandb.run is users, "the user's own run is left alone"
+print(tracker.wandb_directory)
+tracker.close()
+tracker.close()
+other.close()
+tracker.log({"late": 1.0}, 2)
+users.log({"still": 1})
+users.finish()
+assert os.environ.get("WANDB_MODE") == before.get("WANDB_MODE"), "offline without writing to the environment"
+"""
+
+
+def test_real_wandb_offline(report, tmp_path):
+    pytest.importorskip("wandb")
+    (tmp_path / "given.json").write_text(report_to_json(report))
+    child = run_child(WANDB_SCRIPT, tmp_path, "given.json")
+    directory = Path(child.stdout.strip().splitlines()[-1])
+    assert directory.parent == tmp_path / "wandb" and directory.name.startswith("offline-run-")
+    assert "wandb:" not in child.stderr, child.stderr
+    [log] = directory.glob("run-*.wandb")
+    content = log.read_bytes()
+    for expected in (b"the-name", b"the-group", b"c0ffee", b"loss/first", b"2.75", b"12.25", b"ttft_s"):
+        assert expected in content, expected
+    [picture] = directory.glob("files/media/images/timeline_*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    [table] = directory.glob("files/media/table/communication_*.json")
+    data = json.loads(table.read_text())
+    assert data["columns"] == ["rank", "operation", "calls", "bytes_sent", "seconds_exposed"]
+    assert [row[3] for row in data["data"] if row[1] == "ring"] == [rank.bytes_sent["ring"] for rank in report.ranks]
+    assert load_report(tmp_path / "out" / "report.json") == report
+
+
+CSV_SCRIPT = """
+import shutil, sys
+sys.modules["wandb"] = None  # as if it were not installed
+from megakv.tracking import Tracker, TrackingConfig, load_report
+config = TrackingConfig(csv={"enabled": True, "job_name": "job"}, json="out/report.json", timeline="out/picture.png")
+tracker = Tracker(config, {}, 0)
+assert tracker.wandb_directory is None
+tracker.log({"speed of light": 3.5, "loss/first": 1.0}, 4)
+tracker.log({"loss/first": 0.5}, 5)
+tracker.log_report(load_report(sys.argv[1]))
+if sys.argv[2] == "disk-lost":
+    shutil.rmtree("runs/job")
+    for step in range(6, 9):
+        tracker.log({"loss/first": 0.25}, step)
+tracker.close()
+import deepspeed.comm
+assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
+"""
+
+
+def test_csv_json_and_picture_without_wandb(random_source, tmp_path):
+    report = random_report(random_source, cp=3, tp=1)
+    (tmp_path / "given.json").write_text(report_to_json(report))
+    run_child(CSV_SCRIPT, tmp_path, "given.json", "")
+    job = tmp_path / "runs" / "job"
+    assert rows(job / "loss_first.csv") == [["step", "first"], ["4", "1.0"], ["5", "0.5"]]
+    assert rows(job / "speed_of_light.csv") == [["step", "speed of light"], ["4", "3.5"]]
+    [header, [step, value]] = rows(job / "ttft_s.csv")
+    assert header == ["step", "ttft_s"] and step == "5" and float(value) == report.ttft_s
+    assert load_report(tmp_path / "out" / "report.json") == report
+    assert (tmp_path / "out" / "picture.png").stat().st_size > 10_000
+
+    child = run_child(CSV_SCRIPT, tmp_path, "given.json", "disk-lost")
+    assert child.stderr.count("megakv.tracking.csv") == 1, "warned once, and the run went on"
+
+
+def test_a_second_run_of_a_job_appends_without_a_second_header(report, tmp_path):
+    job = tmp_path / "runs" / "job"
+    job.mkdir(parents=True)
+    (job / "loss_first.csv").write_text("step,first\n3,9.0\n")
+    (tmp_path / "given.json").write_text(report_to_json(report))
+    run_child(CSV_SCRIPT, tmp_path, "given.json", "")
+    assert rows(job / "loss_first.csv") == [["step", "first"], ["3", "9.0"], ["4", "1.0"], ["5", "0.5"]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wandb_enabled_but_not_installed_is_refused_on_every_rank(monkeypatch, rank):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="megakv.tracking.wandb.enabled"):
+        Tracker(TrackingConfig(wandb={"enabled": True}), {}, rank)
+
+
+def test_only_rank_0_writes(report, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrackingConfig(csv={"enabled": True}, wandb={"enabled": True}, json="a/b.json", timeline="c.png")
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb())
+    tracker = Tracker(config, {}, 1)
+    tracker.log({"x": 1.0}, 0)
+    tracker.log_report(report)
+    tracker.close()
+    assert tracker.wandb_directory is None and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [
+        ({"json": "file/r.json"}, "megakv.tracking.json"),
+        ({"timeline": "file/t.png"}, "megakv.tracking.timeline"),
+        ({"csv": {"enabled": True, "output_path": "file"}}, "megakv.tracking.csv.output_path"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path, monkeypatch, section, setting):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ValueError, match=setting):
+        Tracker(TrackingConfig(**section), {}, 0)
+
+
+def test_a_report_that_cannot_be_written_says_so_and_leaves_nothing(report, tmp_path):
+    (tmp_path / "r.json").mkdir()
+    tracker = Tracker(TrackingConfig(json=str(tmp_path / "r.json")), {}, 0)
+    with pytest.raises(MegaKVError, match="megakv.tracking.json"):
+        tracker.log_report(report)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def fake_wandb(*, mode="online", logged_in=False, active=None, failing=()):
+    """A wandb module that records how it is called, and fails where it is told to."""
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.calls = []
+
+    def call(name):
+        def record(*args, **kwargs):
+            wandb.calls.append((name, args, kwargs))
+            if name in failing:
+                raise RuntimeError(f"no {name} today")
+            return types.SimpleNamespace(log=call("log"), finish=call("finish"), dir="/somewhere/files")
+
+        return record
+
+    def login(*, prompt, verify):
+        assert prompt is False and verify is False
+        return logged_in
+
+    wandb.run, wandb.login, wandb.init = active, login, call("init")
+    wandb.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode))
+    wandb.Settings = lambda **values: types.SimpleNamespace(**values)
+    return wandb
+
+
+@pytest.mark.parametrize(
+    ("situation", "expected"),
+    [
+        ({}, "offline"),
+        ({"logged_in": True}, "online"),
+        ({"mode": "offline", "logged_in": True}, "offline"),
+        ({"mode": "disabled"}, "disabled"),
+        ({"active": types.SimpleNamespace(offline=False)}, "online"),
+        ({"active": types.SimpleNamespace(offline=True), "logged_in": True}, "offline"),
+    ],
+)
+def test_online_only_for_a_user_who_is_logged_in_and_wants_it(monkeypatch, situation, expected):
+    wandb = fake_wandb(**situation)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monitor = WandbRunMonitor(WandbTrackingConfig(enabled=True, project="p", team="t", name="n"), {"a": 1})
+    [(_, _, options)] = wandb.calls
+    assert options["mode"] == expected and options["settings"].silent == (expected != "online")
+    assert (options["project"], options["entity"], options["name"], options["config"]) == ("p", "t", "n", {"a": 1})
+    assert monitor.directory == Path("/somewhere")
+
+
+def test_events_of_one_step_are_one_call(monkeypatch):
+    wandb = fake_wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monitor = WandbRunMonitor(WandbTrackingConfig(enabled=True), {})
+    monitor.write_events([("a", 1.0, 3), ("b", 2.0, 3), ("a", 5.0, 4)])
+    logged = [(args[0], options["step"]) for name, args, options in wandb.calls if name == "log"]
+    assert logged == [({"a": 1.0, "b": 2.0}, 3), ({"a": 5.0}, 4)]
+
+
+@pytest.mark.parametrize("failing", ["init", "log", "finish"])
+def test_a_failing_service_warns_once_and_the_run_goes_on(monkeypatch, caplog, failing):
+    wandb = fake_wandb(failing=(failing,))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with caplog.at_level(logging.WARNING, logger="megakv"):
+        monitor = WandbRunMonitor(WandbTrackingConfig(enabled=True), {})
+        for step in range(3):
+            monitor.write_events([("a", 1.0, step)])
+        monitor.close()
+    [message] = [record.getMessage() for record in caplog.records]
+    assert f"no {failing} today" in message
+    assert sum(name == "log" for name, _, _ in wandb.calls) == {"init": 0, "log": 1, "finish": 3}[failing]
