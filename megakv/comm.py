@@ -83,11 +83,13 @@ class Communicator:
             ) from error
 
     def _timed(self, operation: str, layer: int | None, peers: Sequence[int], sent: int, call: Callable[[], T]) -> T:
+        self.ledger.leave_dense()
         posted = self.ledger.now()
         self.ledger.sent(operation, layer, sent)
         with self.guard(peers, operation, layer):
             result = call()
         self.ledger.transfer(operation, layer, posted, posted)
+        self.ledger.enter_dense()
         return result
 
     # Context-parallel group

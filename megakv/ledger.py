@@ -46,6 +46,7 @@ class Ledger:
     zero: float = field(default_factory=time.perf_counter)
     tallies: dict[tuple[str, int | None], Tally] = field(default_factory=dict)
     spans: list[Event] = field(default_factory=list)
+    _dense_since: float | None = None
 
     def reset(self) -> None:
         """Start counting anew; the present moment becomes the zero of the timeline."""
@@ -77,9 +78,20 @@ class Ledger:
             self.spans.append(Event(operation, "communication", posted, end, layer))
             self.spans.append(Event(operation, "wait", waited, end, layer))
 
+    def enter_dense(self) -> None:
+        """From here on the rank computes what needs no other rank: projections, feed-forward layers, norms."""
+        self._dense_since = self.now() if self.timeline else None
+
+    def leave_dense(self) -> None:
+        """End of such a stretch; nothing if none began."""
+        if self._dense_since is not None:
+            self.spans.append(Event("dense", "compute", self._dense_since, self.now()))
+            self._dense_since = None
+
     @contextmanager
     def compute(self, name: str, layer: int | None = None) -> Iterator[None]:
         """Draw a stretch of computation on the timeline."""
+        self.leave_dense()
         if not self.timeline:
             yield
             return

@@ -107,6 +107,7 @@ class Runtime:
         """
         step = self.current
         assert step is not None, "attention outside a forward pass"
+        self.comm.ledger.leave_dense()
         rank = self.comm.mesh.cp_rank
         tokens = step.layout.tokens[rank]
         rows = len(tokens)
@@ -136,6 +137,7 @@ class Runtime:
         out_BSHD = q_BHSD.new_zeros if rows < length else q_BHSD.new_empty
         result = out_BSHD((1, length, heads, value_dim))
         result[0, :rows] = out_HLD.transpose(0, 1)
+        self.comm.ledger.enter_dense()
         return result
 
     def _method(self, name: str) -> AttentionMethod:

@@ -107,6 +107,7 @@ class ForwardHooks:
         self._wanted = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         self._options = (inputs.get("use_cache") is not False, inputs.get("return_dict") is not False)
         self._fill(inputs, step, source, past, embeds is not None)
+        self._runtime.comm.ledger.enter_dense()
         return (), inputs
 
     def _bind(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +212,7 @@ class ForwardHooks:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step, self._runtime.current = self._runtime.current, None
+        self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None
         if not hasattr(output, "logits"):
@@ -218,6 +220,7 @@ class ForwardHooks:
             step.cache.cut_back(step.cache.length)
             return None
         output.logits = self._share(step, output.logits)
+        self._runtime.comm.ledger.leave_dense()
         step.cache.commit(step.slots)
         use_cache, return_dict = self._options
         output.past_key_values = step.cache if use_cache else None

@@ -1,0 +1,77 @@
+"""The main job: several ranks read a long document together and say the number hidden in it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from task import MODEL_DIR, Document, is_correct, prompt, question
+from transformers import PreTrainedTokenizerBase
+
+from megakv.launcher.environment import adopt_single_process, own_rank
+from megakv.launcher.job import add_job_arguments, print_outcome, read_text, run_job, write_outcome
+from megakv.launcher.voice import one_voice, quiet_libraries
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Find a number hidden in a long document.")
+    add_job_arguments(parser)
+    parser.add_argument("--model", default=str(MODEL_DIR), help="directory of the model (default: this recipe's)")
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the made-up document (default 4096)")
+    parser.add_argument("--depth", type=float, help="where the number lies, 0 to 1 (default: anywhere)")
+    parser.add_argument("--prompt-file", help="your own UTF-8 text in place of a made-up document")
+    parser.add_argument("--question", help=f"what to ask of your own text (default: {question()!r})")
+    parser.set_defaults(max_new_tokens=12)
+    return parser.parse_args()
+
+
+class Prompter:
+    """Makes the prompt, and remembers the number that is hidden in it."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self._arguments = arguments
+        self.number: str | None = None
+
+    def __call__(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        asked = self._arguments
+        if asked.prompt_file is not None:
+            return "\n\n".join([read_text(asked.prompt_file, "--prompt-file").rstrip(), asked.question or question()])
+        if asked.question is not None:
+            raise ValueError("--question needs --prompt-file: the made-up document has a question of its own")
+        if asked.depth is not None and not 0 <= asked.depth <= 1:
+            raise ValueError(f"--depth {asked.depth}: allowed: 0 (beginning) to 1 (end)")
+        rng = np.random.default_rng(asked.seed)
+        depth = float(rng.random()) if asked.depth is None else asked.depth
+        document: Document = prompt(asked.tokens, depth, rng, tokenizer)
+        self.number = document.number
+        return document.text
+
+
+def main() -> None:
+    """Entry of every rank."""
+    arguments = parse_arguments()
+    quiet_libraries()
+    with one_voice():
+        adopt_single_process()
+        prompter = Prompter(arguments)
+        outcome = run_job(arguments.model, arguments, prompter, chat=False)
+        correct = None if prompter.number is None else is_correct(outcome.answer, prompter.number)
+        if own_rank() == 0:
+            print_outcome(outcome)
+            if prompter.number is not None:
+                verdict = "correct" if correct else "WRONG"
+                print(f"hidden number {prompter.number}, answer {outcome.answer.strip()!r}: {verdict}")
+            if arguments.timeline:
+                print(f"timeline: {Path(arguments.timeline).resolve()}")
+            if arguments.json:
+                write_outcome(arguments.json, outcome.to_json(answer_correct=correct, expected=prompter.number))
+        if own_rank() == 0 and (correct is False or outcome.tokens_equal is False):
+            sys.stdout.flush()
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
