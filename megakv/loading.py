@@ -240,7 +240,7 @@ def build_model(
         model = model_or_path
         dtype = dtype or model.dtype
     else:
-        directory = local_directory(model_or_path)
+        directory = local_directory(model_or_path, weights=load == "checkpoint")
         config = read_config(directory)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,24 @@ from megakv.weights.lazy import LazyTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Pages of a mapped file count as this process's memory until the file is closed.
+MAPPED_BYTES = 64 << 20
 FLOATS = ("F64", "F32", "F16", "BF16")
+SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 ADVICE = (
     "convert it once with a trusted machine's `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which "
     "writes safetensors"
 )
 
 
-def local_directory(model: str | Path) -> Path:
+def local_directory(model: str | Path, *, weights: bool = True) -> Path:
     """The directory of a model: itself, or its copy in the hub's cache.
+
+    Parameters
+    ----------
+    model : path or hub id
+    weights : bool
+        Whether weights are needed, too; otherwise only configs and the tokenizer are fetched.
 
     Raises
     ------
@@ -39,7 +49,9 @@ def local_directory(model: str | Path) -> Path:
     if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise MegaKVError(f"model {name!r} is no directory; give a directory with config.json, or a hub id")
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]))
+        return Path(
+            snapshot_download(name, allow_patterns=[*SMALL_FILES, *(["model*.safetensors"] if weights else [])])
+        )
     except Exception as error:  # the hub's client raises a dozen unrelated types, httpx's among them
         raise MegaKVError(
             f"model {name!r} is no directory here, and the hub gave none: {type(error).__name__}: {error}"
@@ -69,7 +81,9 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 
 
 class StoredTensors:
-    """All tensors of a checkpoint directory, open for reading by parts.
+    """All tensors of a checkpoint directory, to be read by parts.
+
+    Files are mapped, and closed again whenever `MAPPED_BYTES` of them have been touched.
 
     Parameters
     ----------
@@ -84,20 +98,27 @@ class StoredTensors:
     def __init__(self, directory: Path):
         self.directory = directory
         self.bytes_read = 0
-        self._files: dict[str, Any] = {}
+        self._open: dict[str, Any] = {}
+        self._touched = 0
         weight_map = _weight_map(directory)
-        for name in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
-            try:
-                self._files[name] = safe_open(directory / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise MegaKVError(f"{directory / name} is cut short or broken ({error}); fetch it again") from error
-        held = {name: set(file.keys()) for name, file in self._files.items()}
+        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        held = {name: set(self._file(name).keys()) for name in names}
         if weight_map is None:
             weight_map = dict.fromkeys(held[SINGLE], SINGLE)
         self.file_of = weight_map
         for key, name in weight_map.items():
             if key not in held[name]:
                 raise MegaKVError(f"{directory / name} lacks {key}, which {INDEX} places there; fetch it again")
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.directory / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise MegaKVError(
+                    f"{self.directory / name} is cut short or broken ({error}); fetch it again"
+                ) from error
+        return self._open[name]
 
     def open(self, key: str) -> LazyTensor:
         """The tensor stored under `key`.
@@ -107,19 +128,26 @@ class StoredTensors:
         MegaKVError
             If it is not of a floating-point type that transformers computes in.
         """
-        part = self._files[self.file_of[key]].get_slice(key)
-        if part.get_dtype() not in FLOATS:
+        name = self.file_of[key]
+        stored = self._file(name).get_slice(key)
+        shape, kind = stored.get_shape(), stored.get_dtype()
+        if kind not in FLOATS:
             raise MegaKVError(
-                f"{self.directory / self.file_of[key]}: {key} has type {part.get_dtype()}, expected one of "
-                f"{', '.join(FLOATS)}; quantised weights are not supported"
+                f"{self.directory / name}: {key} has type {kind}, expected one of {', '.join(FLOATS)}; quantised "
+                "weights are not supported"
             )
 
         def read(dim: int, ranges: Ranges) -> Tensor:
-            if not part.get_shape():
-                return self._files[self.file_of[key]].get_tensor(key)
-            lead = (slice(None),) * dim
-            found = [part[(*lead, slice(start, stop))] for start, stop in ranges]
-            self.bytes_read += sum(piece.nbytes for piece in found)
+            if self._touched > MAPPED_BYTES:
+                self._open.clear()
+                self._touched = 0
+            if not shape:
+                return self._file(name).get_tensor(key)
+            part = self._file(name).get_slice(key)
+            found = [part[(*(slice(None),) * dim, slice(start, stop))] for start, stop in ranges]
+            size = sum(piece.nbytes for piece in found)
+            self.bytes_read += size
+            self._touched += size if dim == 0 else math.prod(shape) * found[0].itemsize
             return found[0] if len(found) == 1 else torch.cat(found, dim=dim)
 
-        return LazyTensor(part.get_shape(), read)
+        return LazyTensor(shape, read)

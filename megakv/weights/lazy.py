@@ -96,6 +96,8 @@ def _cat(parts: list[Tensor], dim: int) -> Tensor:
 def _stack(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
     parts = [_lazy(tensor) for tensor in tensors]
     inner = parts[0].shape
+    if any(part.shape != inner for part in parts):
+        raise ValueError(f"tensors of shapes {[list(part.shape) for part in parts]} cannot be stacked")
     axis = dim % (len(inner) + 1)
 
     def read(cut: int, ranges: Ranges) -> Tensor:
@@ -113,6 +115,8 @@ def _concatenate(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
     first = parts[0].shape
     axis = dim % len(first)
     sizes = [part.shape[axis] for part in parts]
+    if any((*p.shape[:axis], *p.shape[axis + 1 :]) != (*first[:axis], *first[axis + 1 :]) for p in parts):
+        raise ValueError(f"tensors of shapes {[list(p.shape) for p in parts]} cannot be joined along {axis}")
 
     def read(cut: int, ranges: Ranges) -> Tensor:
         if cut != axis:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.cache import DenseStore, ShardedCache
+from megakv.cache import ShardedCache
 from megakv.sharding import balanced, new_tokens, round_robin
+from megakv.stores import DenseStore
 
 
 def rows(length: int, heads: int = 2, dim: int = 4) -> torch.Tensor:
@@ -55,6 +56,21 @@ def test_reorder_copies_shared_rows() -> None:
         assert torch.equal(store.part(index)[0], originals[source])
     store.append(0, rows(1), rows(1))
     assert torch.equal(store.part(1)[0], originals[2])
+
+
+def test_forks_share_memory_until_they_grow() -> None:
+    store = DenseStore(1)
+    store.append(0, rows(40), rows(40))
+    twin = store.fork()
+    before = store.part(0)[0].clone()
+    assert twin.part(0)[0].data_ptr() == store.part(0)[0].data_ptr()
+    mine, other = rows(1), rows(1)
+    store.append(0, mine, mine)
+    twin.append(0, other, other)
+    assert torch.equal(store.part(0)[0], torch.cat([before, mine], dim=1))
+    assert torch.equal(twin.part(0)[0], torch.cat([before, other], dim=1))
+    twin.crop([5])
+    assert store.part(0)[0].shape[1] == 41
 
 
 def grown(size: int, rank: int, batch: int) -> ShardedCache:
