@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,36 @@ class MegaKVEngine(InferenceEngine):
     def session(self) -> Session:
         """A conversation whose keys and values stay sharded between turns."""
         return Session(self, self._new_cache())
+
+    def restore_session(self, folder: str | Path) -> Session:
+        """Continue a session that `Session.save` wrote, also on another context-parallel degree.
+
+        Parameters
+        ----------
+        folder : path
+            Reachable from every rank.
+
+        Raises
+        ------
+        MegaKVError
+            If a file is missing or broken, or the session is of another model, type or tensor-parallel degree.
+        """
+        return Session.restore(self, self._new_cache(), Path(folder))
+
+    def together(self, action: Callable[[], None]) -> None:
+        """Do something on every rank that may fail on some; then it fails on all.
+
+        Raises
+        ------
+        MegaKVError, ValueError
+            This rank's own error, or that of the first rank that failed.
+        """
+        failure: Exception | None = None
+        try:
+            action()
+        except (ValueError, OSError, MegaKVError) as error:
+            failure = error
+        self._comm.agree(failure)
 
     def report(self) -> RunReport:
         """What the last `generate` did on every rank. Every rank must call it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,18 @@ from torch import Tensor
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
 from megakv.generation import pad_left
+from megakv.session_files import (
+    FORMAT,
+    SessionMeta,
+    check_meta,
+    fingerprint,
+    read_cache,
+    read_meta,
+    read_tokens,
+    replace_folder,
+    write_meta,
+    write_shard,
+)
 
 if TYPE_CHECKING:
     from megakv.engine import MegaKVEngine
@@ -97,6 +111,63 @@ class Session:
             self.input_ids = self.input_ids[:, :slots]
             self.attention_mask = self.attention_mask[:, :slots]
 
+    def fork(self) -> Session:
+        """A second conversation with the same history; memory is shared until either goes on."""
+        twin = Session(self._open(), self._cache.fork())
+        twin.input_ids, twin.attention_mask = self.input_ids, self.attention_mask
+        return twin
+
+    def save(self, folder: str | Path) -> None:
+        """Write the session to a folder that every rank can reach, whole or not at all.
+
+        Raises
+        ------
+        ValueError
+            If there is nothing to save yet, or the folder holds something else.
+        MegaKVError
+            If any rank cannot write.
+        """
+        engine, target = self._open(), Path(folder)
+        if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
+            raise ValueError("this session has no turns yet: there is nothing to save")
+        partial = target.with_name(f"{target.name}.partial")
+        meta = SessionMeta(
+            format=FORMAT,
+            model=fingerprint(engine.module),
+            cp=engine.mesh.cp_size,
+            tp=engine.mesh.tp_size,
+            layers=len(self._cache),
+            batch=self._cache.table.batch,
+            length=self._cache.length,
+            dtype=str(engine.module.dtype),
+        )
+        ids, mask, first = self.input_ids, self.attention_mask, engine.mesh.rank == 0
+        engine.together(lambda: _make_empty(partial) if first else None)
+        engine.together(lambda: write_shard(partial, self._cache, engine.mesh.tp_rank))
+        engine.together(lambda: write_meta(partial, meta, ids, mask) if first else None)
+        engine.together(lambda: replace_folder(partial, target) if first else None)
+
+    @classmethod
+    def restore(cls, engine: MegaKVEngine, cache: ShardedCache, folder: Path) -> Session:
+        """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
+        session = cls(engine, cache)
+
+        def read() -> None:
+            meta = read_meta(folder)
+            check_meta(
+                meta,
+                folder,
+                model=fingerprint(engine.module),
+                tp=engine.mesh.tp_size,
+                layers=len(cache),
+                dtype=str(engine.module.dtype),
+            )
+            session.input_ids, session.attention_mask = read_tokens(folder, meta)
+            read_cache(folder, meta, cache, engine.mesh.tp_rank, engine.mesh.device)
+
+        engine.together(read)
+        return session
+
     def close(self) -> None:
         """Free the cache."""
         self._cache.reset()
@@ -119,3 +190,9 @@ class Session:
         if len(input_ids) != len(self.input_ids):
             raise ValueError(f"this session holds {len(self.input_ids)} sequences, input_ids has {len(input_ids)}")
         return torch.cat([self.input_ids, input_ids], dim=1), torch.cat([self.attention_mask, mask], dim=1)
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.cache import KVStore, TokenTable
+from megakv.cache import TokenTable
 from megakv.comm import Communicator
 from megakv.sharding import IntArray, Layout, TokenBlock
+from megakv.stores import KVStore
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ class ShardedMptAttention(SubstitutedAttention):
         fused = self.Wqkv(hidden_states)
         if self._clip:
             fused = fused.clamp(-self._clip, self._clip)
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in fused.chunk(3, dim=-1)
-        )
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in fused.chunk(3, dim=-1))
         scoring = Scoring(self._scale, alibi_slopes=self._slopes)
         return self.out_proj(self.attend(query, key, value, scoring, attention_mask)), None
 

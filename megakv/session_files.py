@@ -1,0 +1,251 @@
+"""Sessions on disk: keys and values as safetensors per rank, everything else as JSON; nothing is unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megakv.cache import ShardedCache
+from megakv.errors import MegaKVError
+from megakv.sharding import Layout, TokenBlock, balanced
+
+FORMAT = 1
+META_FILE = "session.json"
+TOKENS_FILE = "tokens.safetensors"
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+SAMPLED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class SessionMeta:
+    """What `session.json` holds.
+
+    Parameters
+    ----------
+    format : int
+        Version of the layout on disk.
+    model : str
+        Fingerprint of the model whose keys and values these are.
+    cp, tp : int
+        The mesh that saved them.
+    layers, batch, length : int
+        Attention layers, sequences, and slots whose keys and values are stored.
+    dtype : str
+        Type of keys and values.
+    """
+
+    format: int
+    model: str
+    cp: int
+    tp: int
+    layers: int
+    batch: int
+    length: int
+    dtype: str
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the model's config and of some of its embeddings: other models' keys and values mean nothing to it."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in VOLATILE}
+    rows = model.get_input_embeddings().weight[:SAMPLED_ROWS].detach().float().cpu().contiguous()
+    text = json.dumps(config, sort_keys=True, default=str).encode()
+    return hashlib.sha256(text + rows.numpy().tobytes()).hexdigest()
+
+
+def shard_file(cp_rank: int, tp_rank: int) -> str:
+    """Name of one rank's file."""
+    return f"cp{cp_rank:05d}_tp{tp_rank:05d}.safetensors"
+
+
+def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
+    """Write one rank's keys, values and coordinates."""
+    tensors: dict[str, Tensor] = {}
+    for sequence in range(cache.table.batch):
+        slots = cache.table.slots(cache.rank, sequence)
+        tensors[f"{sequence}.slots"] = torch.from_numpy(slots.copy())
+        tensors[f"{sequence}.positions"] = torch.from_numpy(cache.table.positions(cache.rank, sequence).copy())
+        if len(slots):
+            for layer in range(len(cache)):
+                keys, values = cache.store(layer).part(sequence)
+                tensors[f"{sequence}.{layer}.k"] = keys.contiguous()
+                tensors[f"{sequence}.{layer}.v"] = values.contiguous()
+    save_file(tensors, folder / shard_file(cache.rank, tp_rank))
+
+
+def write_meta(folder: Path, meta: SessionMeta, input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Write what all ranks share."""
+    save_file(
+        {"input_ids": input_ids.cpu().contiguous(), "attention_mask": attention_mask.cpu().contiguous()},
+        folder / TOKENS_FILE,
+    )
+    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2))
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put a complete folder in the place of an earlier save."""
+    if target.exists():
+        if not (target / META_FILE).is_file():
+            raise ValueError(f"{target} exists and is no saved session; choose another folder")
+        old = target.with_name(f"{target.name}.old-{os.getpid()}")
+        target.rename(old)
+        new.rename(target)
+        shutil.rmtree(old)
+    else:
+        new.rename(target)
+
+
+def read_meta(folder: Path) -> SessionMeta:
+    """Read and check `session.json`.
+
+    Raises
+    ------
+    MegaKVError
+        If it is missing, broken, or of another format.
+    """
+    path = folder / META_FILE
+    try:
+        values: Any = json.loads(path.read_text())
+        meta = SessionMeta(**values)
+    except OSError as error:
+        raise MegaKVError(f"{folder} is no saved session: {META_FILE} cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise MegaKVError(f"{path} is broken: {error}") from error
+    numbers = (meta.format, meta.cp, meta.tp, meta.layers, meta.batch, meta.length)
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
+        raise MegaKVError(f"{path} is broken: format, cp, tp, layers, batch and length must be positive integers")
+    if meta.format != FORMAT:
+        raise MegaKVError(f"{path} has format {meta.format}; this version reads format {FORMAT}")
+    return meta
+
+
+def check_meta(meta: SessionMeta, folder: Path, *, model: str, tp: int, layers: int, dtype: str) -> None:
+    """Refuse a session that this engine cannot continue.
+
+    Raises
+    ------
+    MegaKVError
+        Naming what differs.
+    """
+    if meta.model != model:
+        raise MegaKVError(f"{folder} was saved with another model (config or weights differ); load it with that one")
+    if meta.tp != tp:
+        raise MegaKVError(f"{folder} was saved with tensor_parallel.tp_size = {meta.tp}, this engine has {tp}")
+    if meta.layers != layers or meta.dtype != dtype:
+        raise MegaKVError(
+            f"{folder} holds {meta.layers} layers of {meta.dtype}, this engine has {layers} of {dtype}; "
+            "set dtype to match"
+        )
+
+
+def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
+    """``[B, S]`` tokens and mask.
+
+    Raises
+    ------
+    MegaKVError
+        If the file is missing, truncated or of other shapes.
+    """
+    tensors = _read(folder / TOKENS_FILE, ["input_ids", "attention_mask"])
+    ids, mask = tensors["input_ids"], tensors["attention_mask"]
+    if ids.dim() != 2 or ids.shape != mask.shape or ids.shape[0] != meta.batch or ids.shape[1] < meta.length:
+        raise MegaKVError(f"{folder / TOKENS_FILE} does not fit {META_FILE}: {list(ids.shape)} tokens")
+    return ids, mask
+
+
+def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: int, device: torch.device) -> None:
+    """Fill an empty cache, on whatever context-parallel degree it has, with a saved session's keys and values.
+
+    Tokens stay with their rank where the degree is the same, and are dealt out anew, balanced, where it is not.
+
+    Raises
+    ------
+    MegaKVError
+        If a file is missing, truncated or does not fit.
+    """
+    files = [folder / shard_file(rank, tp_rank) for rank in range(meta.cp)]
+    names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
+    saved = [_block(_read(path, names), meta, path) for path in files]
+    everything = _joined(saved)
+    if meta.cp == cache.size:
+        layout = Layout(tokens=tuple(saved), stored=tuple(saved), replicated=False)
+    else:
+        layout = balanced(everything, cache.size)
+    cache.begin(layout, meta.batch)
+    mine = layout.stored[cache.rank]
+    for sequence in range(meta.batch):
+        wanted = mine.slot[mine.run(sequence)]
+        if len(wanted):
+            _read_sequence(files, saved, sequence, wanted, meta, cache, device)
+    cache.commit(meta.length)
+
+
+def _read_sequence(
+    files: list[Path],
+    saved: list[TokenBlock],
+    sequence: int,
+    wanted: np.ndarray,
+    meta: SessionMeta,
+    cache: ShardedCache,
+    device: torch.device,
+) -> None:
+    """Append a sequence's wanted rows, gathered from the files that hold them, to every layer's store."""
+    rows = [np.flatnonzero(np.isin(block.slot[block.run(sequence)], wanted)) for block in saved]
+    slots = np.concatenate([block.slot[block.run(sequence)][index] for block, index in zip(saved, rows, strict=True)])
+    order = torch.from_numpy(np.argsort(slots))
+    sources = [(path, block, torch.from_numpy(index)) for path, block, index in zip(files, saved, rows, strict=True)]
+    for layer in range(meta.layers):
+        parts: dict[str, list[Tensor]] = {"k": [], "v": []}
+        for path, block, index in sources:
+            if len(index):
+                run = block.run(sequence)
+                found = _read(path, [f"{sequence}.{layer}.k", f"{sequence}.{layer}.v"])
+                for kind, tensors in parts.items():
+                    tensor = found[f"{sequence}.{layer}.{kind}"]
+                    if tensor.dim() != 3 or tensor.shape[1] != run.stop - run.start:
+                        raise MegaKVError(f"{path}: {sequence}.{layer}.{kind} has shape {list(tensor.shape)}")
+                    tensors.append(tensor[:, index])
+        keys, values = (torch.cat(parts[kind], dim=1)[:, order].to(device) for kind in ("k", "v"))
+        cache.store(layer).append(sequence, keys, values)
+
+
+def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except FileNotFoundError as error:
+        raise MegaKVError(f"the saved session lacks {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise MegaKVError(f"{path} is truncated or broken: {error}") from error
+
+
+def _block(tensors: dict[str, Tensor], meta: SessionMeta, path: Path) -> TokenBlock:
+    sequences, slots, positions = [], [], []
+    for row in range(meta.batch):
+        slot, position = tensors[f"{row}.slots"].numpy(), tensors[f"{row}.positions"].numpy()
+        in_order = slot.ndim == 1 and slot.shape == position.shape and bool((np.diff(slot) > 0).all())
+        if not in_order or (len(slot) and not 0 <= slot[0] <= slot[-1] < meta.length):
+            raise MegaKVError(f"{path}: {row}.slots are not ascending slots below {meta.length}")
+        sequences.append(np.full(len(slot), row, dtype=np.int64))
+        slots.append(slot)
+        positions.append(position)
+    return TokenBlock(np.concatenate(sequences), np.concatenate(slots), np.concatenate(positions), meta.batch)
+
+
+def _joined(blocks: list[TokenBlock]) -> TokenBlock:
+    sequence = np.concatenate([block.sequence for block in blocks])
+    slot = np.concatenate([block.slot for block in blocks])
+    position = np.concatenate([block.position for block in blocks])
+    order = np.lexsort((slot, sequence))
+    return TokenBlock(sequence[order], slot[order], position[order], blocks[0].batch)

@@ -1,0 +1,62 @@
+"""Conversations stay exact over turns, batches, forks and folders, on any context-parallel degree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+SCRIPT = Path(__file__).parent / "ranks" / "sessions.py"
+
+
+def launch(folder: Path, mesh: str, stage: str, decoded: int) -> dict[str, Any]:
+    cp, tp = (int(part) for part in mesh.split("x"))
+    out = folder / f"{stage}-{mesh}.json"
+    run_ranks(SCRIPT, out, folder, mesh, stage, str(decoded), ranks=cp * tp, timeout=420).check()
+    return json.loads(out.read_text())
+
+
+def judge_turns(results: dict[str, Any], decoded: int) -> None:
+    assert results.pop("save")["equal"]
+    balance = results.pop("balance")
+    assert balance["spread"] <= 1
+    assert balance["tokens"] == 2 * (37 + decoded - 1)
+    assert results
+    for name, result in results.items():
+        assert all(result["long"]["equal"]) and len(result["long"]["equal"]) == 5, name
+        assert all(result["long"]["branches"]), name
+        assert all(all(turn) for turn in result["ragged"]["equal"]), name
+        assert result["long"]["spread"] <= 1 and result["ragged"]["spread"] <= 1, name
+
+
+def judge_restored(results: dict[str, Any]) -> None:
+    restored = results["restore"]
+    assert restored["equal"] and restored["intact"]
+    assert restored["spread"] <= 1
+    expected = {
+        "missing": "the saved session lacks .*safetensors",
+        "truncated": "is truncated or broken",
+        "foreign": "was saved with another model",
+        "garbled": "session.json is broken",
+        "no folder": "is no saved session",
+        "capacity": "has positions for 4096",
+    }
+    for name, pattern in expected.items():
+        with pytest.raises(ValueError, match=pattern):
+            raise ValueError(restored["messages"][name])
+
+
+def test_turns_and_a_restore_on_fewer_ranks(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    whole = pytestconfig.getoption("--full")
+    decoded = 2000 if whole else 100
+    judge_turns(launch(tmp_path, "4x1", "all" if whole else "quick", decoded), decoded)
+    judge_restored(launch(tmp_path, "2x1", "restore", decoded))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("saved", "restored"), [("2x2", "1x2"), ("2x1", "4x1"), ("2x1", "2x1"), ("3x1", "2x1")])
+def test_other_meshes(tmp_path: Path, saved: str, restored: str) -> None:
+    judge_turns(launch(tmp_path, saved, "quick", 100), 100)
+    judge_restored(launch(tmp_path, restored, "restore", 100))
