@@ -82,7 +82,7 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
     output only where it is given.
     """
 
-    dtype: torch.dtype | None = None  # type: ignore[assignment]
+    dtype: torch.dtype | None = None
     megakv: MegaKVSection = Field(default_factory=MegaKVSection)
 
     @field_validator("dtype", mode="before")

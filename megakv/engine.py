@@ -30,17 +30,10 @@ from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
+from megakv.record import RunRecord
 from megakv.runtime import Runtime
 from megakv.session import Session
-from megakv.tracking import (
-    RankReport,
-    RunReport,
-    Tracker,
-    machine_info,
-    peak_memory_bytes,
-    reset_peak_memory,
-    version_info,
-)
+from megakv.tracking import RunReport, Tracker, reset_peak_memory
 
 
 class MegaKVEngine(InferenceEngine):
@@ -87,8 +80,7 @@ class MegaKVEngine(InferenceEngine):
         self.tracker = Tracker(
             config.megakv.tracking, config.model_dump(mode="json", by_alias=True, fallback=str), comm.mesh.rank
         )
-        self._clock = TokenClock(comm.ledger.now)
-        self._last: dict[str, int] = {"prompt_tokens": 0, "new_tokens": 0, "tokens": 0, "kv_bytes": 0}
+        self._record = RunRecord(TokenClock(comm.ledger.now))
         comm.watch.install()
         model.eval()
 
@@ -174,12 +166,12 @@ class MegaKVEngine(InferenceEngine):
         self._comm.barrier()
         reset_peak_memory(self.mesh.device)
         self._comm.ledger.reset()
-        self._clock = TokenClock(self._comm.ledger.now)
-        prepared = prepare_options(self.module, options, self._comm, self._clock)
+        self._record = RunRecord(TokenClock(self._comm.ledger.now))
+        prepared = prepare_options(self.module, options, self._comm, self._record.clock)
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         with self._holding(cache if use_cache else None):
             output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
-        self._remember(ids, options, cache, output)
+        self._record.finish(ids, options.get("attention_mask"), cache, output)
         return output
 
     def session(self) -> Session:
@@ -225,32 +217,7 @@ class MegaKVEngine(InferenceEngine):
             If a peer is lost.
         """
         self.check_open()
-        totals = self._comm.ledger.by_operation()
-        own = RankReport(
-            rank=self.mesh.rank,
-            host=self._comm.watch.host,
-            cp_rank=self.mesh.cp_rank,
-            tp_rank=self.mesh.tp_rank,
-            tokens=self._last["tokens"],
-            kv_bytes=self._last["kv_bytes"],
-            peak_bytes=peak_memory_bytes(self.mesh.device),
-            bytes_sent={name: tally.bytes_sent for name, tally in totals.items()},
-            calls={name: tally.calls for name, tally in totals.items()},
-            seconds_exposed={name: tally.seconds_exposed for name, tally in totals.items()},
-            events=list(self._comm.ledger.spans),
-        )
-        return RunReport(
-            config=self._config.model_dump(mode="json", by_alias=True, fallback=str),
-            model=self._name,
-            mesh={"cp": self.mesh.cp_size, "tp": self.mesh.tp_size},
-            ttft_s=self._clock.ttft_s,
-            ttit_s=self._clock.ttit_s,
-            prompt_tokens=self._last["prompt_tokens"],
-            new_tokens=self._last["new_tokens"],
-            ranks=self._comm.gather_objects(own),
-            versions=version_info(),
-            machine=machine_info(),
-        )
+        return self._record.run_report(self._comm, self._config, self._name)
 
     def destroy(self) -> None:
         """Give back hooks and signal handlers; the engine and its sessions cannot be used afterwards."""
@@ -301,18 +268,6 @@ class MegaKVEngine(InferenceEngine):
             yield
         finally:
             self._runtime.cache = None
-
-    def _remember(self, ids: Tensor | None, options: dict[str, Any], cache: ShardedCache, output: Any) -> None:
-        sequences = output if isinstance(output, Tensor) else output.sequences
-        mask = options.get("attention_mask")
-        prompt = int(mask.sum()) if isinstance(mask, Tensor) else ids.numel() if isinstance(ids, Tensor) else 0
-        length = ids.shape[1] if isinstance(ids, Tensor) else 0
-        self._last = {
-            "prompt_tokens": prompt,
-            "new_tokens": (sequences.shape[1] - length) * sequences.shape[0],
-            "tokens": int(cache.table.counts()[self.mesh.cp_rank].sum()) if cache.length else 0,
-            "kv_bytes": cache.nbytes(),
-        }
 
 
 def init_inference(

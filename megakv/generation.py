@@ -173,7 +173,7 @@ class RankZeroStop(StoppingCriteria):
         self._deadline = None if max_time is None else time.monotonic() + max_time
         self._clock = clock
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self._clock.times.append(self._clock.now())
         batch = input_ids.shape[0]
         word = torch.zeros((2, batch), dtype=torch.int64)

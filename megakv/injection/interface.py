@@ -164,7 +164,7 @@ def attach(model: PreTrainedModel, runtime: AttentionRuntime, policy: Policy) ->
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
             setattr(module, RUNTIME_ATTRIBUTE, runtime)
-            layers = max(layers, int(module.layer_idx) + 1)  # type: ignore[arg-type]
+            layers = max(layers, int(module.layer_idx) + 1)
     if model.config._attn_implementation != name or layers == 0:
         raise ValueError(
             f"model type {model.config.model_type!r} ({type(model).__name__}) is not supported: it does not use "

@@ -1,0 +1,81 @@
+"""What an engine remembers of its last `generate`, and the report made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megakv.cache import ShardedCache
+from megakv.comm import Communicator
+from megakv.config import MegaKVConfig
+from megakv.generation import TokenClock
+from megakv.tracking import RankReport, RunReport, machine_info, peak_memory_bytes, version_info
+
+
+@dataclass
+class RunRecord:
+    """One `generate` call on this rank.
+
+    Parameters
+    ----------
+    clock : TokenClock
+        When its tokens were known.
+    prompt_tokens, new_tokens : int
+        Over the whole batch.
+    tokens, kv_bytes : int
+        Tokens whose keys and values this rank holds, and their bytes.
+    """
+
+    clock: TokenClock
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    tokens: int = 0
+    kv_bytes: int = 0
+
+    def finish(self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any) -> None:
+        """Note what came out."""
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        length = 0 if ids is None else ids.shape[1]
+        if isinstance(mask, Tensor):
+            self.prompt_tokens = int(mask.sum())
+        else:
+            self.prompt_tokens = 0 if ids is None else ids.numel()
+        self.new_tokens = (sequences.shape[1] - length) * sequences.shape[0]
+        if cache.length:
+            self.tokens = int(cache.table.counts()[cache.rank].sum())
+            self.kv_bytes = cache.nbytes()
+
+    def rank_report(self, comm: Communicator) -> RankReport:
+        """This rank's share of the report."""
+        mesh, totals = comm.mesh, comm.ledger.by_operation()
+        return RankReport(
+            rank=mesh.rank,
+            host=comm.watch.host,
+            cp_rank=mesh.cp_rank,
+            tp_rank=mesh.tp_rank,
+            tokens=self.tokens,
+            kv_bytes=self.kv_bytes,
+            peak_bytes=peak_memory_bytes(mesh.device),
+            bytes_sent={name: tally.bytes_sent for name, tally in totals.items()},
+            calls={name: tally.calls for name, tally in totals.items()},
+            seconds_exposed={name: tally.seconds_exposed for name, tally in totals.items()},
+            events=list(comm.ledger.spans),
+        )
+
+    def run_report(self, comm: Communicator, config: MegaKVConfig, model: str) -> RunReport:
+        """The report of all ranks, on every rank."""
+        own = self.rank_report(comm)
+        return RunReport(
+            config=config.model_dump(mode="json", by_alias=True, fallback=str),
+            model=model,
+            mesh={"cp": comm.mesh.cp_size, "tp": comm.mesh.tp_size},
+            ttft_s=self.clock.ttft_s,
+            ttit_s=self.clock.ttit_s,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            ranks=comm.gather_objects(own),
+            versions=version_info(),
+            machine=machine_info(),
+        )
