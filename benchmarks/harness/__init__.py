@@ -1,0 +1,1 @@
+"""What all benchmarks share. Nothing is imported here: the process that only starts the ranks needs no torch."""

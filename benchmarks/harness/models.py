@@ -1,0 +1,51 @@
+"""Bench-size models with random weights, and several modules over the same weights."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
+    """A Llama with random weights, the same on every rank, for transformers' own fastest attention.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        As `harness.arguments.add_model_arguments` defines them.
+    positions : int
+        The longest prompt it must take.
+    device : torch.device
+    """
+    config = LlamaConfig(
+        num_hidden_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.kv_heads,
+        intermediate_size=arguments.intermediate,
+        vocab_size=arguments.vocab,
+        max_position_embeddings=positions,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.dtype], attn_implementation="sdpa")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def random_ids(vocab: int, length: int, device: torch.device) -> Tensor:
+    """``[1, S]`` a random prompt, the same on every rank."""
+    return torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A second module with a config of its own over the same weights in the same memory.
+
+    Either may replace its parameters, even the tensors in them, without the other noticing; neither may write to them.
+    """
+    shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, shared)

@@ -1,0 +1,159 @@
+"""Timing methods against each other: interleaved, started together, and as slow as the slowest rank."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+
+from megakv.tracking import peak_memory_bytes, reset_peak_memory
+
+from .world import World
+
+Bytes = dict[str, int]
+
+
+class Method:
+    """One way to do what a benchmark measures.
+
+    Parameters
+    ----------
+    name : str
+        What it is called on the command line and in the results.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def run(self) -> Any:
+        """Do it once: what the clock measures. What it returns is alive until the clock has stopped."""
+        raise NotImplementedError
+
+    def counting(self) -> AbstractContextManager[Bytes]:
+        """Around a run: filled at its end with the bytes that this rank sent, by operation. May slow the run down."""
+        return nullcontext({})
+
+
+@dataclass
+class Samples:
+    """Measurements of one method; what is listed per rank is in the order of ranks.
+
+    Parameters
+    ----------
+    method : str
+    bytes_sent : list of dict
+        By operation, per rank, of one run.
+    facts : dict
+        What the benchmark found out about the method in its untimed run.
+    seconds : list of float
+        One per repetition: from the common start until the slowest rank is done.
+    rank_seconds : list of list of float
+        The same per repetition and rank.
+    peak_bytes : list of int
+        Per rank, the most memory of its process in any repetition (torch's allocations on an accelerator).
+    working_bytes : list of int
+        Per rank, the part of `peak_bytes` that was not in use before the repetition: activations and caches, without
+        the weights of this and the other methods.
+    """
+
+    method: str
+    bytes_sent: list[Bytes]
+    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    rank_seconds: list[list[float]] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    working_bytes: list[int] = field(default_factory=list)
+
+    def add(self, runs: list[tuple[float, int, int]]) -> None:
+        """Take up one repetition: seconds, peak and working bytes of every rank."""
+        seconds, peaks, working = (list(column) for column in zip(*runs, strict=True))
+        self.seconds.append(max(seconds))
+        self.rank_seconds.append(seconds)
+        self.peak_bytes = [max(pair) for pair in zip(self.peak_bytes or peaks, peaks, strict=True)]
+        self.working_bytes = [max(pair) for pair in zip(self.working_bytes or working, working, strict=True)]
+
+    def to_row(self, **context: Any) -> dict[str, Any]:
+        """A row of the results."""
+        return {
+            "method": self.method,
+            **context,
+            "seconds": self.seconds,
+            "bytes_sent": self.bytes_sent,
+            "peak_bytes": self.peak_bytes,
+            "working_bytes": self.working_bytes,
+            "rank_seconds": self.rank_seconds,
+            **self.facts,
+        }
+
+
+def measure(
+    world: World, methods: Sequence[Method], *, repeats: int, inspect: Callable[[str, Any], dict[str, Any]]
+) -> list[Samples]:
+    """Run every method once untimed, then `repeats` times in turn. Every rank must call it.
+
+    Turns of all methods make a round, so slow stretches of the machine hit all methods alike and the samples of a round
+    are pairs; each round begins with another method.
+
+    Parameters
+    ----------
+    world : World
+    methods : sequence of Method
+    repeats : int
+    inspect : callable
+        Gets a method's name and what its untimed run returned, on every rank; what it returns joins the row.
+    """
+    results = []
+    with tqdm(total=len(methods) * (repeats + 1), desc="warm-up", unit="run", disable=world.rank != 0) as bar:
+        for method in methods:
+            bar.set_postfix_str(method.name)
+            _settle(world)
+            with method.counting() as sent:
+                output = method.run()
+            samples = Samples(method.name, world.gather(dict(sent)))
+            samples.facts = inspect(method.name, output)
+            results.append(samples)
+            del output
+            bar.update()
+        for repeat in range(repeats):
+            bar.set_description(f"round {repeat + 1} of {repeats}")
+            for turn in range(len(methods)):
+                index = (repeat + turn) % len(methods)
+                bar.set_postfix_str(methods[index].name)
+                results[index].add(world.gather(_sample(world, methods[index])))
+                bar.update()
+    return results
+
+
+def _sample(world: World, method: Method) -> tuple[float, int, int]:
+    """Seconds, peak bytes and working bytes of one run on this rank."""
+    _settle(world)
+    reset_peak_memory(world.device)
+    before = peak_memory_bytes(world.device)
+    world.barrier()
+    start = time.perf_counter()
+    output = method.run()
+    get_accelerator().synchronize()
+    seconds = time.perf_counter() - start
+    peak = peak_memory_bytes(world.device)
+    del output
+    return seconds, peak, peak - before
+
+
+def _settle(world: World) -> None:
+    """Leave no garbage of the run before: neither its collection nor its memory may count for the next."""
+    gc.collect()
+    if world.device.type != "cpu":
+        get_accelerator().empty_cache()
+    elif Path("/proc/self/maps").exists():
+        # glibc keeps freed memory; a run in recycled memory would look smaller, and be faster, than one in its own.
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,86 @@
+"""Medians of samples and of ratios of paired samples, with bootstrap intervals."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% bootstrap interval; of a single sample, a point.
+
+    Parameters
+    ----------
+    value, low, high : float
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> Interval:
+        """The same times a positive number."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def to_json(self) -> dict[str, float]:
+        """As it stands in the results."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def median(samples: ArrayLike) -> Interval:
+    """Median of samples.
+
+    Raises
+    ------
+    ValueError
+        If there is no sample.
+    """
+    values = _checked(samples)
+    return _interval(float(np.median(values)), np.median(values[_rounds(len(values))], axis=1))
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
+    """Ratio of two medians whose samples are pairs: whole rounds are resampled.
+
+    Parameters
+    ----------
+    numerator, denominator : sequence of float
+        Of equal length; samples of one index were taken in one round.
+
+    Raises
+    ------
+    ValueError
+        If there is no sample, or the numbers of samples differ.
+    """
+    above, below = _checked(numerator), _checked(denominator)
+    if len(above) != len(below):
+        raise ValueError(f"{len(above)} and {len(below)} samples are no pairs")
+    rounds = _rounds(len(above))
+    resampled = np.median(above[rounds], axis=1) / np.median(below[rounds], axis=1)
+    return _interval(float(np.median(above) / np.median(below)), resampled)
+
+
+def _checked(samples: ArrayLike) -> NDArray[np.float64]:
+    values = np.asarray(samples, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("no samples")
+    return values
+
+
+def _rounds(count: int) -> NDArray[np.int64]:
+    return np.random.default_rng(SEED).integers(0, count, (RESAMPLES, count))
+
+
+def _interval(value: float, resampled: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(value, float(low), float(high))

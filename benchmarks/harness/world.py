@@ -1,0 +1,64 @@
+"""The ranks of a running benchmark: joined, in step, and with as many threads as asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megakv.groups import start_distributed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a benchmark, as one of them sees them.
+
+    Parameters
+    ----------
+    rank, size : int
+    device : torch.device
+        Where this rank computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def gather(self, value: T) -> list[T]:
+        """One small object of every rank, on every rank."""
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def leave(self) -> None:
+        """End together, so that no rank takes an early end of another for a failure."""
+        self.barrier()
+        deepspeed.comm.destroy_process_group()
+
+
+def join_world(threads: int, *, shared_memory: bool, timeout_s: float) -> World:
+    """Join the other ranks.
+
+    Parameters
+    ----------
+    threads : int
+        Threads that this rank computes with.
+    shared_memory : bool
+        Whether a method needs DeepSpeed's shared-memory all-reduce on CPU; it must be there from the start.
+    timeout_s : float
+        How long a silent rank is waited for, in seconds.
+    """
+    torch.set_num_threads(threads)
+    start_distributed(tp_only=shared_memory, timeout_s=timeout_s)
+    device = torch.device(get_accelerator().current_device_name())
+    return World(dist.get_rank(), dist.get_world_size(), device)

@@ -1,0 +1,188 @@
+"""Time to read a prompt: MegaKV's context parallelism, DeepSpeed's tensor parallelism, and a single process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.arguments import (
+    add_model_arguments,
+    add_rank_arguments,
+    check_model_arguments,
+    check_positive,
+    check_rank_arguments,
+)
+from harness.ranks import is_rank, start_ranks
+
+SINGLE = "single"
+TENSOR_PARALLEL = ("tp", "tp_gloo")
+OWN = ("pass_kv", "pass_q", "all_gather")
+METHODS = (SINGLE, *TENSOR_PARALLEL, *OWN)
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
+"""How far the last logits of two methods may lie apart, relative to the largest logit."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; ends with a message if it is impossible."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_rank_arguments(parser)
+    parser.add_argument("--context", type=int, help="tokens of the prompt (default 8192, with --quick 2048)")
+    parser.add_argument(
+        "--methods", default="single,tp,tp_gloo,pass_kv", help=f"of {','.join(METHODS)} (default %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, help="timed runs of each method (default 5, with --quick 3)")
+    parser.add_argument("--quick", action="store_true", help="a shorter prompt and fewer runs")
+    add_model_arguments(parser)
+    arguments = parser.parse_args(argv)
+    arguments.methods = arguments.methods.split(",")
+    arguments.context = (2048 if arguments.quick else 8192) if arguments.context is None else arguments.context
+    arguments.repeats = (3 if arguments.quick else 5) if arguments.repeats is None else arguments.repeats
+    check_rank_arguments(parser, arguments)
+    check_model_arguments(parser, arguments)
+    check_positive(parser, arguments, "context", "repeats")
+    unknown = [name for name in arguments.methods if name not in METHODS]
+    if unknown or len(set(arguments.methods)) < len(arguments.methods):
+        parser.error(f"--methods {','.join(arguments.methods)}: allowed: each of {', '.join(METHODS)} once")
+    if arguments.kv_heads % arguments.ranks and set(arguments.methods).intersection(TENSOR_PARALLEL):
+        parser.error(
+            f"--kv-heads {arguments.kv_heads} is no multiple of --ranks {arguments.ranks}: DeepSpeed's tensor "
+            "parallelism would leave ranks without heads; take other numbers, or leave tp and tp_gloo out of --methods"
+        )
+    return arguments
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
+    """Speed-ups of MegaKV's methods over the others, and how much of a single process's work per rank they keep.
+
+    Returns
+    -------
+    dict
+        ``speedup``: method -> peer -> ``value``, ``low``, ``high``; ``efficiency``: method -> the same, the time of
+        `single` over R times the method's.
+    """
+    from harness.statistics import ratio
+
+    seconds = {row["method"]: row["seconds"] for row in rows}
+    peers = [name for name in seconds if name not in OWN]
+    speedup = {
+        name: {peer: ratio(seconds[peer], own).to_json() for peer in peers}
+        for name, own in seconds.items()
+        if name in OWN
+    }
+    efficiency = {
+        name: ratio(seconds[SINGLE], own).scaled(1 / ranks).to_json()
+        for name, own in seconds.items()
+        if name != SINGLE and SINGLE in seconds
+    }
+    return {
+        "speedup": speedup,
+        "efficiency": efficiency,
+        "max_logit_difference": max(row["max_logit_difference"] for row in rows),
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    """Print tables of the results."""
+    from harness.report import align, time_table
+    from harness.statistics import Interval
+
+    lines = [["", "over", "median ratio [95%]"]]
+    for name, peers in summary["speedup"].items():
+        lines += [[f"speed-up of {name}", peer, str(Interval(**value))] for peer, value in peers.items()]
+    for name, value in summary["efficiency"].items():
+        lines.append([f"efficiency of {name}", SINGLE, str(Interval(**value))])
+    print(f"\n{time_table(rows)}\n\n{align(lines)}\n")
+    print(f"largest difference of the last logits: {summary['max_logit_difference']:.1e} of the largest logit")
+
+
+def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the times as bars."""
+    from harness.chart import draw_bars
+    from harness.statistics import median
+
+    draw_bars(
+        path,
+        [(row["method"], median(row["seconds"]), row["method"] in OWN) for row in rows],
+        title=f"Prefill of {arguments.context:,} tokens on {arguments.ranks} ranks",
+        subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, {arguments.threads} "
+        f"thread(s) per rank; median of {arguments.repeats} runs, 95% interval",
+        unit="seconds, less is better",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, as one of the ranks, and report from rank 0.
+
+    Raises
+    ------
+    MegaKVError
+        If a method computes other logits than the first.
+    """
+    from harness.models import random_ids, random_llama
+    from harness.prefills import cache_bytes, make_prefills, uses_shared_memory
+    from harness.report import describe_machine, write_report
+    from harness.sampling import measure
+    from harness.world import join_world
+
+    from megakv.errors import MegaKVError
+
+    machine = describe_machine()
+    tensor_parallel = bool(set(arguments.methods).intersection(TENSOR_PARALLEL))
+    world = join_world(arguments.threads, shared_memory=tensor_parallel, timeout_s=arguments.timeout)
+    if "tp_gloo" in arguments.methods and world.device.type != "cpu":
+        raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
+    ids = random_ids(arguments.vocab, arguments.context, world.device)
+    model = random_llama(arguments, positions=arguments.context, device=world.device)
+    methods = make_prefills(arguments.methods, model, ids, world)
+    expected: list[Any] = []
+
+    def inspect(name: str, output: Any) -> dict[str, Any]:
+        last = output.logits[0, -1].float()
+        expected.append(last)
+        own = float((last - expected[0]).abs().max() / expected[0].abs().max())
+        difference = max(world.gather(own))
+        # Also where it is not a number.
+        if not difference <= TOLERANCE[arguments.dtype]:
+            raise MegaKVError(
+                f"{name}: the last logits differ from those of {methods[0].name} by {difference:.1e} of the largest"
+            )
+        return {
+            "max_logit_difference": difference,
+            "kv_bytes": world.gather(cache_bytes(output.past_key_values)),
+            "shared_memory": uses_shared_memory(name),
+        }
+
+    samples = measure(world, methods, repeats=arguments.repeats, inspect=inspect)
+    if world.rank == 0:
+        rows = [sample.to_row(ranks=arguments.ranks, context=arguments.context) for sample in samples]
+        summary = summarise(rows, arguments.ranks)
+        show(rows, summary)
+        if arguments.json:
+            path = Path(arguments.json)
+            write_report(path, benchmark="prefill", machine=machine, arguments=arguments, rows=rows, summary=summary)
+            draw(path.with_suffix(".png"), arguments, rows)
+            print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
+    for method in methods:
+        method.close()
+    world.leave()
+
+
+def main() -> int:
+    """Entry of the process started by hand, and of every rank that it starts."""
+    arguments = parse_arguments()
+    # Only now and in `run` comes what takes seconds to import, so that wrong arguments are refused at once.
+    if not is_rank():
+        return start_ranks(arguments)
+    from megakv.launcher.voice import one_voice, quiet_libraries
+
+    quiet_libraries()
+    with one_voice():
+        run(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

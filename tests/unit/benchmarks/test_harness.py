@@ -1,0 +1,137 @@
+"""What all benchmarks share, without ranks: samples, tables, charts, files, models over the same weights."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness.arguments import add_model_arguments, check_model_arguments
+from benchmarks.harness.chart import draw_bars
+from benchmarks.harness.models import random_ids, random_llama, twin
+from benchmarks.harness.report import describe_machine, time_table, write_report
+from benchmarks.harness.sampling import Method, Samples, measure
+from benchmarks.harness.statistics import Interval
+from benchmarks.harness.world import World
+
+
+class Alone(World):
+    """A world of one rank without a process group."""
+
+    def barrier(self) -> None:
+        pass
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Recorder(Method):
+    def __init__(self, name: str, calls: list[str]):
+        super().__init__(name)
+        self._calls = calls
+
+    def run(self) -> torch.Tensor:
+        self._calls.append(self.name)
+        return torch.ones(5 << 20, dtype=torch.uint8)
+
+
+def test_methods_run_in_turn_and_every_round_begins_with_another() -> None:
+    calls: list[str] = []
+    methods = [Recorder(name, calls) for name in "abc"]
+    world = Alone(0, 1, torch.device("cpu"))
+    results = measure(world, methods, repeats=4, inspect=lambda name, output: {"shape": [name, *output.shape]})
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
+    for samples, name in zip(results, "abc", strict=True):
+        row = samples.to_row(ranks=1, context=7)
+        assert row["method"] == name and row["shape"] == [name, 5 << 20] and row["context"] == 7
+        assert len(row["seconds"]) == 4 and min(row["seconds"]) > 0
+        assert row["bytes_sent"] == [{}]
+        # The kernel counts resident pages in batches: not exact to the last of them.
+        assert 4 << 20 < row["working_bytes"][0] < row["peak_bytes"][0]
+
+
+def test_a_sample_is_the_slowest_ranks_and_memory_the_largest_of_all_rounds() -> None:
+    samples = Samples("m", [{}, {}])
+    samples.add([(1.0, 50, 5), (3.0, 90, 1)])
+    samples.add([(2.0, 70, 3), (1.5, 60, 8)])
+    assert samples.seconds == [3.0, 2.0] and samples.rank_seconds == [[1.0, 3.0], [2.0, 1.5]]
+    assert samples.peak_bytes == [70, 90] and samples.working_bytes == [5, 8]
+
+
+def test_twin_shares_weights_but_neither_config_nor_fate() -> None:
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=99, tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    other = twin(model)
+    for (name, ours), (other_name, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert name == other_name and ours is not theirs and ours.data_ptr() == theirs.data_ptr()
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    ids = torch.randint(0, 99, (1, 9))
+    expected = model(ids).logits
+    other.set_attn_implementation("eager")
+    torch.testing.assert_close(other(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    other.model.layers[0].mlp.up_proj.weight.data = torch.zeros(48, 32)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, expected)
+
+
+def model_arguments(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    arguments = parser.parse_args(argv)
+    check_model_arguments(parser, arguments)
+    return arguments
+
+
+def test_random_llama_has_the_shape_asked_for_and_the_same_weights_everywhere() -> None:
+    arguments = model_arguments(
+        "--layers", "3", "--hidden", "24", "--heads", "6", "--kv-heads", "3", "--intermediate", "40", "--vocab", "55",
+        "--dtype", "bf16",
+    )  # fmt: skip
+    first, second = (random_llama(arguments, positions=77, device=torch.device("cpu")) for _ in range(2))
+    assert first.dtype == torch.bfloat16 and first.config.max_position_embeddings == 77
+    assert len(first.model.layers) == 3 and first.lm_head.weight.shape == (55, 24)
+    assert first.model.layers[0].self_attn.k_proj.weight.shape == (12, 24)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert torch.equal(random_ids(55, 31, first.device), random_ids(55, 31, first.device))
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"), [(["--heads", "3"], "--heads 3"), (["--kv-heads", "5"], "--kv-heads 5"), (["--vocab", "0"], "0")]
+)
+def test_impossible_shapes_are_refused_by_name(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        model_arguments(*argv)
+    assert named in capsys.readouterr().err
+
+
+def test_report_chart_and_table(tmp_path: Path) -> None:
+    rows = [
+        {"method": "a", "ranks": 2, "context": 4096, "seconds": [3.0, 1.0, 2.5],
+         "bytes_sent": [{"x": 1 << 20, "y": 1 << 19}, {"x": 5}], "working_bytes": [1 << 20, 7 << 20]},
+        {"method": "longer", "ranks": 2, "context": 4096, "seconds": [0.125], "bytes_sent": [{}, {}],
+         "working_bytes": [0, 0], "kv_bytes": [3 << 20, 0]},
+    ]  # fmt: skip
+    header, first, second = time_table(rows).splitlines()
+    assert len(header) == len(first) == len(second)
+    assert first.split() == ["a", "2", "4,096", "2.500", "1.000", "3.000", "1.5", "-", "7.0"]
+    assert second.split() == ["longer", "2", "4,096", "0.125", "0.125", "0.125", "0.0", "3.0", "0.0"]
+
+    path = tmp_path / "sub" / "r.json"
+    arguments = argparse.Namespace(ranks=2)
+    write_report(path, benchmark="b", machine=describe_machine(), arguments=arguments, rows=rows, summary={"s": 1})
+    report = json.loads(path.read_text())
+    assert list(report) == ["benchmark", "machine", "versions", "args", "rows", "summary"]
+    assert report["rows"] == rows and report["args"] == {"ranks": 2} and report["machine"]["load_average"] >= 0
+    with pytest.raises(ValueError):
+        write_report(path, benchmark="b", machine={}, arguments=arguments, rows=[{"x": float("nan")}], summary={})
+    assert json.loads(path.read_text()) == report
+
+    bars = [("a", Interval(2.5, 1.0, 3.0), True), ("b", Interval(0.1, 0.1, 0.1), False)]
+    draw_bars(tmp_path / "r.png", bars, title="t", subtitle="s", unit="seconds")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

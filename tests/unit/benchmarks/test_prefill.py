@@ -1,0 +1,117 @@
+"""benchmarks/prefill.py as a user starts it: its own ranks, its own clean-up, valid results."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "prefill.py"
+TINY = [
+    "--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--intermediate", "96", "--vocab", "300",
+]  # fmt: skip
+
+
+def start(*argv: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes below the launcher that run the script."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "RANK" in child.environ() and str(SCRIPT) in child.cmdline():
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
+    path = tmp_path / "prefill.json"
+    methods = ["single", "tp", "tp_gloo", "pass_kv", "pass_q", "all_gather"]
+    process = start(
+        "--ranks", "2", "--context", "128", "--repeats", "3", "--methods", ",".join(methods), "--json", path, *TINY
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err[-3000:]
+    report = json.loads(path.read_text())
+    assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
+    assert report["benchmark"] == "prefill" and report["args"]["layers"] == 2 and report["args"]["threads"] == 1
+    rows = {row["method"]: row for row in report["rows"]}
+    assert list(rows) == methods
+    for name, row in rows.items():
+        assert (row["ranks"], row["context"]) == (2, 128)
+        assert len(row["seconds"]) == 3 and all(0 < value < 60 for value in row["seconds"])
+        assert row["seconds"] == [max(values) for values in row["rank_seconds"]]
+        assert len(row["peak_bytes"]) == len(row["working_bytes"]) == 2
+        assert all(0 <= work < peak for work, peak in zip(row["working_bytes"], row["peak_bytes"], strict=True))
+        assert row["max_logit_difference"] <= 1e-5
+        # Two layers of 128 tokens, 2 KV heads of 16, keys and values, 4 bytes; halved by every kind of parallelism.
+        assert row["kv_bytes"] == [(1 if name == "single" else 0.5) * 2 * 128 * 2 * 16 * 2 * 4] * 2
+    assert rows["single"]["bytes_sent"] == [{}, {}]
+    # Two sums of 128 x 64 per layer, and one of 300 logits; a ring of two sends each once.
+    for name in ("tp", "tp_gloo"):
+        assert rows[name]["bytes_sent"] == [{"all_reduce": (2 * 2 * 128 * 64 + 300) * 4}] * 2
+    # Each rank sends its own keys and values once; the last token, whose logits all get, is rank 0's: balanced chunks.
+    kv, logits = rows["pass_kv"]["kv_bytes"][0], 300 * 4
+    sent = [{name: rank.get(name) for name in ("pass_kv", "logits")} for rank in rows["pass_kv"]["bytes_sent"]]
+    assert sent == [{"pass_kv": kv, "logits": logits}, {"pass_kv": kv, "logits": None}]
+    assert kv <= rows["all_gather"]["bytes_sent"][1]["all_gather"] <= 1.05 * kv
+
+    summary = report["summary"]
+    assert set(summary["speedup"]) == {"pass_kv", "pass_q", "all_gather"}
+    middle = {name: sorted(row["seconds"])[1] for name, row in rows.items()}
+    for name, peers in summary["speedup"].items():
+        assert set(peers) == {"single", "tp", "tp_gloo"}
+        for peer, found in peers.items():
+            assert found["value"] == pytest.approx(middle[peer] / middle[name])
+            assert 0 < found["low"] <= found["value"] <= found["high"] < math.inf
+    assert summary["efficiency"]["pass_kv"]["value"] == pytest.approx(middle["single"] / middle["pass_kv"] / 2)
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "speed-up of pass_kv" in out and "efficiency of pass_kv" in out
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["prefill.json", "prefill.png"]
+
+
+def test_end_by_sigterm_leaves_no_rank(tmp_path: Path) -> None:
+    process = start("--ranks", "2", "--context", "256", "--repeats", "100000", "--methods", "single", *TINY)
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_of(process)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+    gone, alive = psutil.wait_procs(ranks, timeout=5)
+    assert alive == []
+
+
+def test_run_beyond_its_time_is_ended() -> None:
+    process = start("--ranks", "1", "--timeout", "2", *TINY)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 124 and "--timeout 2 s" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--ranks", "2", "--methods", "single,ring"], "--methods single,ring"),
+        (["--ranks", "3"], "--kv-heads 2 is no multiple of --ranks 3"),
+        (["--ranks", "0"], "--ranks 0"),
+        (["--ranks", "2", "--context", "0"], "--context 0"),
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
+    process = start(*argv, *TINY)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 2 and named in err
