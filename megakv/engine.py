@@ -30,6 +30,7 @@ from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
+from megakv.placement import head_counts
 from megakv.record import RunRecord
 from megakv.runtime import Runtime
 from megakv.session import Session
@@ -67,15 +68,11 @@ class MegaKVEngine(InferenceEngine):
         self._name = name
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
-        self._runtime = Runtime(
-            comm=comm,
-            config=config.megakv.context_parallel,
-            heads=text.num_attention_heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        )
+        _, heads, kv_heads = head_counts(model.config)
+        self._runtime = Runtime(comm=comm, config=config.megakv.context_parallel, heads=heads, kv_heads=kv_heads)
         layers = attach(model, self._runtime, self._policy)
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
-        self._positions = getattr(text, "max_position_embeddings", None)
+        self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
         self.tracker = Tracker(
             config.megakv.tracking, config.model_dump(mode="json", by_alias=True, fallback=str), comm.mesh.rank

@@ -358,9 +358,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 # Families that cannot be split over tensor-parallel ranks, and what the refusal says of them.
 TP_REFUSED: dict[str, str] = {
-    "falcon_alibi": "adds ALiBi biases that are made for all heads",
-    "bloom": "adds ALiBi biases that are made for all heads",
-    "mpt": "adds ALiBi biases that are made for all heads",
     "olmo2": "has a parameter q_norm.weight of shape [64] that cannot be split by heads",
     "deepseek_v3": "has 0 attention modules that can be split by heads",
 }
+# Their own attention adds biases made for all heads: only MegaKV's in its place can run on a rank's share of the heads.
+NEEDS_SUBSTITUTE = ("falcon_alibi", "bloom", "mpt")

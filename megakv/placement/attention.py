@@ -83,8 +83,6 @@ class AttentionCut:
         ValueError
             If a parameter is not known to be right when cut.
         """
-        if getattr(self.config, "alibi", False) or self.config.model_type in ("bloom", "mpt"):
-            raise self._refusal("adds ALiBi biases that are made for all heads")
         if self.fused is None:
             outputs = self._separate()
         else:
@@ -133,6 +131,8 @@ class AttentionCut:
     def _fused(self, name: str) -> SliceSpec:
         layouts: dict[str, Callable[[], SliceSpec]] = {
             "gpt_neox": self._per_head,
+            "bloom": self._per_head,
+            "mpt": self._concatenated,
             "phi3": self._concatenated,
             "falcon": self._falcon,
         }
