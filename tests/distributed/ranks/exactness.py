@@ -1,6 +1,8 @@
 """Started on every rank: runs families over meshes against plain transformers and writes what it found as JSON.
 
-Usage: exactness.py OUT.json WORK_DIR MESHES FAMILIES, both lists comma-separated, meshes as CPxTP.
+Usage: exactness.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `family`, `mesh` as CPxTP, `section` of
+``megakv.context_parallel``, the names of its `cases`, and how many tokens are `decoded`. One family's runs have the
+same `decoded`.
 """
 
 from __future__ import annotations
@@ -16,15 +18,29 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.groups import start_distributed
 from megakv.launcher.voice import quiet_libraries
 
-LENGTHS = (1, 2, 3, 5, 7, 64, 127, 1000)
-DECODED = 8
-METHODS = {"decode": ("replicated", "pass_q"), "prefill": ("pass_kv", "pass_q", "all_gather")}
+Answer = tuple[Tensor, Tensor]
+RAGGED_OPTIONS: dict[str, dict[str, Any]] = {
+    "ragged greedy": {},
+    "ragged sampled": {"do_sample": True, "top_k": 20},
+    "ragged beams": {"num_beams": 3},
+}
+
+
+def save(name: str, folder: Path) -> None:
+    """A random model of a family, written out; norms and biases moved off their neutral values."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
 
 
 def tokens(vocabulary: int, batch: int, length: int, seed: int) -> Tensor:
@@ -32,103 +48,99 @@ def tokens(vocabulary: int, batch: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def cases(vocabulary: int, max_length: int) -> list[dict[str, Any]]:
-    """Prompts and generation options that every family and mesh must get right."""
-    found: list[dict[str, Any]] = [
-        {"name": f"greedy {length}", "ids": tokens(vocabulary, 1, length, length), "options": {}}
-        for length in LENGTHS
-        if length + DECODED <= max_length
-    ]
+def make_case(name: str, vocabulary: int) -> dict[str, Any]:
+    """A prompt and generation options, from a name such as ``greedy 64`` or ``ragged beams``."""
+    if name.startswith("greedy "):
+        length = int(name.split()[1])
+        return {"name": name, "ids": tokens(vocabulary, 1, length, length), "mask": None, "options": {}}
     ids = tokens(vocabulary, 3, 41, 99)
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
     mask[2, :39] = 0
-    ragged = {"ids": ids.masked_fill(mask == 0, 0), "mask": mask}
-    found += [
-        {"name": "ragged greedy", **ragged, "options": {}},
-        {"name": "ragged sampled", **ragged, "options": {"do_sample": True, "top_k": 20}},
-        {"name": "ragged beams", **ragged, "options": {"num_beams": 3}},
-    ]
-    return found
+    return {"name": name, "ids": ids.masked_fill(mask == 0, 0), "mask": mask, "options": RAGGED_OPTIONS[name]}
 
 
-def answer(model: Any, case: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def answer(model: Any, case: dict[str, Any], decoded: int) -> Answer:
     """Logits at real tokens, and generated tokens."""
-    ids, mask = case["ids"], case.get("mask")
+    ids, mask = case["ids"], case["mask"]
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     torch.manual_seed(7)
-    options = {"do_sample": False, "max_new_tokens": DECODED, "pad_token_id": 0, **case["options"]}
+    options = {"do_sample": False, "max_new_tokens": decoded, "pad_token_id": 0, **case["options"]}
     generated = model.generate(ids, attention_mask=mask, **options)
     return (logits if mask is None else logits[mask.bool()]), generated
 
 
-def reference(name: str, folder: Path, family_cases: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-    """The plain model's answers. A fresh model a case: length-dependent rotary embeddings keep state."""
-    answers = []
-    for case in family_cases:
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        answers.append(answer(plain, case))
-    return answers
+def references(name: str, folder: Path, family_cases: dict[str, dict[str, Any]], decoded: int) -> dict[str, Answer]:
+    """The plain model's answers on every rank; each rank computes its share of the cases."""
+    # transformers' eager attention is the one that knows soft caps and sinks, but for Falcon it adds ALiBi twice.
+    attention = "sdpa" if name == "falcon_alibi" else "eager"
+    answers = {}
+    for case in list(family_cases)[dist.get_rank() :: dist.get_world_size()]:
+        # A fresh model a case: length-dependent rotary embeddings keep state.
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+        answers[case] = answer(plain, family_cases[case], decoded)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, answers)
+    return {case: found for part in everyone for case, found in part.items()}
 
 
-def compare(engine: Any, family_cases: list[dict[str, Any]], answers: list[Any]) -> list[dict[str, Any]]:
-    """Run the cases through an engine; rank 0 compares."""
-    results = []
-    for index, case in enumerate(family_cases):
-        logits, generated = answer(engine, case)
-        if answers:
-            wanted, expected = answers[index]
-            error = ((logits - wanted).abs().max() / wanted.abs().max()).item()
-            results.append({"case": case["name"], "error": error, "equal": torch.equal(generated, expected)})
-    return results
+def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> dict[str, Any]:
+    """One case through an engine, against the plain model's answer; the worst of all ranks."""
+    try:
+        logits, generated = answer(engine, case, decoded)
+    except Exception as error:  # one model's failure must not hide the results of all others
+        return {"case": case["name"], "failure": f"{type(error).__name__}: {error}"}
+    relative = ((logits - wanted[0]).abs().max() / wanted[0].abs().max()).item()
+    everyone = engine._comm.gather_objects((relative, torch.equal(generated, wanted[1])))
+    return {
+        "case": case["name"],
+        # A comparison with NaN is false: it must not pass as the smaller one.
+        "error": max((error for error, _ in everyone), key=lambda error: (error != error, error)),
+        "equal": all(equal for _, equal in everyone),
+    }
 
 
-def run_mesh(folder: Path, mesh: str, section: dict[str, Any], family_cases: list[Any], answers: list[Any]) -> Any:
+def run_mesh(folder: Path, run: dict[str, Any], cases: list[dict[str, Any]], answers: dict[str, Answer]) -> Any:
     """One engine on one mesh: its results, or the message with which it refused."""
-    cp, tp = (int(part) for part in mesh.split("x"))
+    cp, tp = (int(part) for part in run["mesh"].split("x"))
     config = {
         "dtype": "fp32",
         "tensor_parallel": {"tp_size": tp},
-        "megakv": {"context_parallel": {"size": cp, **section}},
+        "megakv": {"context_parallel": {"size": cp, **run["section"]}},
     }
     try:
         engine = megakv.init_inference(str(folder), config)
     except ValueError as error:
         return str(error)
-    results = compare(engine, family_cases, answers)
+    results = [compare(engine, case, answers[case["name"]], run["decoded"]) for case in cases]
     engine.destroy()
     return results
 
 
 def main() -> None:
     """Entry of every rank."""
-    out, work, meshes, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(","), sys.argv[4].split(",")
+    plan, out, work = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     quiet_libraries()
+    disable_progress_bar()
     start_distributed(tp_only=False, timeout_s=300)
-    rank = dist.get_rank()
     rows = []
-    for name in names:
-        config = FAMILIES[name]()
+    for name in dict.fromkeys(run["family"] for run in plan):
+        runs = [run for run in plan if run["family"] == name]
         folder = work / name
-        if rank == 0:
-            torch.manual_seed(0)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            model.save_pretrained(folder)
-        text = config.get_text_config()
-        family_cases = cases(text.vocab_size, text.max_position_embeddings)
+        if dist.get_rank() == 0:
+            save(name, folder)
         dist.barrier()
-        answers = reference(name, folder, family_cases) if rank == 0 else []
-        for mesh in meshes:
-            sections: list[dict[str, Any]] = [{}]
-            if name == "llama" and mesh != "1x4":
-                sections += [{kind: method} for kind, methods in METHODS.items() for method in methods]
-            for section in sections:
-                result = run_mesh(folder, mesh, section, family_cases, answers)
-                rows.append({"family": name, "mesh": mesh, "section": section, "result": result})
-    if rank == 0:
-        Path(out).write_text(json.dumps(rows))
+        vocabulary = FAMILIES[name]().get_text_config().vocab_size
+        # Ascending lengths: an engine's dynamic rotary embedding must not remember a longer one.
+        cases = {case: make_case(case, vocabulary) for run in runs for case in run["cases"]}
+        answers = references(name, folder, cases, runs[0]["decoded"])
+        for run in runs:
+            result = run_mesh(folder, run, [cases[case] for case in run["cases"]], answers)
+            rows.append({"family": name, "mesh": run["mesh"], "section": run["section"], "result": result})
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

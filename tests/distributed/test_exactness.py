@@ -1,0 +1,159 @@
+"""Every family on every mesh gives the plain model's tokens and, to 1e-4, its logits.
+
+One launch of ranks runs many families. The quick set has every family on one mesh of four ranks, and Llama on all of
+them with all methods; `--full` has all families, meshes, lengths and kinds of generation.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.families import FAMILIES
+
+SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
+TOLERANCE = 1e-4
+MESHES = {4: ("4x1", "2x2", "1x4"), 3: ("3x1",), 2: ("2x1",)}
+METHODS = {"prefill": ("pass_kv", "pass_q", "all_gather"), "decode": ("replicated", "pass_q")}
+RAGGED = ("ragged greedy", "ragged sampled", "ragged beams")
+ALL_CASES = (*(f"greedy {length}" for length in (1, 2, 3, 5, 7, 64, 127, 1000)), *RAGGED)
+# One token, more tokens than 2N (past every sliding window), and rows of different lengths.
+SHORT_CASES = ("greedy 1", "greedy 65", "ragged beams")
+LONG_FAMILIES = ("mistral", "llama_dynamic_rope", "falcon_alibi", "phi3_longrope")
+
+# What is refused: families that tensor parallelism cannot split, and what is said of them.
+REFUSED_WITH_TP = {
+    "olmo2": r"model type 'olmo2'.*q_norm\.weight of shape \[64\] that cannot be split by heads",
+    "deepseek_v3": r"model type 'deepseek_v3'.*0 attention modules that can be split by heads",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine in a plan.
+
+    Parameters
+    ----------
+    family, mesh : str
+    section : dict
+        Keys of ``megakv.context_parallel`` beside its size.
+    """
+
+    family: str
+    mesh: str
+    cases: tuple[str, ...] = ALL_CASES
+    decoded: int = 8
+    section: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """How the run is called in pytest's output."""
+        return "-".join([self.family, self.mesh, *(f"{kind}={method}" for kind, method in self.section.items())])
+
+
+def ranks_of(mesh: str) -> int:
+    """Number of ranks of a mesh such as ``2x2``."""
+    cp, tp = mesh.split("x")
+    return int(cp) * int(tp)
+
+
+def method_runs(mesh: str, cases: tuple[str, ...], decoded: int) -> list[Run]:
+    """Llama with every method by name."""
+    return [
+        Run("llama", mesh, cases, decoded, {kind: method}) for kind, methods in METHODS.items() for method in methods
+    ]
+
+
+def quick_runs() -> list[Run]:
+    """Llama on every mesh, every other family on one."""
+    runs = [Run("llama", mesh, decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
+    runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams"), decoded=4)
+    others = [family for family in FAMILIES if family != "llama"]
+    for index, family in enumerate(others):
+        cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES
+        mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x2", "1x4")[index % 3]
+        runs.append(Run(family, mesh, cases, decoded=4))
+    runs += [Run(family, "2x2", SHORT_CASES, decoded=4) for family in REFUSED_WITH_TP]
+    return runs
+
+
+def full_runs() -> list[Run]:
+    """Every family on every mesh with every case."""
+    runs = [Run(family, mesh) for meshes in MESHES.values() for mesh in meshes for family in FAMILIES]
+    return runs + [run for mesh in ("4x1", "2x2", "3x1", "2x1") for run in method_runs(mesh, ALL_CASES, decoded=8)]
+
+
+QUICK, FULL = quick_runs(), full_runs()
+
+
+class Launches:
+    """Results by run; a launch of ranks is made when the first run of its size is asked for."""
+
+    def __init__(self, folder: Path, *, full: bool):
+        self._folder = folder
+        self._full = full
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def result(self, run: Run) -> Any:
+        """What one run came to."""
+        ranks = ranks_of(run.mesh)
+        if ranks not in self._rows:
+            # Set first, so that a launch that fails is not repeated for every run.
+            self._rows[ranks] = {}
+            self._rows[ranks] = self._launch(ranks)
+        assert run.name in self._rows[ranks], f"the launch of {ranks} ranks failed, see the first test that needed it"
+        return self._rows[ranks][run.name]
+
+    def _launch(self, ranks: int) -> dict[str, Any]:
+        runs = [run for run in (FULL if self._full else QUICK) if ranks_of(run.mesh) == ranks]
+        folder = self._folder / str(ranks)
+        folder.mkdir()
+        plan, out = folder / "plan.json", folder / "out.json"
+        keys = ("family", "mesh", "cases", "decoded", "section")
+        plan.write_text(json.dumps([{key: getattr(run, key) for key in keys} for run in runs]))
+        run_ranks(SCRIPT, plan, out, folder, ranks=ranks, timeout=3000 if self._full else 400).check()
+        return {run.name: row["result"] for run, row in zip(ordered(runs), json.loads(out.read_text()), strict=True)}
+
+
+def ordered(runs: list[Run]) -> list[Run]:
+    """Runs in the order in which the ranks take them: family by family."""
+    families = list(dict.fromkeys(run.family for run in runs))
+    return sorted(runs, key=lambda run: families.index(run.family))
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Launches:
+    return Launches(tmp_path_factory.mktemp("exactness"), full=request.config.getoption("--full"))
+
+
+def parameters() -> list[Any]:
+    """One test per run; with `--full`, the quick set's runs are among the full set's."""
+    quick = {run.name for run in QUICK}
+    return [
+        pytest.param(run, id=run.name, marks=[] if run.name in quick else pytest.mark.full)
+        for run in {run.name: run for run in (*QUICK, *FULL)}.values()
+    ]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", parameters())
+def test_tokens_and_logits_are_the_plain_models(launches: Launches, run: Run) -> None:
+    result = launches.result(run)
+    tp_size = int(run.mesh.split("x")[1])
+    if tp_size > 1 and run.family in REFUSED_WITH_TP:
+        assert isinstance(result, str) and re.search(REFUSED_WITH_TP[run.family], result), result
+        assert "tensor_parallel.tp_size" in result
+        return
+    assert not isinstance(result, str), f"refused: {result}"
+    assert [row["case"] for row in result]
+    wrong = [row for row in result if not (row.get("equal") and row["error"] <= TOLERANCE)]
+    assert not wrong, wrong
+
+
+def test_every_family_of_the_project_is_in_the_quick_set() -> None:
+    assert {run.family for run in QUICK} == set(FAMILIES)
+    assert {run.name for run in QUICK} <= {run.name for run in FULL}
