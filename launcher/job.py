@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Outcome:
                     "tokens": rank.tokens,
                     "kv_bytes": rank.kv_bytes,
                     "bytes_sent": rank.bytes_sent,
+                    "traffic": [asdict(traffic) for traffic in rank.traffic],
                     "peak_bytes": rank.peak_bytes,
                 }
                 for rank in self.report.ranks
@@ -196,9 +197,28 @@ def print_outcome(outcome: Outcome, stream: Any = None) -> None:
             f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}",
             file=stream,
         )
+    print_traffic(report, stream)
     if outcome.tokens_equal is not None:
         word = "equal to" if outcome.tokens_equal else "DIFFERENT FROM"
         print(f"tokens are {word} those of a single-process transformers run", file=stream)
+
+
+def print_traffic(report: RunReport, stream: Any) -> None:
+    """Communication by operation: sums over ranks and layers; times are means over ranks."""
+    if not any(rank.traffic for rank in report.ranks):
+        return
+    print(f"{'operation':<16} {'calls':>7} {'MiB':>9} {'ms':>9} {'hidden ms':>10} {'exposed ms':>11}", file=stream)
+    for name in sorted({traffic.operation for rank in report.ranks for traffic in rank.traffic}):
+        found = [traffic for rank in report.ranks for traffic in rank.traffic if traffic.operation == name]
+        calls, sent = sum(t.calls for t in found), sum(t.bytes_sent for t in found)
+        total, hidden = (
+            sum(getattr(traffic, time) for traffic in found) / len(report.ranks) * 1e3
+            for time in ("seconds", "seconds_hidden")
+        )
+        print(
+            f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {total - hidden:>11.1f}",
+            file=stream,
+        )
 
 
 def write_outcome(path: str, values: dict[str, Any]) -> None:

@@ -123,14 +123,16 @@ class Communicator:
             works = dist.batch_isend_irecv(operations)
         return Transfer(self, works, operation, layer, peers, posted)
 
-    def cp_all_gather(self, tensor: Tensor, *, operation: str, layer: int | None) -> Tensor:
-        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks."""
+    def cp_all_gather(self, tensor: Tensor, *, operation: str, layer: int | None, header_bytes: int = 0) -> Tensor:
+        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks; `header_bytes` as for `shift`."""
         mesh = self.mesh
         gathered = tensor.new_empty((mesh.cp_size, *tensor.shape))
         if mesh.cp_group is None:
             gathered[0] = tensor
             return gathered
-        sent = nbytes(tensor) * (mesh.cp_size - 1)
+        sent = (nbytes(tensor) - header_bytes) * (mesh.cp_size - 1)
+        if header_bytes:
+            self.ledger.sent("positions", layer, header_bytes * (mesh.cp_size - 1))
         pieces = list(gathered.unbind(0))
         self._timed(
             operation, layer, mesh.cp_ranks, sent, lambda: dist.all_gather(pieces, tensor.contiguous(), mesh.cp_group)

@@ -11,7 +11,7 @@ from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.generation import TokenClock
-from megakv.tracking import RankReport, RunReport, machine_info, peak_memory_bytes, version_info
+from megakv.tracking import RankReport, RunReport, Traffic, machine_info, peak_memory_bytes, version_info
 
 
 @dataclass
@@ -61,6 +61,10 @@ class RunRecord:
             bytes_sent={name: tally.bytes_sent for name, tally in totals.items()},
             calls={name: tally.calls for name, tally in totals.items()},
             seconds_exposed={name: tally.seconds_exposed for name, tally in totals.items()},
+            traffic=[
+                Traffic(operation, layer, tally.calls, tally.bytes_sent, tally.seconds, tally.seconds_exposed)
+                for (operation, layer), tally in comm.ledger.tallies.items()
+            ],
             events=list(comm.ledger.spans),
         )
 

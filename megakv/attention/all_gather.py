@@ -22,7 +22,9 @@ class AllGatherKV:
             largest = max(messages.nbytes(rank) for rank in range(call.size))
             buffer = self._scratch.take("own", largest, call.q_HLD.device)
             messages.pack(parts, buffer)
-            gathered = call.comm.cp_all_gather(buffer, operation="all_gather", layer=call.layer)
+            gathered = call.comm.cp_all_gather(
+                buffer, operation="all_gather", layer=call.layer, header_bytes=messages.header_bytes(call.rank)
+            )
             for source in range(call.size):
                 if source != call.rank:
                     parts += messages.unpack(source, gathered[source])

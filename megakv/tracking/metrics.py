@@ -33,6 +33,38 @@ class Event:
             raise ValueError(f"event {self.name!r} runs from {self.start} to {self.end} s; it must end after it starts")
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one operation cost a rank in one layer.
+
+    Attributes
+    ----------
+    operation, layer
+        The operation, and the decoder layer it served; ``None`` outside the layers.
+    calls, bytes_sent
+        Calls, and bytes that the rank put on the wire. Coordinates that travel along are the operation ``positions``.
+    seconds, seconds_exposed
+        From posting to completion, and the part of it in which the rank did nothing but wait.
+    """
+
+    operation: str
+    layer: int | None
+    calls: int
+    bytes_sent: int
+    seconds: float
+    seconds_exposed: float
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        if min(self.calls, self.bytes_sent) < 0 or not 0 <= self.seconds_exposed <= self.seconds < math.inf:
+            raise ValueError(f"{self.operation!r} in layer {self.layer} has counts or times that no run can have")
+
+    @property
+    def seconds_hidden(self) -> float:
+        """Time in flight while the rank computed."""
+        return self.seconds - self.seconds_exposed
+
+
 @dataclass(slots=True)
 class RankReport:
     """What one rank did.
@@ -45,6 +77,8 @@ class RankReport:
         Its KV cache after the prompt, and its peak memory (`megakv.tracking.peak_memory_bytes`).
     bytes_sent, calls, seconds_exposed
         By operation: bytes this rank sent, calls, and seconds in which it waited for the result.
+    traffic
+        The same by operation and layer, with the time that computation hid.
     """
 
     rank: int
@@ -57,6 +91,7 @@ class RankReport:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     seconds_exposed: dict[str, float] = field(default_factory=dict)
+    traffic: list[Traffic] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

@@ -139,16 +139,19 @@ def _tables(report: RunReport) -> dict[str, tuple[list[str | int], list[list[Any
         for r in report.ranks
     ]
     communication = [
-        [r.rank, operation, r.calls.get(operation, 0), r.bytes_sent.get(operation, 0),
-         r.seconds_exposed.get(operation, 0.0)]
-        for r in report.ranks for operation in r.operations
+        [r.rank, t.operation, -1 if t.layer is None else t.layer, t.calls, t.bytes_sent, t.seconds, t.seconds_hidden,
+         t.seconds_exposed]
+        for r in report.ranks for t in r.traffic
     ]  # fmt: skip
     return {
         "ranks": (
             ["rank", "host", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes", "seconds_exposed"],
             ranks,
         ),
-        "communication": (["rank", "operation", "calls", "bytes_sent", "seconds_exposed"], communication),
+        "communication": (
+            ["rank", "operation", "layer", "calls", "bytes_sent", "seconds", "seconds_hidden", "seconds_exposed"],
+            communication,
+        ),
     }
 
 

@@ -79,8 +79,9 @@ def test_real_wandb_offline(report, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     [table] = directory.glob("files/media/table/communication_*.json")
     data = json.loads(table.read_text())
-    assert data["columns"] == ["rank", "operation", "calls", "bytes_sent", "seconds_exposed"]
-    assert [row[3] for row in data["data"] if row[1] == "ring"] == [rank.bytes_sent["ring"] for rank in report.ranks]
+    assert data["columns"][:5] == ["rank", "operation", "layer", "calls", "bytes_sent"]
+    expected = [traffic.bytes_sent for rank in report.ranks for traffic in rank.traffic]
+    assert expected and [row[4] for row in data["data"]] == expected
     assert load_report(tmp_path / "out" / "report.json") == report
 
 

@@ -1,0 +1,177 @@
+"""Closed forms of context parallelism: bytes, operations, and the inequalities of its Sections 3.2 to 3.4, Appendix C.
+
+T new tokens attend to P cached ones and to themselves, on N ranks. C is the operations per second of one rank, BW the
+bytes per second of the ring's exchange. Where the paper writes D it means all query heads together, N_H x D_H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megakv.costmodel.shape import AttentionShape, ModelShape
+
+COORDINATE_BYTES = 4
+COORDINATES = 2
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The tokens of one pass over all ranks.
+
+    Parameters
+    ----------
+    new, cached : tuple of int
+        T and P of every sequence of the batch.
+    size : int
+        Context-parallel degree N.
+
+    Raises
+    ------
+    ValueError
+        If a length is negative, no token is new, or the degree is not positive.
+    """
+
+    new: tuple[int, ...]
+    cached: tuple[int, ...]
+    size: int
+
+    def __post_init__(self) -> None:
+        if len(self.new) != len(self.cached):
+            raise ValueError(f"{len(self.new)} lengths of new tokens with {len(self.cached)} of cached ones")
+        if min(self.new, default=0) < 0 or min(self.cached, default=0) < 0 or sum(self.new) == 0:
+            raise ValueError(f"new = {self.new} and cached = {self.cached} must be 0 or more, and some token new")
+        if self.size < 1:
+            raise ValueError(f"size = {self.size}: allowed: 1 or more ranks")
+
+    @property
+    def total_new(self) -> int:
+        """T, summed over the batch."""
+        return sum(self.new)
+
+    @property
+    def total(self) -> int:
+        """T + P, summed over the batch."""
+        return self.total_new + sum(self.cached)
+
+    @property
+    def miss_rate(self) -> float:
+        """T / (T + P)."""
+        return self.total_new / self.total
+
+
+# Table 3
+
+
+def query_bytes(shape: AttentionShape, tokens: float) -> float:
+    """``T D e``."""
+    return tokens * shape.query_row_bytes
+
+
+def kv_bytes(shape: AttentionShape, tokens: float) -> float:
+    """``2 (T + P) D e N_KV / N_H`` for T + P tokens."""
+    return tokens * shape.kv_row_bytes
+
+
+def flops_per_pair(shape: AttentionShape) -> int:
+    """Operations of one query token against one key token: 4 D."""
+    return 2 * shape.heads * (shape.key_dim + shape.value_dim)
+
+
+def attention_flops(shape: AttentionShape, new: int, cached: int, *, causal: bool = False) -> float:
+    """``4 T D (T + P)``; with `causal` only what the mask leaves, half of it in a full prefill."""
+    pairs = new * cached + new * new / 2 if causal else new * (new + cached)
+    return flops_per_pair(shape) * pairs
+
+
+# Table 2
+
+
+def tp_bytes_per_block(shape: ModelShape, tokens: int) -> int:
+    """Tensor parallelism: two all-reduces of ``T x N_H x D_H`` elements."""
+    return 2 * tokens * shape.heads * shape.key_dim * shape.element_bytes
+
+
+def cp_bytes_per_block(shape: ModelShape, tokens: int) -> int:
+    """Context parallelism: one ring of ``2 x T x N_KV x D_H`` elements, all ranks' shards together."""
+    return tokens * shape.kv_heads * (shape.key_dim + shape.value_dim) * shape.element_bytes
+
+
+# Equations 1, 2, 3, 5
+
+
+def miss_rate_of_equal_bytes(shape: AttentionShape) -> float:
+    """Equation 1: at or below the miss rate ``2 N_KV / N_H`` queries are no larger than keys and values."""
+    return shape.kv_row_bytes / shape.query_row_bytes
+
+
+def new_tokens_hiding_kv(shape: AttentionShape, *, size: int, flops: float, bandwidth: float) -> float:
+    """Equation 2: from this T on, ``N C N_KV e / (2 N_H BW)``, attention hides the exchange of ring pass-KV."""
+    return size * flops * shape.kv_row_bytes / (flops_per_pair(shape) * bandwidth)
+
+
+def context_hiding_queries(shape: AttentionShape, *, size: int, flops: float, bandwidth: float) -> float:
+    """Equation 3: from this T + P on, ``N e C / (4 BW)``, attention hides the exchange of ring pass-Q."""
+    return size * flops * shape.query_row_bytes / (flops_per_pair(shape) * bandwidth)
+
+
+def miss_rate_with_all_to_all(shape: AttentionShape, new: int, *, size: int, flops: float, bandwidth: float) -> float:
+    """Equation 5: ``2 N_KV / N_H - 4 T BW / (N C e)``, the miss rate up to which pass-Q wins despite its All2All.
+
+    As published: it takes partial outputs to have the type of Q, and D + 1 for D.
+    """
+    hidden = flops_per_pair(shape) * new * bandwidth / (size * flops * shape.query_row_bytes)
+    return miss_rate_of_equal_bytes(shape) - hidden
+
+
+# What the methods put on the wire
+
+
+def header_bytes(payload: int, tokens: int) -> int:
+    """Coordinates behind a message's payload: slot and position (or sequence) of every token, aligned."""
+    return -payload % ALIGNMENT + COORDINATES * COORDINATE_BYTES * tokens
+
+
+def message_bytes(row_bytes: int, tokens: int) -> int:
+    """A message of `tokens` rows with their coordinates."""
+    payload = tokens * row_bytes
+    return payload + header_bytes(payload, tokens)
+
+
+def sent_bytes(
+    method: str, shape: AttentionShape, *, new: Sequence[int], kept: Sequence[int], rank: int
+) -> dict[str, int]:
+    """Bytes that a rank sends for one layer, by operation, exactly.
+
+    Parameters
+    ----------
+    method : str
+        ``pass_kv``, ``pass_q``, ``all_gather`` or ``replicated``.
+    shape : AttentionShape
+    new, kept : sequence of int
+        Per rank, the tokens whose queries it computes, and those whose keys and values it holds after the pass.
+    rank : int
+
+    Returns
+    -------
+    dict
+        ``positions`` holds the coordinates of ring messages; an all-gather's travel inside it.
+    """
+    size = len(kept)
+    if size == 1:
+        return {}
+    if method in ("pass_kv", "pass_q"):
+        # A rank forwards every shard but the one that the next rank started with.
+        tokens, row = (kept, shape.kv_row_bytes) if method == "pass_kv" else (new, shape.query_row_bytes)
+        forwarded = [count for source, count in enumerate(tokens) if source != (rank + 1) % size]
+        sent = {
+            method: sum(count * row for count in forwarded),
+            "positions": sum(header_bytes(count * row, count) for count in forwarded),
+        }
+        if method == "pass_q":
+            sent["pass_q_return"] = (sum(new) - new[rank]) * shape.partial_row_bytes
+        return sent
+    if method == "all_gather":
+        return {"all_gather": (size - 1) * max(message_bytes(shape.kv_row_bytes, count) for count in kept)}
+    return {"replicated": (size - 1) * new[rank] * shape.partial_row_bytes}

@@ -1,0 +1,157 @@
+"""Measured times as functions of size: linear between the points, proportional beyond the last."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _check_ascending(name: str, axis: Sequence[float]) -> None:
+    if any(a >= b for a, b in zip(axis, axis[1:], strict=False)):
+        raise ValueError(f"{name} = {list(axis)} must ascend")
+
+
+def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:
+    """Neighbouring indices of `x` on an ascending axis and the weight of the second; the ends are held."""
+    if x <= axis[0] or len(axis) == 1:
+        return 0, 0, 0.0
+    if x >= axis[-1]:
+        return len(axis) - 1, len(axis) - 1, 0.0
+    high = bisect_right(axis, x)
+    return high - 1, high, (x - axis[high - 1]) / (axis[high] - axis[high - 1])
+
+
+class Curve(BaseModel):
+    """Seconds over a size, through measured points.
+
+    Below the first point the first time holds (latency); beyond the last, the slope of the last two points goes on
+    (bandwidth).
+
+    Parameters
+    ----------
+    sizes : tuple of float
+        Ascending, positive: bytes or elements.
+    seconds : tuple of float
+        Time at each size.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sizes: tuple[Positive, ...] = Field(min_length=2)
+    seconds: tuple[Positive, ...] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_ascending("sizes", self.sizes)
+        if len(self.sizes) != len(self.seconds):
+            raise ValueError(f"{len(self.sizes)} sizes with {len(self.seconds)} seconds")
+        return self
+
+    @classmethod
+    def affine(cls, latency: float, bandwidth: float, *, up_to: float = 1e9) -> Curve:
+        """``latency + size / bandwidth``: the curve of a data sheet."""
+        return cls(sizes=(1.0, up_to), seconds=(latency + 1.0 / bandwidth, latency + up_to / bandwidth))
+
+    def at(self, size: float) -> float:
+        """Seconds for a size; 0 for nothing."""
+        if size <= 0:
+            return 0.0
+        if size > self.sizes[-1]:
+            return self.seconds[-1] + (size - self.sizes[-1]) / self.bandwidth
+        low, high, weight = _bracket(self.sizes, size)
+        return self.seconds[low] + weight * (self.seconds[high] - self.seconds[low])
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest size measured."""
+        return self.seconds[0]
+
+    @property
+    def bandwidth(self) -> float:
+        """Size per second that large sizes approach."""
+        gained = self.seconds[-1] - self.seconds[-2]
+        if gained <= 0:
+            return self.sizes[-1] / self.seconds[-1]
+        return (self.sizes[-1] - self.sizes[-2]) / gained
+
+
+class AttentionTable(BaseModel):
+    """Seconds of one kernel call by rows and keys, at one head dimension and number of heads.
+
+    Parameters
+    ----------
+    kernel : str
+        ``flash`` (fused) or ``math`` (matrix products, for soft caps and position biases).
+    head_dim, heads, group : int
+        Head dimension, query heads, and query heads that share a KV head.
+    rows, keys : tuple of float
+        Axes: query rows and keys of a block that every row sees wholly.
+    seconds : tuple of tuple of float
+        ``seconds[row][key]``; the rows of large blocks may stop early, where measuring takes too long.
+    causal : Curve
+        Seconds of a causal square, over its pairs (rows times rows).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kernel: str = Field(pattern="^(flash|math)$")
+    head_dim: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    group: int = Field(gt=0)
+    rows: tuple[Positive, ...] = Field(min_length=1)
+    keys: tuple[Positive, ...] = Field(min_length=1)
+    seconds: tuple[tuple[Positive, ...], ...]
+    causal: Curve
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_ascending("rows", self.rows)
+        _check_ascending("keys", self.keys)
+        if len(self.seconds) != len(self.rows) or any(not 0 < len(s) <= len(self.keys) for s in self.seconds):
+            raise ValueError(f"seconds must have {len(self.rows)} rows of 1 to {len(self.keys)} times")
+        return self
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of the smallest call: what does not grow with heads."""
+        return self.seconds[0][0]
+
+    def _line(self, row: int, keys: float) -> float:
+        times = self.seconds[row]
+        axis = self.keys[: len(times)]
+        if keys > axis[-1]:
+            return times[-1] * keys / axis[-1]
+        low, high, weight = _bracket(axis, keys)
+        return times[low] + weight * (times[high] - times[low])
+
+    def block(self, heads: float, rows: float, keys: float) -> float:
+        """Seconds of a call with every pair visible; 0 for an empty one."""
+        if rows <= 0 or keys <= 0:
+            return 0.0
+        low, high, weight = _bracket(self.rows, rows)
+        seconds = self._line(low, keys)
+        if weight:
+            seconds += weight * (self._line(high, keys) - seconds)
+        return self._scaled(seconds * max(1.0, rows / self.rows[-1]), heads)
+
+    def square(self, heads: float, rows: float) -> float:
+        """Seconds of a call with a causal mask over as many keys as rows."""
+        return self._scaled(self.causal.at(rows * rows), heads) if rows > 0 else 0.0
+
+    def _scaled(self, seconds: float, heads: float) -> float:
+        return self.call_s + max(0.0, seconds - self.call_s) * heads / self.heads
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations per second of the largest block, four per pair and head dimension."""
+        pairs, seconds = max(
+            (rows * keys, times[index])
+            for rows, times in zip(self.rows, self.seconds, strict=True)
+            for index, keys in enumerate(self.keys[: len(times)])
+        )
+        return 4.0 * self.heads * self.head_dim * pairs / seconds

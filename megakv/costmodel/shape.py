@@ -1,0 +1,218 @@
+"""Sizes of a model that its cost depends on, from its transformers config: no weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from megakv.placement import head_counts
+
+LOG_SUM_EXP_COLUMNS = 1
+"""A partial output travels with its log-sum-exp: one more column beside the head dimension."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention of one layer on one rank.
+
+    Parameters
+    ----------
+    heads, kv_heads : int
+        Query and KV heads of this rank (after tensor parallelism).
+    key_dim, value_dim : int
+        Head dimensions of queries and keys, and of values.
+    element_bytes : int
+        Bytes of an element of Q, K and V; partial outputs are float32, or float64 for 8.
+    window : int, optional
+        A query sees that many slots, itself included; None: all.
+    kernel : str
+        ``math`` where a soft cap or a position bias keeps the fused kernels out.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    element_bytes: int
+    window: int | None = None
+    kernel: Literal["flash", "math"] = "flash"
+
+    @property
+    def query_row_bytes(self) -> int:
+        """Bytes of one token's queries."""
+        return self.heads * self.key_dim * self.element_bytes
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+
+    @property
+    def partial_row_bytes(self) -> int:
+        """Bytes of one token's partial output and log-sum-exp."""
+        return self.heads * (self.value_dim + LOG_SUM_EXP_COLUMNS) * max(4, self.element_bytes)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Weights of one decoder layer, in elements.
+
+    Parameters
+    ----------
+    dense : int
+        Those that every token uses.
+    experts : int
+        Of all routed experts together.
+    n_experts, active_experts : int
+        Routed experts, and how many a token uses; 1 and 1 in a dense layer.
+    window : int, optional
+        The attention window of the layer.
+    """
+
+    dense: int
+    experts: int = 0
+    n_experts: int = 1
+    active_experts: int = 1
+    window: int | None = None
+
+    def multiplied(self, tokens: float) -> float:
+        """Multiplications of `tokens` tokens through the layer's weights."""
+        return tokens * (self.dense + self.experts * self.active_experts / self.n_experts)
+
+    def touched(self, tokens: float) -> float:
+        """Elements read from memory: of the experts those that any token chose, choices taken as independent."""
+        missed: float = (1.0 - self.active_experts / self.n_experts) ** tokens
+        return self.dense + self.experts * (1.0 - missed)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A causal language model as the cost model sees it.
+
+    Parameters
+    ----------
+    hidden, intermediate, vocab : int
+        Widths; `intermediate` is 0 where the config names none.
+    heads, kv_heads : int
+        Attention heads of the whole model.
+    key_dim, value_dim : int
+        Head dimensions.
+    layers : tuple of LayerShape
+    embedding : int
+        Elements outside the layers: embeddings, head, norms.
+    element_bytes : int
+        Bytes of an element of weights and cache.
+    kernel : str
+        As in `AttentionShape`.
+    """
+
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    layers: tuple[LayerShape, ...]
+    embedding: int
+    element_bytes: int
+    kernel: Literal["flash", "math"] = "flash"
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
+        """Sizes of the model that a config describes.
+
+        Parameters
+        ----------
+        config : PreTrainedConfig
+        dtype : torch.dtype, optional
+            Of weights and cache; the config's own if None, float32 if that has none.
+
+        Raises
+        ------
+        ValueError
+            If the config describes no causal language model that transformers knows.
+        """
+        n_layers, heads, kv_heads = head_counts(config)
+        text = config.get_text_config()
+        key_dim, value_dim = _head_dims(text, heads)
+        if getattr(text, "kv_lora_rank", None) is not None:
+            kv_heads = heads
+        chosen = dtype or getattr(text, "dtype", None) or torch.float32
+        layers, total = _layer_shapes(config, n_layers)
+        return cls(
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 0,
+            vocab=text.vocab_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            layers=layers,
+            embedding=total - sum(layer.dense + layer.experts for layer in layers),
+            element_bytes=chosen.itemsize,
+            kernel="math" if _biased(text) else "flash",
+        )
+
+    @cached_property
+    def parameters(self) -> int:
+        """All elements of all weights."""
+        return self.embedding + sum(layer.dense + layer.experts for layer in self.layers)
+
+    def attention(self, *, tp_size: int = 1, layer: int = 0) -> AttentionShape:
+        """Attention of a layer on the rank with the most heads: KV heads are copied once TP exceeds them."""
+        return AttentionShape(
+            heads=-(-self.heads // tp_size),
+            kv_heads=-(-self.kv_heads // tp_size),
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            element_bytes=self.element_bytes,
+            window=self.layers[layer].window,
+            kernel=self.kernel,
+        )
+
+
+def _head_dims(text: Any, heads: int) -> tuple[int, int]:
+    if getattr(text, "qk_nope_head_dim", None) is not None:
+        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return dim, dim
+
+
+def _biased(text: Any) -> bool:
+    alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
+    return bool(alibi or getattr(text, "attn_logit_softcapping", None))
+
+
+def _windows(text: Any, n_layers: int) -> list[int | None]:
+    window = getattr(text, "sliding_window", None)
+    if not isinstance(window, int) or getattr(text, "use_sliding_window", True) is False:
+        return [None] * n_layers
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * n_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerShape, ...], int]:
+    """Weights of every layer, counted on a model without memory, and elements of the whole model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
+    if not lists:
+        raise ValueError(f"model type {config.model_type!r} has no list of {n_layers} decoder layers")
+    text = config.get_text_config()
+    n_experts = getattr(text, "num_local_experts", None) or getattr(text, "n_routed_experts", None)
+    n_experts = n_experts or getattr(text, "num_experts", None) or 1
+    active = getattr(text, "num_experts_per_tok", None) or 1
+    layers = []
+    for layer, window in zip(lists[0], _windows(text, n_layers), strict=True):
+        experts = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}")
+        dense = sum(p.numel() for p in layer.parameters()) - experts
+        layers.append(
+            LayerShape(dense, experts, n_experts, active, window) if experts else LayerShape(dense, window=window)
+        )
+    return tuple(layers), sum(p.numel() for p in model.parameters())

@@ -1,0 +1,69 @@
+"""Bytes on the wire equal the closed forms (context parallelism, Tables 2 and 3), in every layer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.families import llama
+
+SCRIPT = Path(__file__).parent / "ranks" / "traffic.py"
+FLOAT = 4
+COORDINATES = 8
+
+
+def sent(row: dict[str, Any], operation: str, layer: int | None) -> int:
+    return sum(
+        t["bytes_sent"] for rank in row["ranks"] for t in rank if (t["operation"], t["layer"]) == (operation, layer)
+    )
+
+
+def judge(row: dict[str, Any], cp: int, tp: int) -> None:
+    config = llama()
+    head_dim = config.hidden_size // config.num_attention_heads
+    query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    new, context, decoded = row["new"], row["new"] + row["cached"], row["decoded"]
+    # Sums over the tensor-parallel ranks are those of the whole model: each passes its own heads.
+    hops, partial = cp - 1, query + config.num_attention_heads
+    # Each step of decoding has one more cached token, but one query only.
+    expected = {"pass_kv": 0, "pass_q": 0, "pass_q_return": 0, "replicated": 0, "all_gather": 0}
+    if row["prefill"] == "pass_q":
+        expected["pass_q"] += hops * new * query * FLOAT
+        expected["pass_q_return"] += hops * new * partial * FLOAT
+    elif row["prefill"] == "pass_kv":
+        expected["pass_kv"] += hops * 2 * context * key_value * FLOAT
+    if row["decode"] == "pass_q":
+        expected["pass_q"] += hops * decoded * query * FLOAT
+        expected["pass_q_return"] += hops * decoded * partial * FLOAT
+    else:
+        expected["replicated"] += cp * hops * decoded * partial * FLOAT
+    for layer in range(config.num_hidden_layers):
+        for operation, nbytes in expected.items():
+            if operation == "all_gather" and row["prefill"] == "all_gather":
+                # The collective wants equal sizes: the shorter shards are filled up, by a token at most.
+                exact = hops * 2 * context * key_value * FLOAT
+                assert exact <= sent(row, operation, layer) <= exact + cp * hops * 2 * key_value * FLOAT
+            else:
+                assert sent(row, operation, layer) == nbytes, (row["prefill"], operation, layer)
+        if row["prefill"] == "pass_kv":
+            # Slot and position of every token that travels, counted apart; a few bytes more align them.
+            assert 0 <= sent(row, "positions", layer) - tp * hops * context * COORDINATES < 8 * cp * tp * hops
+    everything = [t for rank in row["ranks"] for t in rank]
+    assert all(0 <= t["seconds_exposed"] <= t["seconds"] for t in everything)
+    reduced = sum(t["bytes_sent"] for t in everything if t["operation"] == "tp_all_reduce")
+    assert (reduced > 0) == (tp > 1)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["2x1", *(pytest.param(mesh, marks=pytest.mark.full) for mesh in ("2x2", "4x1", "3x1"))]
+)
+def test_bytes_are_those_of_the_paper(tmp_path: Path, mesh: str) -> None:
+    cp, tp = (int(part) for part in mesh.split("x"))
+    out = tmp_path / "out.json"
+    run_ranks(SCRIPT, out, mesh, ranks=cp * tp, timeout=120).check()
+    rows = json.loads(out.read_text())
+    assert len(rows) == 6
+    for row in rows:
+        judge(row, cp, tp)
