@@ -1,6 +1,6 @@
 """Started on every rank: what an engine promises beyond equal tokens. Each check writes figures; the test judges them.
 
-Usage: properties.py OUT.json WORK_DIR CPxTP.
+Usage: properties.py OUT.json WORK_DIR MESHES, meshes as CPxTP, separated by commas.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from families import FAMILIES, llama
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.groups import start_distributed
@@ -38,7 +39,7 @@ class Context:
     def folder(self, name: str, seed: int = 0, **changes: Any) -> Path:
         """A tiny model on disk, the same on every rank."""
         path = self.work / f"{name}-{seed}"
-        if self.rank == 0:
+        if self.rank == 0 and not path.exists():
             torch.manual_seed(seed)
             config = llama(**changes) if changes else FAMILIES[name]()
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -261,13 +262,16 @@ CHECKS = [bf16_error, kv_memory, session_turns, rank_zero_decides, other_inputs,
 
 def main() -> None:
     """Entry of every rank."""
-    out, work, mesh = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    out, work, meshes = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
     torch.set_num_threads(1)
     quiet_libraries()
+    disable_progress_bar()
     start_distributed(tp_only=False, timeout_s=300)
-    context = Context(work, mesh)
-    results = {check.__name__: check(context) for check in CHECKS}
-    if context.rank == 0:
+    results = {}
+    for mesh in meshes:
+        context = Context(work, mesh)
+        results[mesh] = {check.__name__: check(context) for check in CHECKS}
+    if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 
 
