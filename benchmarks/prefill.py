@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> None:
         return {
             "max_logit_difference": difference,
             "kv_bytes": world.gather(cache_bytes(output.past_key_values)),
-            "shared_memory": uses_shared_memory(name),
+            "shared_memory": uses_shared_memory(name, model.dtype),
         }
 
     samples = measure(world, methods, repeats=arguments.repeats, inspect=inspect)

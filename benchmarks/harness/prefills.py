@@ -11,18 +11,19 @@ from typing import Any
 import deepspeed
 import deepspeed.comm
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import megakv
 from megakv.compat import shared_memory_available
+from megakv.errors import MegaKVError
 
 from .models import twin
 from .sampling import Bytes, Method
 from .world import World
 
 TENSOR_PARALLEL = ("tp", "tp_gloo")
+LEVEL = "shm_vector_kernel_level"
 
 
 class Prefill(Method):
@@ -64,14 +65,14 @@ class TensorParallelPrefill(Prefill):
         self._shared_memory = shared_memory
 
     def run(self) -> Any:
-        backend = deepspeed.comm.comm.cdb
-        level = getattr(backend, "shm_vector_kernel_level", 0)
+        if self._shared_memory:
+            return super().run()
+        backend, level = deepspeed.comm.comm.cdb, _kernel_level()
+        setattr(backend, LEVEL, 0)
         try:
-            # DeepSpeed asks for this level before every sum; 0 means that there is no such op.
-            backend.shm_vector_kernel_level = level if self._shared_memory else 0
             return super().run()
         finally:
-            backend.shm_vector_kernel_level = level
+            setattr(backend, LEVEL, level)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Bytes]:
@@ -123,7 +124,14 @@ def make_prefills(names: Sequence[str], model: PreTrainedModel, ids: Tensor, wor
     ids : Tensor
         ``[1, S]`` the prompt.
     world : World
+
+    Raises
+    ------
+    MegaKVError
+        If this DeepSpeed's shared-memory op cannot be switched off for ``tp_gloo``.
     """
+    if "tp_gloo" in names and shared_memory_available() and not hasattr(deepspeed.comm.comm.cdb, LEVEL):
+        raise MegaKVError("--methods tp_gloo: this DeepSpeed always uses its shared-memory op; leave tp_gloo out")
     sharded = _tensor_parallel(model, world) if set(names).intersection(TENSOR_PARALLEL) else None
     methods: list[Prefill] = []
     for name in names:
@@ -144,9 +152,15 @@ def cache_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def uses_shared_memory(name: str) -> bool:
+def uses_shared_memory(name: str, dtype: torch.dtype) -> bool:
     """Whether a method's sums over ranks go through DeepSpeed's shared-memory op."""
-    return name == "tp" and get_accelerator().device_name() == "cpu" and shared_memory_available()
+    needed = 1 if dtype == torch.float32 else 2
+    return name == "tp" and shared_memory_available() and _kernel_level() >= needed
+
+
+def _kernel_level() -> int:
+    """What DeepSpeed asks for before every sum, for vector instructions; 0 means that its op is not used."""
+    return int(getattr(deepspeed.comm.comm.cdb, LEVEL, 0))
 
 
 def _tensor_parallel(model: PreTrainedModel, world: World) -> deepspeed.InferenceEngine:

@@ -112,6 +112,9 @@ def measure(
         Gets a method's name and what its untimed run returned, on every rank; what it returns joins the row.
     """
     results = []
+    gc.collect()
+    # What is there by now stays to the end: collections between the runs need not look at it.
+    gc.freeze()
     with tqdm(total=len(methods) * (repeats + 1), desc="warm-up", unit="run", disable=world.rank != 0) as bar:
         for method in methods:
             bar.set_postfix_str(method.name)
@@ -130,6 +133,7 @@ def measure(
                 bar.set_postfix_str(methods[index].name)
                 results[index].add(world.gather(_sample(world, methods[index])))
                 bar.update()
+    gc.unfreeze()
     return results
 
 

@@ -43,7 +43,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     process = start(
         "--ranks", "2", "--context", "128", "--repeats", "3", "--methods", ",".join(methods), "--json", path, *TINY
     )
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err[-3000:]
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
@@ -57,6 +57,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
         assert len(row["peak_bytes"]) == len(row["working_bytes"]) == 2
         assert all(0 <= work < peak for work, peak in zip(row["working_bytes"], row["peak_bytes"], strict=True))
         assert row["max_logit_difference"] <= 1e-5
+        assert row["shared_memory"] in ([True, False] if name == "tp" else [False])
         # Two layers of 128 tokens, 2 KV heads of 16, keys and values, 4 bytes; halved by every kind of parallelism.
         assert row["kv_bytes"] == [(1 if name == "single" else 0.5) * 2 * 128 * 2 * 16 * 2 * 4] * 2
     assert rows["single"]["bytes_sent"] == [{}, {}]
