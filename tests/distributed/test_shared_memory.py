@@ -1,0 +1,42 @@
+"""DeepSpeed's shared-memory all-reduce, which ignores its group: used where TP is the whole world, and only there."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+SCRIPT = Path(__file__).parent / "ranks" / "shared_memory.py"
+
+
+def op_can_be_built() -> bool:
+    """Whether DeepSpeed takes this machine for one where its op compiles."""
+    return bool(importlib.import_module("deepspeed.ops").__compatible_ops__.get("deepspeed_shm_comm", False))
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        "1x2,2x1",
+        # The op stands when the second mesh comes, and would silently sum over all four ranks.
+        "1x4,2x2",
+        pytest.param("2x2,1x4", marks=pytest.mark.full),
+    ],
+)
+def test_shared_memory_serves_the_whole_world_only(meshes: str, tmp_path: Path) -> None:
+    first = meshes.split(",")[0]
+    cp, tp = (int(part) for part in first.split("x"))
+    out = tmp_path / "out.json"
+    run_ranks(SCRIPT, out, tmp_path, meshes, ranks=cp * tp, timeout=300).check()
+    results = json.loads(out.read_text())
+    assert [result["mesh"] for result in results] == meshes.split(",")
+    for result in results:
+        assert result["equal"] == [True] * 3, result
+        # The op starts with the process group or never: a mesh that comes later finds what the first one wanted.
+        expected = first.startswith("1x") and result["mesh"].startswith("1x") and op_can_be_built()
+        assert result["shared_memory"] is expected, result
+        assert (result["calls"] > 0) is expected, result
+        engine, single = result["errors"]
+        assert 0 < engine <= 1.1 * single, result
