@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def _all_on_this_host(world_size: int) -> bool:
+    """Whether the op will find all ranks on this host.
+
+    The op asks DeepSpeed's launcher the same way and, told otherwise or (under torchrun, Slurm, MPI) nothing at all,
+    sets up no buffers: its first sum is a segmentation fault. Nothing but this variable predicts it.
+    """
+    return int(os.environ.get("LOCAL_SIZE", "0")) == world_size
 
 
 @contextmanager
@@ -34,10 +44,10 @@ def _shared_memory_op(wanted: bool) -> Iterator[None]:
 
 
 def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> None:
-    """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted."""
+    """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted and can work."""
     if deepspeed.comm.is_initialized():
         return
-    with _shared_memory_op(shared_memory):
+    with _shared_memory_op(shared_memory and _all_on_this_host(int(os.environ.get("WORLD_SIZE", "1")))):
         deepspeed.init_distributed(timeout=timeout, verbose=False)
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
@@ -45,8 +55,9 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
 
 
 def shared_memory_available() -> bool:
-    """Whether DeepSpeed's shared-memory all-reduce was built and started in this process."""
-    return get_accelerator().device_name() == "cpu" and hasattr(torch.ops.deepspeed, "inference_all_reduce_")
+    """Whether DeepSpeed's shared-memory all-reduce was built in this process and reaches every rank."""
+    built = get_accelerator().device_name() == "cpu" and hasattr(torch.ops.deepspeed, "inference_all_reduce_")
+    return built and _all_on_this_host(dist.get_world_size())
 
 
 def inference_all_reduce(tensor: torch.Tensor) -> None:
