@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.inference.engine import InferenceEngine
-from torch import Tensor, nn
+from torch import Tensor
 
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
-from megakv.config import MegaKVConfig, load_config
+from megakv.config import MegaKVConfig
 from megakv.errors import MegaKVError
 from megakv.generation import (
     TokenClock,
@@ -24,12 +23,10 @@ from megakv.generation import (
     prepare_options,
     share_random_state,
 )
-from megakv.groups import check_mesh, make_mesh, start_distributed
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
-from megakv.ledger import Ledger
-from megakv.loading import LoadedModel, build_model
+from megakv.loading import LoadedModel
 from megakv.placement import head_counts
 from megakv.record import RunRecord
 from megakv.runtime import Runtime
@@ -201,7 +198,7 @@ class MegaKVEngine(InferenceEngine):
         failure: Exception | None = None
         try:
             action()
-        except (ValueError, OSError, MegaKVError) as error:
+        except Exception as error:
             failure = error
         self._comm.agree(failure)
 
@@ -265,62 +262,3 @@ class MegaKVEngine(InferenceEngine):
             yield
         finally:
             self._runtime.cache = None
-
-
-def init_inference(
-    model: str | Path | nn.Module,
-    config: MegaKVConfig | dict[str, Any] | str | Path | None = None,
-    **overrides: Any,
-) -> MegaKVEngine:
-    """Build an engine on every rank.
-
-    Parameters
-    ----------
-    model : path, hub id or PreTrainedModel
-        A directory or hub id is read straight into this rank's shards. With ``"load": "random"`` only its config is
-        read. A model instance is used, and sharded, in place.
-    config : dict or path, optional
-        A DeepSpeed inference config with a ``megakv`` section, or the JSON file of one.
-    **overrides
-        Further keys, as `deepspeed.init_inference` takes them.
-
-    Returns
-    -------
-    MegaKVEngine
-
-    Raises
-    ------
-    ValueError
-        If a setting is unknown or impossible: its key, its value and what is allowed.
-    MegaKVError
-        If a checkpoint is broken or a peer is lost.
-
-    Notes
-    -----
-    Starts the process group through DeepSpeed unless it stands; the deepspeed launcher, torchrun and Slurm work alike.
-    """
-    parsed = load_config(config, **overrides)
-    cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
-    start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)
-    check_mesh(cp_size, tp_size, dist.get_world_size())
-    mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
-    comm = Communicator(mesh, Ledger())
-    failure: Exception | None = None
-    loaded: LoadedModel | None = None
-    try:
-        loaded = build_model(
-            model,
-            dtype=parsed.dtype,
-            load=section.load,
-            tp_rank=mesh.tp_rank,
-            tp_size=tp_size,
-            all_reduce=comm.tp_all_reduce,
-            device=mesh.device,
-            seed=section.seed,
-            progress=mesh.rank == 0,
-        )
-    except (ValueError, OSError, MegaKVError) as error:
-        failure = error
-    comm.agree(failure)
-    assert loaded is not None
-    return MegaKVEngine(loaded, parsed, comm, type(model).__name__ if isinstance(model, nn.Module) else str(model))

@@ -8,6 +8,7 @@ from torch import Tensor
 from megakv.attention.merge import merge_parts
 from megakv.attention.message import QueryFormat, Scratch
 from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.ring import pass_around
 
 
 class PassQ:
@@ -22,34 +23,17 @@ class PassQ:
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         parts = list(call.local_parts())
         messages = QueryFormat(call)
-        device = call.q_HLD.device
-        ledger = call.comm.ledger
-        q_HLD, tokens = call.q_HLD, call.tokens
-        held = self._scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, device)
+        own = self._scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
         if call.size > 1:
-            messages.pack(q_HLD, tokens, held)
+            messages.pack(call.q_HLD, call.tokens, own)
         partials: dict[int, tuple[Tensor, Tensor]] = {}
-        for step in range(call.size):
-            source = (call.rank - step) % call.size
-            transfer = None
-            if step + 1 < call.size:
-                receive = self._scratch.take(f"receive{step % 2}", messages.nbytes((source - 1) % call.size), device)
-                transfer = call.comm.shift(
-                    held,
-                    receive,
-                    operation="pass_q",
-                    layer=call.layer,
-                    header_bytes=messages.header_bytes(source),
-                )
-            with ledger.compute("attention", call.layer):
-                attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
+        for source, message in pass_around(call, messages, own, self._scratch, operation="pass_q"):
+            with call.comm.ledger.compute("attention", call.layer):
+                visiting = (call.q_HLD, call.tokens) if source == call.rank else messages.unpack(source, message)
+                attention = PackedAttention(*visiting, call.scoring, call.value_dim)
                 for part in parts:
                     attention.add(part)
                 partials[source] = attention.result()
-            if transfer is not None:
-                transfer.wait()
-                held = receive
-                q_HLD, tokens = messages.unpack((source - 1) % call.size, held)
         return self._return(call, partials) if call.size > 1 else partials[call.rank]
 
     @staticmethod
