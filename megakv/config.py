@@ -21,7 +21,7 @@ REFUSED_KEYS = {
     "zero": "weights are placed by megakv.context_parallel and tensor_parallel",
     "triangular_masking": "only causal masks are supported",
     "moe": "experts follow tensor_parallel.tp_size",
-    "quant": "weight quantisation is not supported",
+    "quant": "weights are quantised by megakv.feed_forward = 'fp8' only",
     "checkpoint": "pass the model's directory or hub id as the first argument",
     "base_dir": "pass the model's directory or hub id as the first argument",
     "set_empty_params": "weights are always loaded straight into their shards",
@@ -68,6 +68,9 @@ class MegaKVSection(DeepSpeedConfigModel):
 
     seed: int = Field(0, ge=0)
     """Seed of ``"load": "random"``."""
+
+    feed_forward: Literal["dtype", "fp8"] = "dtype"
+    """``fp8``: float8_e4m3fn with a scale per row, activations likewise; half the bytes of 16-bit weights."""
 
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""

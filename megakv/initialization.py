@@ -61,6 +61,7 @@ def init_inference(
             model,
             dtype=parsed.dtype,
             load=section.load,
+            feed_forward=section.feed_forward,
             tp_rank=mesh.tp_rank,
             tp_size=tp_size,
             all_reduce=comm.tp_all_reduce,

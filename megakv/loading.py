@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megakv.errors import MegaKVError
+from megakv.fp8 import Fp8Linear, check_device, use_fp8
 from megakv.placement import (
     WHOLE,
     HeadMap,
@@ -145,7 +146,7 @@ def materialise(
     Parameters
     ----------
     model : PreTrainedModel
-        With parameters of local shapes; tied ones stay tied.
+        With parameters of local shapes; tied ones stay tied. Each weight of an `Fp8Linear` is quantised as it comes.
     source : WeightSource
     placement : dict
         The part of each parameter that is kept.
@@ -168,8 +169,13 @@ def materialise(
             filled = nn.Parameter(local, requires_grad=False)
             for name in tied:
                 module, leaf = _owner(model, name)
-                setattr(module, leaf, filled)
+                if isinstance(module, Fp8Linear) and leaf == "weight":
+                    module.quantise(local)
+                else:
+                    setattr(module, leaf, filled)
             bar.update(local.nbytes)
+            # What was quantised goes before the next is read.
+            del local, filled
     for name, buffer in model.named_buffers():
         module, leaf = _owner(model, name)
         stored_too = name in dtypes and source.has(name)
@@ -192,6 +198,7 @@ def build_model(
     *,
     dtype: torch.dtype | None,
     load: Literal["checkpoint", "random"] = "checkpoint",
+    feed_forward: Literal["dtype", "fp8"] = "dtype",
     tp_rank: int = 0,
     tp_size: int = 1,
     head_map: HeadMap | None = None,
@@ -210,6 +217,8 @@ def build_model(
         Of the weights; what the config or the module given says where None.
     load : {"checkpoint", "random"}
         Whether values come from safetensors, or from `seed` (only config.json is needed then). Ignored for a module.
+    feed_forward : {"dtype", "fp8"}
+        Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.fp8`).
     tp_rank, tp_size : int
     head_map : HeadMap, optional
         Which heads live on which rank; contiguous runs by default.
@@ -228,11 +237,13 @@ def build_model(
     Raises
     ------
     ValueError
-        If the model cannot be split as asked, or is of a kind that is not supported.
+        If the model cannot be split or quantised as asked, or is of a kind that is not supported.
     MegaKVError
         If the checkpoint is missing, broken, or of another model.
     """
     device = torch.device(device)
+    if feed_forward == "fp8":
+        check_device(device)
     directory: Path | None = None
     if isinstance(model_or_path, nn.Module):
         if not isinstance(model_or_path, PreTrainedModel):
@@ -255,6 +266,8 @@ def build_model(
     else:
         source = _open_checkpoint(directory, model, progress=progress)
     shard_structure(model, placement, head_map, tp_rank, all_reduce)
+    if feed_forward == "fp8":
+        use_fp8(model)
     materialise(model, source, placement, dtypes, device, progress=progress)
     if directory is not None:
         _load_generation_config(model, directory)

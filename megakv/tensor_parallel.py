@@ -40,11 +40,11 @@ class RowParallelLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._all_reduce = all_reduce
+        self.all_reduce = all_reduce
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_local]`` to ``[..., out]``."""
-        out = self._all_reduce(F.linear(x, self.weight))
+        out = self.all_reduce(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

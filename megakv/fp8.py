@@ -1,0 +1,193 @@
+"""Row-wise FP8 weights of feed-forward layers (Context Parallelism, Section 4.1): one byte each, products in FP8.
+
+Every row of a weight and every token's activations are divided by a scale of their own, so that the largest value of
+the row becomes the largest of float8_e4m3fn; `torch._scaled_mm` multiplies the scales back. An accelerator is needed
+for speed: on CPU torch computes the same numbers, slower than in the weights' own type.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megakv.placement.plan import ROUTERS, decoder_layers
+from megakv.tensor_parallel import AllReduce, RowParallelLinear
+
+__all__ = ["FP8", "Fp8Linear", "check_device", "feed_forward_linears", "quantise_rows", "use_fp8"]
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+# What `torch._scaled_mm` wants both dimensions of a weight to be multiples of.
+MULTIPLE = 16
+# Elements converted at a time: the float32 copy stays that small.
+CHUNK = 4 << 20
+FIRST_CAPABILITY = (8, 9)
+# The self-check's products are of exact FP8 values; only the result is rounded, to bfloat16 at worst.
+TOLERANCE = 1e-2
+
+
+def quantise_rows(x_RC: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows in FP8, each with a scale of its own.
+
+    Parameters
+    ----------
+    x_RC : Tensor
+        ``[R, C]`` of any floating type.
+    multiple : int
+        Rows of zeros are added up to a multiple of this.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        FP8 values with zeros added up to a multiple of 16 columns, and float32 scales ``[R, 1]``: values times scale
+        is x. Both with the added rows.
+    """
+    rows, columns = x_RC.shape
+    shape = (_up(rows, multiple), _up(columns, MULTIPLE))
+    values = torch.empty(shape, dtype=FP8, device=x_RC.device)
+    if shape != (rows, columns):
+        values.zero_()
+    scales = torch.ones(shape[0], 1, dtype=torch.float32, device=x_RC.device)
+    step = max(1, CHUNK // columns)
+    for start in range(0, rows, step):
+        part = x_RC[start : start + step].float()
+        stop = start + len(part)
+        # Never 0, and never so small that its own rounding lifts a value above the largest, which would become NaN.
+        scale = (part.abs().amax(-1, keepdim=True) / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+        values[start:stop, :columns] = part / scale
+        scales[start:stop] = scale
+    return values, scales
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class Fp8Linear(nn.Module):
+    """A linear, whole or spread over ranks, whose weight is FP8 with a scale for each output.
+
+    Parameters
+    ----------
+    linear : nn.Linear or RowParallelLinear
+        What it takes the place of; its weight is not looked at but for the shape. The bias stays in its type, and is
+        added once, after the sum over ranks of a row-parallel linear.
+
+    Attributes
+    ----------
+    weight : Parameter
+        FP8; ``[out, in]`` without memory at first, then with zeros added up to multiples of 16.
+    weight_scale : Tensor
+        ``[1, out]`` float32, as many as `weight` has rows.
+    """
+
+    weight_scale: Tensor
+
+    def __init__(self, linear: nn.Linear | RowParallelLinear):
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        self.weight = nn.Parameter(torch.empty(linear.weight.shape, dtype=FP8, device="meta"), requires_grad=False)
+        self.register_buffer("weight_scale", torch.empty(1, self.out_features, device="meta"))
+        self.bias = linear.bias
+        self._all_reduce: AllReduce | None = linear.all_reduce if isinstance(linear, RowParallelLinear) else None
+
+    def quantise(self, weight: Tensor) -> None:
+        """Take the values of an unquantised weight ``[out, in]``, of which nothing is kept."""
+        values, scales = quantise_rows(weight, multiple=MULTIPLE)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.weight_scale = scales.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]`` in the type of x."""
+        values, scales = quantise_rows(x.reshape(-1, self.in_features))
+        # Of the types that all kernels of CUDA give, the one of the largest range; its rounding is far below FP8's.
+        precise = x.device.type == "cpu" and x.dtype != torch.bfloat16
+        out = torch._scaled_mm(
+            values,
+            self.weight.t(),
+            scale_a=scales,
+            scale_b=self.weight_scale,
+            out_dtype=torch.float32 if precise else torch.bfloat16,
+        )
+        out = out[:, : self.out_features].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        if self._all_reduce is not None:
+            out = self._all_reduce(out.contiguous())
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, row-wise {FP8}"
+
+
+def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The linears of a decoder layer outside its attention, as parent and name; routers are none of them."""
+    found: list[tuple[nn.Module, str]] = []
+    for name, child in layer.named_children():
+        if isinstance(child, nn.Linear | RowParallelLinear):
+            if name not in ROUTERS:
+                found.append((layer, name))
+        elif "Attention" not in type(child).__name__:
+            found += feed_forward_linears(child)
+    return found
+
+
+def use_fp8(model: PreTrainedModel) -> None:
+    """Put an `Fp8Linear` without memory in the place of every feed-forward linear of every decoder layer.
+
+    Raises
+    ------
+    ValueError
+        If the model has none, or experts: three-dimensional weights, which `torch._scaled_mm` does not take.
+    """
+    try:
+        _, layers = decoder_layers(model)
+    except ValueError as error:
+        raise _refusal(model, "it has no list of decoder layers") from error
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if parameter.ndim > 2:
+                raise _refusal(model, f"{name} holds the weights of several experts in one")
+        linears = feed_forward_linears(layer)
+        if not linears:
+            raise _refusal(model, f"{type(layer).__name__} has no linear outside its attention")
+        for parent, name in linears:
+            setattr(parent, name, Fp8Linear(getattr(parent, name)))
+
+
+def _refusal(model: PreTrainedModel, why: str) -> ValueError:
+    return ValueError(
+        f"megakv.feed_forward = 'fp8' is not supported for model type {model.config.model_type!r}: {why}; use 'dtype'"
+    )
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a device on which FP8 products are missing or wrong, before anything is loaded.
+
+    Raises
+    ------
+    ValueError
+        Naming the device and what is wrong with it.
+    """
+    problem = ""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        problem = f"{torch.cuda.get_device_name(device)} has compute capability {found}, 8.9 or more is needed"
+    else:
+        try:
+            error = _error(device)
+            if not error <= TOLERANCE:
+                problem = f"torch {torch.__version__} computes FP8 products wrong there, by {error:.1e}"
+        except (RuntimeError, ValueError, TypeError) as failure:
+            problem = f"torch {torch.__version__} has no FP8 products there ({failure})"
+    if problem:
+        raise ValueError(f"megakv.feed_forward = 'fp8' cannot be used on {device}: {problem}; use 'dtype'")
+
+
+def _error(device: torch.device) -> float:
+    """Largest error of a small product over the largest result, with odd sizes, against exact arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 72, generator=generator).to(device) for rows in (40, 5))
+    linear = Fp8Linear(nn.Linear(72, 40, bias=False, device="meta"))
+    linear.quantise(weight)
+    values, scales = quantise_rows(x)
+    exact = (values.double() * scales) @ (linear.weight.double() * linear.weight_scale.t()).t()
+    return float((linear(x).double() - exact[:, :40]).abs().max() / exact.abs().max())
