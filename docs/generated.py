@@ -1,0 +1,135 @@
+"""The parts of the documentation that are computed: ``python docs/generated.py`` writes them anew.
+
+Two marks, invisible where Markdown is rendered, say what is computed:
+
+- ``<!-- generated: NAME -->`` ... ``<!-- end -->`` holds the output of one of `TABLES`.
+- ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
+  benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
+  The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, and ``median``, ``max`` and
+  ``min`` end it. With ``%`` behind the number it is 100 times the file's, with ``MiB`` or ``ms`` in that unit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import PreTrainedConfig  # noqa: E402
+
+from megakv.injection.policy import policy_for  # noqa: E402
+from megakv.loading import empty_model  # noqa: E402
+from megakv.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
+from tests.families import FAMILIES  # noqa: E402
+
+FIGURE = re.compile(
+    r"(?P<shown>\d[\d,]*(?:\.\d+)?)(?P<unit> ?(?:%|MiB|ms))?<!-- figure: (?P<file>\S+) (?P<path>.+?) -->"
+)
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+UNITS = {"": 1.0, "%": 100.0, "MiB": 2.0**-20, "ms": 1e3}
+ENDS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "max": max, "min": min}
+
+
+def refusal_of(config: PreTrainedConfig) -> str | None:
+    """Why a model cannot be split over two tensor-parallel ranks; None if it can."""
+    try:
+        plan_placement(empty_model(config, torch.float32), contiguous_head_map(*head_counts(config), 2), 0)
+    except ValueError as error:
+        return str(error).partition(": ")[2].rpartition("; use ")[0]
+    return None
+
+
+def families_table() -> str:
+    """A row per model type of tests/families.py: the tested forms, and whether tensor parallelism can split it."""
+    forms: dict[str, list[str]] = {}
+    refusals: dict[str, str | None] = {}
+    for family in FAMILIES.values():
+        config = family()
+        kind = config.model_type
+        forms.setdefault(kind, []).append((family.__doc__ or "").strip().rstrip("."))
+        refusals[kind] = refusals.get(kind) or refusal_of(config)
+    lines = ["| `model_type` | forms that are tested | CP | TP | attention |", "|---|---|:-:|---|---|"]
+    for kind, texts in forms.items():
+        tensor_parallel = "yes" if refusals[kind] is None else f"refused: {refusals[kind]}"
+        entry = "interface" if policy_for(kind).substitute is None else "substituted"
+        lines.append(f"| `{kind}` | {'<br>'.join(texts)} | yes | {tensor_parallel} | {entry} |")
+    return "\n".join(lines) + "\n"
+
+
+def accuracy_table() -> str:
+    """Exact answers of the passkey model by length."""
+    results = json.loads((ROOT / "recipes" / "passkey" / "results" / "accuracy.json").read_text())
+    totals: dict[int, tuple[int, int]] = {}
+    for row in results["prompts"]:
+        prompts, exact = totals.get(row["length"], (0, 0))
+        totals[row["length"]] = prompts + row["prompts"], exact + row["exact"]
+    lines = [
+        f"| tokens | {' | '.join(f'{length:,}' for length in totals)} |",
+        f"|---|{'---:|' * len(totals)}",
+        f"| prompts | {' | '.join(str(prompts) for prompts, _ in totals.values())} |",
+        f"| exact answers, % | {' | '.join(f'{100 * exact / prompts:.1f}' for prompts, exact in totals.values())} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"families": families_table, "accuracy": accuracy_table}
+
+
+def figure(file: str, path: str) -> float:
+    """A number of a results file.
+
+    Raises
+    ------
+    ValueError
+        If the path leads to no number.
+    """
+    found: Any = json.loads((ROOT / file if "/" in file else ROOT / "benchmarks" / "results" / file).read_text())
+    for step in path.split("."):
+        if isinstance(found, list):
+            key, picks, value = step.partition("=")
+            if picks:
+                found = next(entry for entry in found if str(entry[key]) == value)
+            else:
+                found = ENDS[step](found) if step in ENDS else found[int(step)]
+        else:
+            found = found[step]
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"{file} {path} is {found!r}, no number")
+    return float(found)
+
+
+def _quoted(match: re.Match[str]) -> str:
+    shown, unit = match["shown"], match["unit"] or ""
+    decimals = len(shown.partition(".")[2])
+    value = figure(match["file"], match["path"]) * UNITS[unit.strip()]
+    text = f"{value:,.{decimals}f}" if "," in shown or value >= 10_000 else f"{value:.{decimals}f}"
+    return f"{text}{unit}<!-- figure: {match['file']} {match['path']} -->"
+
+
+def refresh(text: str) -> str:
+    """A document with its computed parts as they should be."""
+    text = BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+    return FIGURE.sub(_quoted, text)
+
+
+def documents() -> list[Path]:
+    """All Markdown files that are checked and refreshed."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes" / "passkey" / "README.md"]
+
+
+def main() -> None:
+    """Write every document anew."""
+    for path in documents():
+        path.write_text(refresh(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
