@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import megakv
 from megakv.config import load_config
+from megakv.launcher.environment import own_rank
 from megakv.launcher.progress import prefill_bar
 from megakv.tracking import RunReport
 from megakv.tracking.files import write_whole
+from megakv.weights.files import local_directory
 
 MEGABYTE = 1 << 20
 
@@ -68,6 +70,17 @@ class Outcome:
         }
 
 
+class JobParser(argparse.ArgumentParser):
+    """Raises what it complains about, so that it is said like any other error; helps on rank 0 alone."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists all arguments")
+
+    def print_help(self, file: Any = None) -> None:
+        if own_rank() == 0:
+            super().print_help(file)
+
+
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that every job takes."""
     parser.add_argument("--config", required=True, help="JSON: a DeepSpeed inference config with a megakv section")
@@ -99,6 +112,24 @@ def read_text(path: str, setting: str) -> str:
     if not text.strip():
         raise ValueError(f"{setting} {path} is empty: the prompt is empty")
     return text
+
+
+def read_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's directory or hub id.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read.
+    MegaKVError
+        If there is no such model.
+    """
+    directory = local_directory(model)
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # a broken tokenizer.json raises a bare Exception
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--model {model}: its tokenizer cannot be read: {reason}") from error
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> Tensor:
@@ -141,9 +172,11 @@ def run_job(
     if arguments.temperature < 0:
         raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
     config = load_config(arguments.config)
+    if arguments.compare and config.megakv.load == "random":
+        raise ValueError("--compare is not possible with megakv.load = 'random': transformers needs a checkpoint")
     if arguments.timeline:
         config.megakv.tracking.timeline = arguments.timeline
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = read_tokenizer(model)
     ids = prompt_ids(tokenizer, make_prompt(tokenizer), chat=chat)
     engine = megakv.init_inference(model, config)
     ids = ids.to(engine.mesh.device)

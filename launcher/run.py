@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import sys
 
 from megakv.launcher.environment import adopt_single_process, adopt_slurm, own_rank
-from megakv.launcher.job import add_job_arguments, print_outcome, read_text, run_job, write_outcome
+from megakv.launcher.job import JobParser, add_job_arguments, print_outcome, read_text, run_job, write_outcome
 from megakv.launcher.voice import one_voice, quiet_libraries
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; complaints about it come from rank 0 alone."""
-    parser = argparse.ArgumentParser(description="Generate with any Hugging Face causal language model on all ranks.")
+    """The command line.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be understood.
+    """
+    parser = JobParser(description="Generate with any Hugging Face causal language model on all ranks.")
     parser.add_argument("--model", required=True, help="directory or hub id of the model")
     add_job_arguments(parser)
     parser.add_argument("--prompt-file", help="UTF-8 text; standard input is not read")
     parser.add_argument("--question", help="appended to the text of --prompt-file, or the whole prompt without one")
     parser.add_argument("--no-chat-template", action="store_true", help="feed the text as it is")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    with contextlib.redirect_stderr(sys.stderr if own_rank() == 0 else io.StringIO()):
-        return parser.parse_args(argv)
+    return parser.parse_args(argv)
 
 
 def make_text(arguments: argparse.Namespace) -> str:
@@ -41,9 +43,9 @@ def make_text(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     """Entry of every rank."""
-    arguments = parse_arguments()
     quiet_libraries()
     with one_voice():
+        arguments = parse_arguments()
         adopt_slurm()
         adopt_single_process()
         text = make_text(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -43,9 +44,12 @@ def one_voice() -> Iterator[None]:
         sys.stderr.write(f"megakv: error: {error}\n")
         _leave(1)
     except (ValueError, MegaKVError, OSError) as error:
-        if own_rank() != 0:
+        rank = own_rank()
+        if rank != 0:
+            # The launcher's SIGTERM is expected now: no word about rank 0 being lost.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(PATIENCE_SECONDS)
-        sys.stderr.write(f"megakv: error: {error}\n")
+        sys.stderr.write(f"megakv: error: {f'rank {rank}: ' if rank else ''}{error}\n")
         _leave(1)
     except KeyboardInterrupt:
         if own_rank() == 0:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import psutil
 
+Launcher = Literal["deepspeed", "torchrun", "python"]
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "MEGAKV_TEST_LAUNCH"
 # How long processes may take to go after their launcher has ended before they count as left over.
@@ -58,12 +59,14 @@ def run_ranks(
     ranks: int,
     timeout: float,
     env: dict[str, str] | None = None,
-    launcher: Literal["deepspeed", "torchrun"] = "deepspeed",
+    launcher: Launcher = "deepspeed",
 ) -> Result:
     """Runs ``script`` with ``args`` on ``ranks`` processes of this machine.
 
     Parameters
     ----------
+    ranks : int
+        Number of processes; 1 with the launcher ``python``, which starts the script by itself.
     timeout : float
         Seconds after which the whole process tree is killed.
     env : dict, optional
@@ -91,6 +94,9 @@ def _free_port() -> int:
 
 def _command(launcher: str, ranks: int, port: int, script: str | Path, args: tuple[str | Path, ...]) -> list[str]:
     start: list[object]
+    if launcher == "python":
+        assert ranks == 1
+        return [sys.executable, str(script), *map(str, args)]
     if launcher == "deepspeed":
         start = ["deepspeed.launcher.runner", "--num_accelerators", ranks, "--master_port", port, "--no_local_rank"]
     else:

@@ -4,15 +4,14 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.distributed.launch import Result, run_ranks
+from tests.distributed.launch import Launcher, Result, run_ranks
 
 SCRIPT = Path(__file__).with_name("all_reduce_ranks.py")
-Launcher = Literal["deepspeed", "torchrun"]
 
 
 class Launch:

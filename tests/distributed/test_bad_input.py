@@ -1,0 +1,291 @@
+"""Bad input ends every rank within seconds, with one message that names what is wrong, and nothing is left.
+
+All kinds go through launcher/run.py on forked ranks, where starting costs little; some of them, with `--full` all of
+them, also through the deepspeed launcher.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedConfig, XLNetConfig
+
+from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.models import byte_tokenizer, save_model
+
+RANKS = Path(__file__).parent / "ranks"
+RUN = ROOT / "launcher" / "run.py"
+# From the start of ranks that have imported everything to the end of the last one.
+SECONDS = 10.0
+# With imports and launcher, which take most of it, on a busy machine.
+LAUNCH_SECONDS = 90.0
+# A rank that knows something rank 0 does not leaves it the first word for so long.
+PATIENCE = 10.0
+
+
+class Inputs:
+    """Good input, from which every kind of bad input departs."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.model = save_model(folder / "model")
+        self.config = self.json("good.json", section())
+        self.prompt = self.text("prompt.txt", b"Once upon a time " * 9)
+
+    def text(self, name: str, content: bytes) -> Path:
+        """A file."""
+        path = self.folder / name
+        path.write_bytes(content)
+        return path
+
+    def json(self, name: str, value: Any) -> Path:
+        """A JSON file."""
+        return self.text(name, json.dumps(value).encode())
+
+    def damaged(self, name: str, damage: Callable[[Path], object]) -> Path:
+        """A copy of the model with something done to it."""
+        copy = self.folder / name
+        if not copy.exists():
+            shutil.copytree(self.model, copy)
+            damage(copy)
+        return copy
+
+    def other(self, name: str, config: PreTrainedConfig) -> Path:
+        """A tiny model of another family, whole and with a tokenizer."""
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(self.folder / name)
+        byte_tokenizer().save_pretrained(self.folder / name)
+        return self.folder / name
+
+    def command(self, **changes: object) -> list[str]:
+        """Arguments of launcher/run.py; a change to None leaves an argument out."""
+        given = {
+            "--model": self.model,
+            "--config": self.config,
+            "--prompt-file": self.prompt,
+            "--max-new-tokens": 3,
+            **{f"--{name.replace('_', '-')}": value for name, value in changes.items()},
+        }
+        return [str(part) for name, value in given.items() if value is not None for part in (name, value)]
+
+
+def section(cp: int = 2, tp: int = 1, **more: Any) -> dict[str, Any]:
+    """A run's JSON."""
+    return {
+        "dtype": "fp32",
+        "tensor_parallel": {"tp_size": tp},
+        "megakv": {"context_parallel": {"size": cp, **more}},
+    }
+
+
+def lose(model: Path) -> None:
+    """Remove one checkpoint file of several."""
+    sorted(model.glob("*.safetensors"))[1].unlink()
+
+
+def cut(model: Path) -> None:
+    """End one checkpoint file in its middle."""
+    path = sorted(model.glob("*.safetensors"))[1]
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of bad input.
+
+    Parameters
+    ----------
+    message : str
+        Pattern of the one message.
+    change : callable
+        From inputs to the arguments that differ from good ones.
+    only : int, optional
+        The one rank whose input is bad.
+    patience : float
+        Seconds that a rank waits for rank 0 to speak first.
+    quick : bool
+        Whether it goes through the deepspeed launcher in the quick set, too.
+    """
+
+    message: str
+    change: Callable[[Inputs], dict[str, object]]
+    only: int | None = None
+    patience: float = 0.0
+    quick: bool = False
+
+
+def with_config(name: str, value: Any) -> Callable[[Inputs], dict[str, object]]:
+    """The change to another JSON."""
+    return lambda inputs: {"config": inputs.json(name, value)}
+
+
+KINDS: dict[str, Kind] = {
+    "unknown key": Kind(
+        r"unknown\.json: megakv\.context_parallel\.prefil = 'pass_kv': unknown key$",
+        with_config("unknown.json", section(prefil="pass_kv")),
+        quick=True,
+    ),
+    "impossible value": Kind(
+        r"value\.json: megakv\.context_parallel\.prefill = 'fast': allowed: 'auto', 'pass_kv'",
+        with_config("value.json", section(prefill="fast")),
+    ),
+    "CP x TP is not the world size": Kind(
+        r"megakv\.context_parallel\.size = 2 times tensor_parallel\.tp_size = 2 is 4, but 2 ranks .* 2 x 1, 1 x 2$",
+        with_config("mesh.json", section(cp=2, tp=2)),
+    ),
+    "TP does not divide the heads": Kind(
+        r"tensor_parallel\.tp_size = 2 cannot split 3 query heads over 3 KV heads; sizes that can: 1, 3$",
+        lambda inputs: {
+            "config": inputs.json("tp.json", section(cp=1, tp=2)),
+            "model": save_model(
+                inputs.folder / "odd", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48
+            ),
+        },
+    ),
+    "XLNet": Kind(
+        r"model type 'xlnet' \(XLNetLMHeadModel\) is not supported",
+        lambda inputs: {
+            "model": inputs.other("xlnet", XLNetConfig(vocab_size=257, d_model=32, n_layer=2, n_head=4, d_inner=64))
+        },
+    ),
+    "Mamba": Kind(
+        r"model type 'mamba' .*is not supported",
+        lambda inputs: {
+            "model": inputs.other("mamba", MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2))
+        },
+    ),
+    "prompt longer than the positions": Kind(
+        r"the prompt has 1200 tokens but the model has positions for 512 \(max_position_embeddings\)",
+        lambda inputs: {"prompt_file": inputs.text("long.txt", b"Hello world " * 100)},
+        quick=True,
+    ),
+    "empty prompt file": Kind(
+        r"--prompt-file \S+empty\.txt is empty: the prompt is empty$",
+        lambda inputs: {"prompt_file": inputs.text("empty.txt", b" \n")},
+    ),
+    "no prompt": Kind(
+        r"the prompt is empty: give --prompt-file, --question or both$", lambda inputs: {"prompt_file": None}
+    ),
+    "prompt file that is not UTF-8": Kind(
+        r"--prompt-file \S+latin\.txt is not UTF-8 text: .* at byte 3$",
+        lambda inputs: {"prompt_file": inputs.text("latin.txt", "caf\xe9 au lait".encode("latin-1"))},
+    ),
+    "missing prompt file": Kind(
+        r"--prompt-file \S+none\.txt cannot be read: No such file or directory$",
+        lambda inputs: {"prompt_file": inputs.folder / "none.txt"},
+    ),
+    "missing checkpoint file": Kind(
+        r"lost lacks model-00002-of-\d+\.safetensors, which model\.safetensors\.index\.json names",
+        lambda inputs: {"model": inputs.damaged("lost", lose)},
+    ),
+    "truncated checkpoint file": Kind(
+        r"cut/model-00002-of-\d+\.safetensors is cut short or broken",
+        lambda inputs: {"model": inputs.damaged("cut", cut)},
+    ),
+    "checkpoint missing on one rank": Kind(
+        r"rank 1 failed: MegaKVError: \S+lost lacks model-00002-of-\d+\.safetensors",
+        lambda inputs: {"model": inputs.damaged("lost", lose)},
+        only=1,
+        quick=True,
+    ),
+    "checkpoint truncated on rank 0": Kind(
+        r"cut/model-00002-of-\d+\.safetensors is cut short or broken",
+        lambda inputs: {"model": inputs.damaged("cut", cut)},
+        only=0,
+    ),
+    "JSON broken on one rank": Kind(
+        r"rank 1: config \S+half\.json is not valid JSON",
+        lambda inputs: {"config": inputs.text("half.json", b'{"dtype": "fp32",')},
+        only=1,
+        patience=PATIENCE,
+    ),
+    "JSON that does not parse": Kind(
+        r"config \S+half\.json is not valid JSON: line 1: Expecting property name",
+        lambda inputs: {"config": inputs.text("half.json", b'{"dtype": "fp32",')},
+    ),
+    "missing JSON": Kind(
+        r"config \S+none\.json cannot be read: No such file or directory$",
+        lambda inputs: {"config": inputs.folder / "none.json"},
+    ),
+    "missing model directory": Kind(
+        r"model '\S+none' is no directory; give a directory with config\.json, or a hub id$",
+        lambda inputs: {"model": inputs.folder / "none"},
+    ),
+    "model without a tokenizer": Kind(
+        r"--model \S+silent: its tokenizer cannot be read",
+        lambda inputs: {
+            "model": inputs.damaged("silent", lambda copy: [path.unlink() for path in copy.glob("tokenizer*")])
+        },
+    ),
+    "no new tokens": Kind(r"--max-new-tokens -3: allowed: 1 or more$", lambda inputs: {"max_new_tokens": -3}),
+    "new tokens that are no number": Kind(
+        r"argument --max-new-tokens: invalid int value: 'many'", lambda inputs: {"max_new_tokens": "many"}
+    ),
+    "unknown argument": Kind(r"unrecognized arguments: --fast yes", lambda inputs: {"fast": "yes"}),
+}
+
+
+def commands(inputs: Inputs, kind: Kind) -> list[list[str]]:
+    """Arguments of launcher/run.py on two ranks."""
+    good, bad = inputs.command(), inputs.command(**kind.change(inputs))
+    return [bad if kind.only in (None, rank) else good for rank in range(2)]
+
+
+def assert_one_message(text: str, pattern: str) -> None:
+    """One error in all that was written, and it says what is wrong."""
+    messages = [line for line in text.splitlines() if "megakv" in line and "error" in line]
+    assert len(messages) == 1 and re.search(f"^megakv: error: .*?{pattern}", messages[0]), text
+    assert "Traceback" not in text, text
+    assert "was lost" not in text, text
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return Inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(inputs: Inputs) -> dict[str, Any]:
+    """What every kind came to on forked ranks, and good input among them."""
+    cases = {name: commands(inputs, kind) for name, kind in KINDS.items()} | {"good": [inputs.command()] * 2}
+    out = inputs.folder / "out.json"
+    path = inputs.json("cases.json", cases)
+    run_ranks(RANKS / "forked.py", RUN, path, out, ranks=1, timeout=400, launcher="python").check()
+    return json.loads(out.read_text())
+
+
+def test_good_input_works(outcomes: dict[str, Any]) -> None:
+    assert outcomes["good"]["codes"] == [0, 0], outcomes["good"]["output"]
+    assert "153 prompt + 3 new tokens" in outcomes["good"]["output"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_rank_ends_with_one_message(outcomes: dict[str, Any], name: str) -> None:
+    found, kind = outcomes[name], KINDS[name]
+    assert all(code not in (0, None) for code in found["codes"]), found
+    assert_one_message(found["output"], kind.message)
+    assert found["left"] == 0
+    assert found["seconds"] <= SECONDS + kind.patience, found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if kind.quick else pytest.mark.full) for name, kind in KINDS.items()]
+)
+def test_the_launcher_ends_with_one_message(inputs: Inputs, name: str) -> None:
+    kind = KINDS[name]
+    ranks = commands(inputs, kind)
+    if ranks[0] == ranks[1]:
+        result = run_ranks(RUN, *ranks[0], ranks=2, timeout=LAUNCH_SECONDS)
+    else:
+        result = run_ranks(RANKS / "own_command.py", inputs.json("own.json", ranks), ranks=2, timeout=LAUNCH_SECONDS)
+    assert result.returncode not in (0, None), result
+    assert result.leftovers == []
+    assert_one_message(result.stderr, kind.message)
+    assert "Traceback" not in result.stdout and "megakv: error" not in result.stdout
