@@ -62,7 +62,7 @@ class Communicator:
         self.ledger = ledger
         peers: list[Any] = [None] * mesh.world_size
         dist.all_gather_object(peers, Peer.this(mesh.rank))
-        self.watch = PeerWatch(mesh.rank, peers)
+        self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s)
 
     @contextmanager
     def guard(self, peers: Sequence[int], operation: str, layer: int | None) -> Iterator[None]:
@@ -73,7 +73,7 @@ class Communicator:
             raise
         except RuntimeError as error:
             dead = self.watch.dead(grace=GRACE_SECONDS)
-            others = [rank for rank in peers if rank != self.mesh.rank]
+            others = sorted({rank for rank in peers if rank != self.mesh.rank})
             named = ", ".join(self.watch.describe(rank) for rank in (dead or others))
             where = operation if layer is None else f"{operation} of layer {layer}"
             verb = "was lost" if dead else "did not answer"
@@ -167,7 +167,8 @@ class Communicator:
         # What a ring all-reduce puts on the wire per rank.
         sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
         if mesh.shared_memory:
-            self._timed("tp_all_reduce", None, mesh.tp_ranks, sent, lambda: inference_all_reduce(tensor))
+            with self.watch.spinning("tp_all_reduce"):
+                self._timed("tp_all_reduce", None, mesh.tp_ranks, sent, lambda: inference_all_reduce(tensor))
         else:
             self._timed(
                 "tp_all_reduce", None, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, group=mesh.tp_group)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 GRACE_SECONDS = 2.0
 """How long to look for a dead process after a connection broke: the kernel may report the break first."""
+
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,34 @@ def _gone(pid: int) -> bool:
         return False
 
 
-class PeerWatch:
-    """Names the ranks whose processes are gone, as far as this host can see them."""
+@dataclass(frozen=True)
+class _Spin:
+    """An operation under way that never fails by itself."""
 
-    def __init__(self, rank: int, peers: list[Peer]):
+    operation: str
+    since: float
+
+
+class PeerWatch:
+    """Names the ranks whose processes are gone, as far as this host can see them.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    peers : list of Peer
+        All ranks, this one included.
+    timeout_s : float
+        How long a silent peer is waited for.
+    """
+
+    def __init__(self, rank: int, peers: list[Peer], timeout_s: float):
         self.rank = rank
         self._peers = peers
+        self._timeout_s = timeout_s
         self._previous: Any = None
+        self._spin: _Spin | None = None
+        self._stop: threading.Event | None = None
 
     @property
     def host(self) -> str:
@@ -85,14 +109,54 @@ class PeerWatch:
             self._previous = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def uninstall(self) -> None:
-        """Give SIGTERM back."""
+        """Give SIGTERM back, and end the watch over spinning operations."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
         if self._previous is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
         for rank in self.dead():
-            sys.stderr.write(f"megakv: rank {self.rank} ends because {self.describe(rank)} was lost\n")
-        sys.stderr.flush()
+            self._say(f"{self.describe(rank)} was lost")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say(self, reason: str) -> None:
+        # Not by sys.stderr: a signal may have come in the middle of a write to it.
+        os.write(2, f"megakv: rank {self.rank} ends because {reason}\n".encode())
+
+    @contextmanager
+    def spinning(self, operation: str) -> Iterator[None]:
+        """Watch over an operation that waits for its peers for ever, in C++, deaf to signals and errors.
+
+        Nothing but the end of the process ends it when a peer is lost, so that is what happens, with a word about why.
+        """
+        if self._stop is None:
+            self._stop = threading.Event()
+            threading.Thread(target=self._watch_spins, args=(self._stop,), name="megakv-watch", daemon=True).start()
+        self._spin = _Spin(operation, time.monotonic())
+        try:
+            yield
+        finally:
+            self._spin = None
+
+    def _watch_spins(self, stop: threading.Event) -> None:
+        suspect: _Spin | None = None
+        while not stop.wait(POLL_SECONDS):
+            spin = self._spin
+            if spin is None:
+                continue
+            dead = self.dead()
+            # Only at the second sight: a peer may have ended in good order just after this very operation.
+            if dead and spin is suspect and spin is self._spin:
+                self._leave(f"{', '.join(map(self.describe, dead))} was lost during {spin.operation}")
+            suspect = spin if dead else None
+            if time.monotonic() - spin.since > self._timeout_s and spin is self._spin:
+                others = ", ".join(self.describe(peer.rank) for peer in self._peers if peer.rank != self.rank)
+                self._leave(f"{others} did not answer during {spin.operation} (megakv.timeout_s = {self._timeout_s:g})")
+
+    def _leave(self, reason: str) -> NoReturn:
+        self._say(reason)
+        os._exit(1)
