@@ -1,0 +1,265 @@
+"""Ring attention's work on one GPU: the rate of every virtual rank's partial attention, and what merging adds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.arguments import DTYPES, check_positive
+
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+CLAIM = 128 << 10
+"""The context at which the rate is judged, in tokens."""
+DEFAULTS = {
+    "cuda": {"contexts": "8K,32K,128K,512K,1M", "ranks": "2,4,8,16", "repeats": 5, "matmul": 8192},
+    "cpu": {"contexts": "1K,2K", "ranks": "2,4", "repeats": 3, "matmul": 1024},
+}
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}
+"""How far an output row may lie from the full computation, relative to the row."""
+USABLE = 0.9
+"""Share of the free memory that is used."""
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: ``8192``, ``8K``, ``1M``.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    unit = UNITS.get(text[-1:].upper())
+    return int(text) if unit is None else int(text[:-1]) * unit
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; ends with a message if it is impossible."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the results here, and a chart (PNG) beside it")
+    parser.add_argument("--device", choices=tuple(DEFAULTS), default="cuda", help="cpu only tries the code, smaller")
+    parser.add_argument("--contexts", help="tokens, as in 8K,1M (default 8K,32K,128K,512K,1M; cpu: 1K,2K)")
+    parser.add_argument("--ranks", help="context-parallel degrees (default 2,4,8,16; cpu: 2,4)")
+    parser.add_argument("--repeats", type=int, help="timed runs of every rank (default 5; cpu: 3)")
+    parser.add_argument("--heads", type=int, default=16, help="query heads of a rank (default 16: Llama 3 405B, TP8)")
+    parser.add_argument("--kv-heads", type=int, default=1, help="KV heads of a rank (default 1)")
+    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
+    parser.add_argument("--matmul", type=int, help="rows of the matrix product (default 8192; cpu: 1024)")
+    parser.add_argument("--rows", type=int, default=16, help="rows of each rank that are checked (default 16)")
+    parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (default 1)")
+    arguments = parser.parse_args(argv)
+    for name, value in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    for name, kind in (("contexts", tokens), ("ranks", int)):
+        text = getattr(arguments, name)
+        try:
+            values = sorted({kind(part) for part in text.split(",")})
+        except ValueError:
+            parser.error(f"--{name} {text}: allowed: numbers with commas between them")
+        if values[0] < 1:
+            parser.error(f"--{name} {text}: allowed: above 0")
+        setattr(arguments, name, values)
+    check_positive(parser, arguments, "repeats", "heads", "kv-heads", "head-dim", "matmul", "rows", "threads")
+    if arguments.heads % arguments.kv_heads:
+        parser.error(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
+    if arguments.contexts[0] < 2 * arguments.ranks[-1]:
+        parser.error(f"--contexts {arguments.contexts[0]} has fewer tokens than 2 x --ranks {arguments.ranks[-1]}")
+    return arguments
+
+
+def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -> dict[str, Any]:
+    """Check, then time, the attention of every rank of a ring.
+
+    Raises
+    ------
+    MegaKVError
+        If a rank's result is not that of the full computation.
+    """
+    import numpy as np
+    from harness.virtual_ring import Watch
+
+    from megakv.errors import MegaKVError
+
+    rng = np.random.default_rng(0)
+    total, merging = Watch(ring.device), Watch(ring.device)
+    worst = np.zeros(2)
+    seconds = np.empty((arguments.repeats, ring.size))
+    merge_seconds = np.empty_like(seconds)
+    for rank in range(ring.size):
+        queries = ring.queries(rank)
+        attention = ring.attend(rank, queries, merging)
+        count = queries.shape[1]
+        rows = np.union1d([0, count - 1], rng.choice(count, min(arguments.rows, count), replace=False))
+        worst = np.maximum(worst, ring.errors(rank, attention, rows))
+        if not worst[0] <= TOLERANCE[arguments.dtype]:
+            raise MegaKVError(
+                f"{ring.context} tokens on {ring.size} ranks, rank {rank}: an output row differs from the full "
+                f"computation by {worst[0]:.1e} of itself, allowed: {TOLERANCE[arguments.dtype]:.0e}"
+            )
+        del attention
+        merging.seconds()
+        for repeat in range(arguments.repeats):
+            with total.span():
+                ring.attend(rank, queries, merging)
+            seconds[repeat, rank], merge_seconds[repeat, rank] = total.seconds(), merging.seconds()
+    # All ranks of a ring wait for the slowest.
+    flops = [ring.heads.flops(slots) for slots in ring.slots]
+    rates = sum(flops) / ring.size / seconds.max(axis=1)
+    return {
+        "context": ring.context,
+        "ranks": ring.size,
+        "seconds": seconds.max(axis=1).tolist(),
+        "rank_seconds": seconds.tolist(),
+        "merge_seconds": merge_seconds.tolist(),
+        "flops": flops,
+        "tflops": float(np.median(rates)) / 1e12,
+        "matmul_tflops": matmul_rate / 1e12,
+        "matmul_fraction": float(np.median(rates)) / matmul_rate,
+        "merge_share": float(np.median(merge_seconds.sum(axis=1) / seconds.sum(axis=1))),
+        "output_error": float(worst[0]),
+        "lse_error": float(worst[1]),
+    }
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rates and merging at 128K tokens, or the longest context measured below it.
+
+    Returns
+    -------
+    dict
+        ``context``; ``matmul_fraction`` and ``merge_share``, each from ranks to value; the lowest and the largest of
+        them; ``max_output_error`` and ``max_lse_error`` over all rows; ``skipped``, what did not fit, with the reason.
+    """
+    context = max((row["context"] for row in rows if row["context"] <= CLAIM), default=rows[0]["context"])
+    judged = [row for row in rows if row["context"] == context]
+    return {
+        "context": context,
+        "matmul_fraction": {str(row["ranks"]): row["matmul_fraction"] for row in judged},
+        "lowest_matmul_fraction": min(row["matmul_fraction"] for row in judged),
+        "merge_share": {str(row["ranks"]): row["merge_share"] for row in judged},
+        "largest_merge_share": max(row["merge_share"] for row in judged),
+        "max_output_error": max(row["output_error"] for row in rows),
+        "max_lse_error": max(row["lse_error"] for row in rows),
+        "skipped": list(skipped),
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    """Print the results."""
+    from harness.report import align
+
+    lines = [["context", "ranks", "ms of a rank", "TFLOP/s", "of matmul", "merging", "output error", "lse error"]]
+    for row in rows:
+        middle = sorted(row["seconds"])[len(row["seconds"]) // 2]
+        lines.append(
+            [
+                f"{row['context']:,}",
+                str(row["ranks"]),
+                f"{middle * 1000:.3f}",
+                f"{row['tflops']:.3f}",
+                f"{row['matmul_fraction']:.1%}",
+                f"{row['merge_share']:.1%}",
+                f"{row['output_error']:.1e}",
+                f"{row['lse_error']:.1e}",
+            ]
+        )
+    print(f"\n{align(lines)}\n")
+    for entry in summary["skipped"]:
+        print(f"{entry['context']:,} tokens on {entry['ranks']} ranks left out: {entry['reason']}")
+    print(
+        f"at {summary['context']:,} tokens: at least {summary['lowest_matmul_fraction']:.1%} of the matrix product's "
+        f"rate, merging at most {summary['largest_merge_share']:.1%} of the time"
+    )
+
+
+def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], device: str) -> None:
+    """Draw the rates as bars, the matrix product's first."""
+    from harness.chart import draw_bars
+    from harness.statistics import median
+
+    bars = [("matrix product", median([row["matmul_tflops"] for row in rows]), False)]
+    for row in rows:
+        work = sum(row["flops"]) / row["ranks"] / 1e12
+        label = f"{row['context'] / UNITS['K']:g}K on {row['ranks']}"
+        bars.append((label, median([work / seconds for seconds in row["seconds"]]), True))
+    draw_bars(
+        path,
+        bars,
+        title="Partial attention of a rank: context on ranks",
+        subtitle=f"{device}, {arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, "
+        f"{arguments.dtype}; causal work counted once",
+        unit="TFLOP/s, more is better",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure every context on every number of ranks, and report."""
+    import psutil
+    import torch
+    from harness.models import DTYPES as TYPES
+    from harness.report import describe_machine, write_report
+    from harness.virtual_ring import Heads, VirtualRing, matmul_rate
+    from tqdm import tqdm
+
+    from megakv.errors import MegaKVError
+
+    machine = describe_machine()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, TYPES[arguments.dtype])
+    rows: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    cells = [(context, size) for context in arguments.contexts for size in arguments.ranks]
+    for context, size in (bar := tqdm(cells, unit="cell")):
+        bar.set_postfix_str(f"{context:,} tokens on {size} ranks")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            free = psutil.virtual_memory().available
+        needed = heads.memory_bytes(context, size)
+        if needed > USABLE * free:
+            reason = f"needs {needed / 2**30:.1f} GiB, {USABLE:.0%} of {free / 2**30:.1f} GiB are usable"
+            skipped.append({"context": context, "ranks": size, "reason": reason})
+            continue
+        # Next to what it is compared with, so that both find the device equally warm.
+        rate = matmul_rate(arguments.matmul, heads.dtype, device)
+        rows.append(measure_cell(arguments, VirtualRing(context, size, heads, device), rate))
+    if not rows:
+        raise MegaKVError(f"nothing fits: {skipped[0]['context']:,} tokens on {size} ranks: {skipped[-1]['reason']}")
+    summary = summarise(rows, skipped)
+    show(rows, summary)
+    if arguments.json:
+        path = Path(arguments.json)
+        write_report(path, benchmark="attention_gpu", machine=machine, arguments=arguments, rows=rows, summary=summary)
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        draw(path.with_suffix(".png"), arguments, rows, name)
+        print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
+
+
+def main() -> int:
+    """Entry of the only process: ranks are virtual here."""
+    arguments = parse_arguments()
+    import torch
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("this machine has no CUDA GPU: nothing is measured; --device cpu tries the same code", file=sys.stderr)
+        return 2
+    from megakv.errors import MegaKVError
+    from megakv.launcher.voice import quiet_libraries
+
+    quiet_libraries()
+    try:
+        run(arguments)
+    except MegaKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
