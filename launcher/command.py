@@ -56,20 +56,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megakv", description="Long-context inference: tools that need no ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
     for function, arguments in (
-        (info, []),
-        (check, [("config", {"help": "the JSON of a run"})]),
+        (info, {}),
+        (check, {"config": "the JSON of a run"}),
         (
             timeline,
-            [
-                ("report", {"help": "a report that megakv.tracking.json wrote"}),
-                ("png", {"help": "picture to write"}),
-                ("--trace", {"help": "trace to write"}),
-            ],
+            {
+                "report": "a report that megakv.tracking.json wrote",
+                "png": "picture to write",
+                "--trace": "trace to write",
+            },
         ),
     ):
         command = commands.add_parser(function.__name__, help=(function.__doc__ or "").splitlines()[0])
-        for name, options in arguments:
-            command.add_argument(name, **options)
+        for name, meaning in arguments.items():
+            command.add_argument(name, help=meaning)
         command.add_argument("--json", help="write the result to this file")
         command.set_defaults(function=function)
     return parser
