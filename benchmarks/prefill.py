@@ -21,8 +21,6 @@ SINGLE = "single"
 TENSOR_PARALLEL = ("tp", "tp_gloo")
 OWN = ("pass_kv", "pass_q", "all_gather")
 METHODS = (SINGLE, *TENSOR_PARALLEL, *OWN)
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
-"""How far the last logits of two methods may lie apart, relative to the largest logit."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -121,13 +119,12 @@ def run(arguments: argparse.Namespace) -> None:
     MegaKVError
         If a method computes other logits than the first.
     """
+    from harness.agreement import Agreement
     from harness.models import random_ids, random_llama
     from harness.prefills import cache_bytes, make_prefills, uses_shared_memory
     from harness.report import describe_machine, write_report
     from harness.sampling import measure
     from harness.world import join_world
-
-    from megakv.errors import MegaKVError
 
     machine = describe_machine()
     tensor_parallel = bool(set(arguments.methods).intersection(TENSOR_PARALLEL))
@@ -137,20 +134,11 @@ def run(arguments: argparse.Namespace) -> None:
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_llama(arguments, positions=arguments.context, device=world.device)
     methods = make_prefills(arguments.methods, model, ids, world)
-    expected: list[Any] = []
+    agreement = Agreement(world, arguments.dtype)
 
     def inspect(name: str, output: Any) -> dict[str, Any]:
-        last = output.logits[0, -1].float()
-        expected.append(last)
-        own = float((last - expected[0]).abs().max() / expected[0].abs().max())
-        difference = max(world.gather(own))
-        # Also where it is not a number.
-        if not difference <= TOLERANCE[arguments.dtype]:
-            raise MegaKVError(
-                f"{name}: the last logits differ from those of {methods[0].name} by {difference:.1e} of the largest"
-            )
         return {
-            "max_logit_difference": difference,
+            "max_logit_difference": agreement.check(name, output.logits[0, -1]),
             "kv_bytes": world.gather(cache_bytes(output.past_key_values)),
             "shared_memory": uses_shared_memory(name, model.dtype),
         }

@@ -28,9 +28,10 @@ def check_rank_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
     check_positive(parser, arguments, "ranks", "threads", "timeout")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The shape of the Llama that is measured."""
+def add_model_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """The shape of the Llama that is measured; a benchmark may have defaults of its own (``kv_heads=16``)."""
     for name, value, text in SHAPE:
+        value = defaults.get(name.replace("-", "_"), value)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and activations (default fp32)")
 

@@ -37,9 +37,14 @@ def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch
     return model.to(device).eval().requires_grad_(False)
 
 
-def random_ids(vocab: int, length: int, device: torch.device) -> Tensor:
-    """``[1, S]`` a random prompt, the same on every rank."""
-    return torch.randint(0, vocab, (1, length), generator=torch.Generator().manual_seed(1)).to(device)
+def random_ids(vocab: int, length: int, device: torch.device, batch: int = 1) -> Tensor:
+    """``[B, S]`` random prompts, the same on every rank."""
+    return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a module's weights in this process."""
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

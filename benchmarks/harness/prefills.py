@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import deepspeed
@@ -65,30 +66,11 @@ class TensorParallelPrefill(Prefill):
         self._shared_memory = shared_memory
 
     def run(self) -> Any:
-        if self._shared_memory:
+        with shared_memory_sums(self._shared_memory):
             return super().run()
-        backend, level = deepspeed.comm.comm.cdb, _kernel_level()
-        setattr(backend, LEVEL, 0)
-        try:
-            return super().run()
-        finally:
-            setattr(backend, LEVEL, level)
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[Bytes]:
-        """By DeepSpeed's own communication log; an all-reduce counts as what its ring form sends."""
-        log = deepspeed.comm.comm.comms_logger
-        deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False)
-        log.reset_data()
-        sent: Bytes = {}
-        try:
-            yield sent
-        finally:
-            deepspeed.comm.configure(enabled=False)
-        size = deepspeed.comm.get_world_size()
-        for operation, messages in log.get_raw_data().items():
-            nbytes = sum(length * counts[0] for length, counts in messages.items())
-            sent[operation] = math.ceil(2 * nbytes * (size - 1) / size) if operation == "all_reduce" else nbytes
+    def counting(self) -> AbstractContextManager[Bytes]:
+        return counting_sums()
 
 
 class ContextParallelPrefill(Prefill):
@@ -132,7 +114,7 @@ def make_prefills(names: Sequence[str], model: PreTrainedModel, ids: Tensor, wor
     """
     if "tp_gloo" in names and shared_memory_available() and not hasattr(deepspeed.comm.comm.cdb, LEVEL):
         raise MegaKVError("--methods tp_gloo: this DeepSpeed always uses its shared-memory op; leave tp_gloo out")
-    sharded = _tensor_parallel(model, world) if set(names).intersection(TENSOR_PARALLEL) else None
+    sharded = tensor_parallel(model, world) if set(names).intersection(TENSOR_PARALLEL) else None
     methods: list[Prefill] = []
     for name in names:
         if name == "single":
@@ -163,7 +145,39 @@ def _kernel_level() -> int:
     return int(getattr(deepspeed.comm.comm.cdb, LEVEL, 0))
 
 
-def _tensor_parallel(model: PreTrainedModel, world: World) -> deepspeed.InferenceEngine:
+@contextlib.contextmanager
+def shared_memory_sums(allowed: bool) -> Iterator[None]:
+    """For a while, DeepSpeed's sums over ranks may use its shared-memory op, or must go through the process group."""
+    backend, level = deepspeed.comm.comm.cdb, _kernel_level()
+    if allowed:
+        yield
+        return
+    setattr(backend, LEVEL, 0)
+    try:
+        yield
+    finally:
+        setattr(backend, LEVEL, level)
+
+
+@contextlib.contextmanager
+def counting_sums() -> Iterator[Bytes]:
+    """By DeepSpeed's own communication log; an all-reduce counts as what its ring form sends."""
+    log = deepspeed.comm.comm.comms_logger
+    deepspeed.comm.configure(enabled=True, prof_all=True, verbose=False)
+    log.reset_data()
+    sent: Bytes = {}
+    try:
+        yield sent
+    finally:
+        deepspeed.comm.configure(enabled=False)
+    size = deepspeed.comm.get_world_size()
+    for operation, messages in log.get_raw_data().items():
+        nbytes = sum(length * counts[0] for length, counts in messages.items())
+        sent[operation] = math.ceil(2 * nbytes * (size - 1) / size) if operation == "all_reduce" else nbytes
+
+
+def tensor_parallel(model: PreTrainedModel, world: World) -> deepspeed.InferenceEngine:
+    """DeepSpeed's AutoTP engine over all ranks, on the weights of `model`."""
     # It prints what it found to be row-parallel, from every rank.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         return deepspeed.init_inference(twin(model), dtype=model.dtype, tensor_parallel={"tp_size": world.size})

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +20,25 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-def start_ranks(arguments: argparse.Namespace) -> int:
-    """Run this very script, with this command line, on ``arguments.ranks`` processes.
+def start_ranks(
+    arguments: argparse.Namespace,
+    options: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    timeout_s: float | None = None,
+) -> int:
+    """Run this very script, with this command line, on several processes.
 
     Parameters
     ----------
     arguments : Namespace
         As `harness.arguments.add_rank_arguments` defines them.
+    options : sequence of str
+        Behind those of this command line.
+    ranks : int, optional
+        Processes; by default ``arguments.ranks``.
+    timeout_s : float, optional
+        By default ``arguments.timeout``.
 
     Returns
     -------
@@ -33,13 +46,16 @@ def start_ranks(arguments: argparse.Namespace) -> int:
         The launcher's exit status; 124 if the run took longer than ``arguments.timeout`` and was ended.
     """
     script = Path(sys.argv[0]).resolve()
-    start = ["--num_accelerators", str(arguments.ranks), "--master_port", str(_free_port()), "--no_local_rank"]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, str(script), *sys.argv[1:]]
+    start = ["--num_accelerators", str(ranks or arguments.ranks), "--master_port", str(free_port()), "--no_local_rank"]
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start]
+    command = [*runner, str(script), *sys.argv[1:], *options]
     # An end by SIGTERM must run the clean-up below.
-    signal.signal(signal.SIGTERM, _leave)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment(arguments), start_new_session=True)
+    signal.signal(signal.SIGTERM, leave)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=rank_environment(arguments), start_new_session=True
+    )
     try:
-        return process.wait(arguments.timeout)
+        return process.wait(arguments.timeout if timeout_s is None else timeout_s)
     except subprocess.TimeoutExpired:
         print(
             f"{script.name}: not done after --timeout {arguments.timeout:g} s; ended. Raise it, or ask for less.",
@@ -52,7 +68,8 @@ def start_ranks(arguments: argparse.Namespace) -> int:
         _kill_group(process)
 
 
-def _environment(arguments: argparse.Namespace) -> dict[str, str]:
+def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """What ranks find in their environment: this process's, with their threads and accelerator."""
     import torch
 
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
@@ -64,13 +81,15 @@ def _environment(arguments: argparse.Namespace) -> dict[str, str]:
     return environment
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _leave(signum: int, frame: Any) -> NoReturn:
+def leave(signum: int, frame: Any) -> NoReturn:
+    """A signal handler that ends the process by way of its clean-up."""
     sys.exit(128 + signum)
 
 

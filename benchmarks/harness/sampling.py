@@ -34,9 +34,16 @@ class Method:
     def __init__(self, name: str):
         self.name = name
 
+    def prepare(self) -> None:
+        """Bring about the state that every run starts from, before the clock does."""
+
     def run(self) -> Any:
         """Do it once: what the clock measures. What it returns is alive until the clock has stopped."""
         raise NotImplementedError
+
+    def duration(self, elapsed: float) -> float:
+        """The sample, in seconds, that the last run gave, which took `elapsed` seconds."""
+        return elapsed
 
     def counting(self) -> AbstractContextManager[Bytes]:
         """Around a run: filled at its end with the bytes that this rank sent, by operation. May slow the run down."""
@@ -96,7 +103,13 @@ class Samples:
 
 
 def measure(
-    world: World, methods: Sequence[Method], *, repeats: int, inspect: Callable[[str, Any], dict[str, Any]]
+    world: World,
+    methods: Sequence[Method],
+    *,
+    repeats: int,
+    inspect: Callable[[str, Any], dict[str, Any]],
+    budget_s: float | None = None,
+    least: int = 1,
 ) -> list[Samples]:
     """Run every method once untimed, then `repeats` times in turn. Every rank must call it.
 
@@ -108,8 +121,13 @@ def measure(
     world : World
     methods : sequence of Method
     repeats : int
+        Rounds; the most of them where there is a budget.
     inspect : callable
         Gets a method's name and what its untimed run returned, on every rank; what it returns joins the row.
+    budget_s : float, optional
+        Seconds after which no further round begins.
+    least : int
+        Rounds that are run whatever the budget.
     """
     results = []
     gc.collect()
@@ -118,6 +136,7 @@ def measure(
     with tqdm(total=len(methods) * (repeats + 1), desc="warm-up", unit="run", disable=world.rank != 0) as bar:
         for method in methods:
             bar.set_postfix_str(method.name)
+            method.prepare()
             _settle(world)
             with method.counting() as sent:
                 output = method.run()
@@ -126,7 +145,11 @@ def measure(
             results.append(samples)
             del output
             bar.update()
+        started = time.perf_counter()
         for repeat in range(repeats):
+            # Rank 0's clock decides, or ranks would part.
+            if repeat >= least and budget_s is not None and world.gather(time.perf_counter() - started)[0] > budget_s:
+                break
             bar.set_description(f"round {repeat + 1} of {repeats}")
             for turn in range(len(methods)):
                 index = (repeat + turn) % len(methods)
@@ -139,6 +162,7 @@ def measure(
 
 def _sample(world: World, method: Method) -> tuple[float, int, int]:
     """Seconds, peak bytes and working bytes of one run on this rank."""
+    method.prepare()
     _settle(world)
     reset_peak_memory(world.device)
     before = peak_memory_bytes(world.device)
@@ -149,7 +173,7 @@ def _sample(world: World, method: Method) -> tuple[float, int, int]:
     seconds = time.perf_counter() - start
     peak = peak_memory_bytes(world.device)
     del output
-    return seconds, peak, peak - before
+    return method.duration(seconds), peak, peak - before
 
 
 def _settle(world: World) -> None:

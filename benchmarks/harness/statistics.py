@@ -70,6 +70,22 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
     return _interval(float(np.median(above) / np.median(below)), resampled)
 
 
+def unpaired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
+    """Ratio of two medians of independent samples, as of runs that follow each other: each is resampled by itself.
+
+    Raises
+    ------
+    ValueError
+        If there is no sample.
+    """
+    above, below = _checked(numerator), _checked(denominator)
+    rng = np.random.default_rng(SEED)
+    tops, bottoms = (
+        np.median(values[rng.integers(0, len(values), (RESAMPLES, len(values)))], axis=1) for values in (above, below)
+    )
+    return _interval(float(np.median(above) / np.median(below)), tops / bottoms)
+
+
 def _checked(samples: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:

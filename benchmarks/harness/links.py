@@ -1,0 +1,75 @@
+"""Ranks on hosts of their own, made of network namespaces on this machine, with rate-limited links between them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .ranks import TIMED_OUT
+
+ROOT = Path(__file__).resolve().parents[2]
+FREE = "free"
+"""The name of no limit: all ranks on this machine, over its loopback."""
+
+
+def unavailable() -> str | None:
+    """Why such hosts cannot be made here; None if they can."""
+    _find_hosts()
+    try:
+        from tests.hosts.tools import unavailable as reason
+    except ImportError as error:
+        return f"the project's tests/hosts is needed: {error}"
+    return reason()
+
+
+def check_rate(rate: str) -> None:
+    """Refuse a rate that links cannot have.
+
+    Raises
+    ------
+    ValueError
+        If it is not one.
+    """
+    if rate == FREE:
+        return
+    _find_hosts()
+    try:
+        from tests.hosts.links import parse_rate
+    except ImportError:
+        return
+    parse_rate(rate)
+
+
+class LimitedLinks:
+    """Starts every rank on a host of its own.
+
+    Parameters
+    ----------
+    rate : str
+        Of every host's link in each direction, such as ``1gbit``.
+    """
+
+    def __init__(self, rate: str):
+        self.rate = rate
+
+    def __call__(self, arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
+        """As `harness.ranks.start_ranks`; what ranks print is shown if they fail."""
+        from tests.hosts.cluster import Hosts
+
+        env = {"OMP_NUM_THREADS": str(arguments.threads)}
+        with Hosts(count=ranks, slots=1, rate=self.rate, env=env) as hosts:
+            script = Path(sys.argv[0]).resolve()
+            result = hosts.start_deepspeed(script, *sys.argv[1:], *options).wait(timeout_s)
+        if result.returncode is None:
+            print(f"{script.name}: not done after {timeout_s:.0f} s; ended. Raise --timeout.", file=sys.stderr)
+            return TIMED_OUT
+        if result.returncode:
+            print(result.stdout[-4000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
+        return result.returncode
+
+
+def _find_hosts() -> None:
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))

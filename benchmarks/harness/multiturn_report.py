@@ -1,0 +1,138 @@
+"""Table, chart and summary of `multiturn.py`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .choices import Cell, crossover, judge
+from .lines import Line, draw_lines
+from .report import align, write_report
+from .statistics import Interval, median, ratio
+
+Row = Mapping[str, Any]
+
+
+def cells_of(rows: Sequence[Row]) -> dict[str, list[Cell]]:
+    """The rows as cells, by the rate of the links."""
+    grouped: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        grouped.setdefault((row["rate"], row["miss_rate"]), []).append(row)
+    cells: dict[str, list[Cell]] = {}
+    for (rate, miss_rate), pair in grouped.items():
+        seconds = {row["method"]: row["seconds"] for row in pair}
+        cells.setdefault(rate, []).append(Cell(miss_rate, seconds, pair[0]["auto"]))
+    return cells
+
+
+def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str]) -> dict[str, Any]:
+    """The verdict on `auto` over all rates of links and by rate, and where the methods cross.
+
+    Parameters
+    ----------
+    threshold : float
+        Miss rate at which queries are as large as keys and values (Equation 1).
+    skipped : mapping
+        Rates that were not measured -> why.
+
+    Returns
+    -------
+    dict
+        What `harness.choices.judge` says over all cells; ``rates``: rate -> the same, with ``speed_ratio``: per cell
+        the speed of pass-KV over that of pass-Q with its interval, and ``crossover_miss_rate``.
+    """
+    cells = cells_of(rows)
+    rates: dict[str, Any] = {}
+    for rate, group in cells.items():
+        ratios = [
+            {
+                "miss_rate": cell.miss_rate,
+                "auto": cell.chosen,
+                **ratio(cell.seconds["pass_q"], cell.seconds["pass_kv"]).to_json(),
+            }
+            for cell in group
+        ]
+        rates[rate] = {**judge(group), "crossover_miss_rate": crossover(group), "speed_ratio": ratios}
+    return {
+        **judge([cell for group in cells.values() for cell in group]),
+        "equation_1_miss_rate": threshold,
+        "rates": rates,
+        "not_measured": dict(skipped),
+        "max_logit_difference": max(row["max_logit_difference"] for row in rows),
+    }
+
+
+def show(rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
+    """Print the tables."""
+    lines = [
+        ["links", "miss", "T", "P", "pass-KV s", "pass-Q s", "speed KV/Q [95%]", "auto", "rounds"]
+        + ["KV attn us", "hop", "exposed", "Q attn us", "hop", "exposed", "All2All"]
+    ]
+    by_method = {(row["rate"], row["miss_rate"], row["method"]): row for row in rows}
+    for rate, found in summary["rates"].items():
+        for point in found["speed_ratio"]:
+            kv, q = (by_method[rate, point["miss_rate"], method] for method in ("pass_kv", "pass_q"))
+            parts, q_parts = kv["attention_us"], q["attention_us"]
+            ring = ("attention", "send_recv", "send_recv_exposed")
+            lines.append(
+                [
+                    rate, f"{point['miss_rate']:.2%}", f"{kv['new_tokens']:,}", f"{kv['cached_tokens']:,}",
+                    f"{median(kv['seconds']).value:.4f}", f"{median(q['seconds']).value:.4f}",
+                    str(Interval(point["value"], point["low"], point["high"])), point["auto"], str(len(kv["seconds"])),
+                    *(f"{parts[name]:.0f}" for name in ring),
+                    *(f"{q_parts[name]:.0f}" for name in (*ring, "collective")),
+                ]
+            )  # fmt: skip
+    print(f"\n{align(lines)}\n")
+    print(f"queries are as large as keys and values at a miss rate of {summary['equation_1_miss_rate']:.1%}")
+    for rate, found in summary["rates"].items():
+        point = found["crossover_miss_rate"]
+        if point["value"] is None:
+            where = f"none, {point['always']} is the faster all along"
+        else:
+            where = f"{point['value']:.2%} [{point['low']:.2%}, {point['high']:.2%}]"
+        print(f"{rate}: crossover {where}; {_verdict(found)}")
+    print(f"all: {_verdict(summary)}\n")
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    share, regret = found["auto_right_share"], Interval(**found["intervals"]["auto_mean_regret"])
+    differing = f"the {found['differing_cells']} cells of {found['cells']} that differ by more than 2%"
+    right = "no cell differs by more than 2%" if share is None else f"auto is the faster in {share:.0%} of {differing}"
+    return f"{right}, mean regret {regret.value:.2%} [{regret.low:.2%}, {regret.high:.2%}]"
+
+
+def draw(path: Path, arguments: argparse.Namespace, summary: Mapping[str, Any]) -> None:
+    """Draw the speed ratio by miss rate, a line per rate of links."""
+    lines = []
+    for rate, found in summary["rates"].items():
+        points = found["speed_ratio"]
+        values = [Interval(point["value"], point["low"], point["high"]) for point in points]
+        hollow = [point["auto"] == "pass_q" for point in points]
+        lines.append(Line(f"links: {rate}", [100 * point["miss_rate"] for point in points], values, hollow))
+    draw_lines(
+        path,
+        lines,
+        title=f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}",
+        subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.heads} query and "
+        f"{arguments.kv_heads} KV heads, {arguments.dtype}, {arguments.threads} thread(s) per rank; "
+        "median, 95% interval; rings: auto chose pass-Q",
+        x_label="cache miss rate T / (T + P), percent",
+        y_label="speed of pass-KV over pass-Q",
+        level=1.0,
+    )
+
+
+def report(
+    arguments: argparse.Namespace, machine: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]
+) -> None:
+    """Print the tables; write the JSON and the chart where they are asked for."""
+    summary = summarise(rows, 2 * arguments.kv_heads / arguments.heads, skipped)
+    show(rows, summary)
+    if arguments.json:
+        path = Path(arguments.json)
+        write_report(path, benchmark="multiturn", machine=machine, arguments=arguments, rows=rows, summary=summary)
+        draw(path.with_suffix(".png"), arguments, summary)
+        print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")

@@ -1,0 +1,57 @@
+"""A turn of a conversation: new tokens on top of cached ones, by one prefill method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megakv
+from megakv.cache import ShardedCache
+
+from .prefills import ContextParallelPrefill
+
+
+class Turn(ContextParallelPrefill):
+    """One forward pass over a turn's new tokens that yields the last one's logits.
+
+    Parameters
+    ----------
+    name : str
+    engine : MegaKVEngine
+    ids : Tensor
+        ``[1, T]`` new tokens.
+    cache : ShardedCache
+        Several methods may share it: every run starts from the tokens that it holds now.
+    """
+
+    def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, cache: ShardedCache):
+        super().__init__(name, engine, ids)
+        self._cache = cache
+        self._held = cache.length
+
+    def prepare(self) -> None:
+        self._cache.cut_back(self._held)
+
+    @torch.no_grad()
+    def run(self) -> Any:
+        return self.model(input_ids=self._ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+
+def chosen_method(turn: Turn, methods: tuple[str, ...]) -> str:
+    """Which method served a run of a turn whose engine chooses by itself. Every rank must call it.
+
+    Raises
+    ------
+    ValueError
+        If it is none of `methods`, or more than one.
+    """
+    turn.prepare()
+    with turn.counting() as sent:
+        turn.run()
+    turn.prepare()
+    found = [name for name in methods if name in sent]
+    if len(found) != 1:
+        raise ValueError(f"{turn.name} sent {dict(sent)}: exactly one of {', '.join(methods)} was expected")
+    return found[0]

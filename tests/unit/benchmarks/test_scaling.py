@@ -1,0 +1,112 @@
+"""benchmarks/scaling.py: a tiny real run, and the lines that it draws through memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.harness.capacity import memory_line
+from benchmarks.harness.statistics import unpaired_ratio
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "scaling.py"
+TINY = [
+    "--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--intermediate", "96", "--vocab", "300",
+]  # fmt: skip
+
+
+def run(*argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+
+
+def test_tiny_run(tmp_path: Path) -> None:
+    path = tmp_path / "scaling.json"
+    done = run("--ranks", "2", "--quick", "--contexts", "96,640", "--repeats", "2", "--json", path, *TINY)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
+    assert report["benchmark"] == "scaling" and report["args"]["sizes"] == [1, 2]
+    names = {1: ["cp", "tp"], 2: ["cp", "tp", "tp_gloo"]}
+    assert [(row["ranks"], row["context"], row["method"]) for row in report["rows"]] == [
+        (ranks, context, name) for ranks in (1, 2) for context in (96, 640) for name in names[ranks]
+    ]
+    whole = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) * 4 + (2 * 300 * 64 + 64) * 4
+    for row in report["rows"]:
+        assert len(row["seconds"]) == len(row["ttit_seconds"]) == 2
+        assert all(0 < value < 60 for value in row["seconds"] + row["ttit_seconds"])
+        assert row["max_logit_difference"] <= 1e-5 and len(row["weight_bytes"]) == row["ranks"]
+        if row["method"] == "cp":
+            # Context parallelism keeps all weights on every rank; tensor parallelism cuts most of them.
+            assert row["weight_bytes"] == [whole] * row["ranks"]
+            for phase in ("prefill_us", "decode_us"):
+                assert 0 < row[phase]["attention"] <= row[phase]["layer"] < 1e7
+            assert (row["prefill_us"]["send_recv"] > 0) == (row["ranks"] == 2)
+            assert (row["decode_us"]["collective"] > 0) == (row["ranks"] == 2)
+        elif row["ranks"] == 2:
+            assert max(row["weight_bytes"]) < 0.8 * whole
+
+    summary = report["summary"]
+    middle = {(row["ranks"], row["context"], row["method"]): np.median(row["seconds"]) for row in report["rows"]}
+    for context in (96, 640):
+        ratios = summary["scaling_ratio"][str(context)]
+        assert set(ratios) == {"cp", "tp", "tp_gloo"}
+        assert ratios["cp"]["2"]["value"] == pytest.approx(middle[1, context, "cp"] / middle[2, context, "cp"])
+        for name in ("tp", "tp_gloo"):
+            assert ratios[name]["2"]["value"] == pytest.approx(middle[1, context, "tp"] / middle[2, context, name])
+        assert set(summary["ttft_ttit"][str(context)]) == {"CP1", "TP1", "CP2", "TP2", "TP2 gloo"}
+        assert set(summary["attention_us"][str(context)]) == {"1", "2"}
+    assert set(summary["longest_context"]["cp"]) == {"1", "2"}
+    for sizes in summary["longest_context"].values():
+        for entry in sizes.values():
+            assert entry["tokens"] is None or (entry["tokens"] > 640 and entry["label"] == "extrapolated linearly")
+    for name in ("ttft", "scaling"):
+        assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "Scaling ratio" in done.stdout and "Longest context" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--ranks", "2", "--sizes", "1,4"], "--sizes 1,4"),
+        (["--ranks", "4", "--kv-heads", "2", "--heads", "4"], "--kv-heads 2 is no multiple of 4 ranks"),
+        (["--ranks", "2", "--contexts", "512,many"], "--contexts 512,many"),
+        (["--ranks", "2", "--tokens", "1"], "--tokens 1"),
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
+    done = run(*argv, timeout=20)
+    assert done.returncode == 2 and named in done.stderr
+
+
+def test_memory_is_a_line_and_the_cap_inverts_it() -> None:
+    contexts = [512, 4096, 1024, 2048]
+    line = memory_line(contexts, [5000 + 70 * context for context in contexts], 1000)
+    assert line.fixed_bytes == pytest.approx(6000) and line.token_bytes == pytest.approx(70)
+    assert line.error == pytest.approx(0, abs=1e-9)
+    assert line.longest(6000 + 70 * 9000.5) == 9000
+    assert line.longest(100) == 0
+
+
+def test_a_line_says_how_far_it_misses() -> None:
+    # The three shorter ones predict 4,000 where 5,000 was measured.
+    assert memory_line([1, 2, 3, 4], [1000, 2000, 3000, 5000], 0).error == pytest.approx(-0.2)
+    assert memory_line([1, 2], [1000, 2000], 0).error is None
+    for contexts, used in (([7, 7], [1, 1]), ([1, 2], [5, 5])):
+        with pytest.raises(ValueError):
+            memory_line(contexts, used, 0)
+
+
+def test_ratio_of_independent_samples() -> None:
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(60):
+        found = unpaired_ratio(2 * rng.normal(1, 0.1, 12), rng.normal(1, 0.1, 9))
+        assert found.low <= found.value <= found.high
+        covered += found.low <= 2 <= found.high
+    assert covered >= 52
