@@ -125,6 +125,20 @@ def test_computed_parts_are_fresh(path: Path) -> None:
     assert refresh(text) == text, f"python docs/generated.py writes {path.name} anew"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_name_files(path: Path) -> None:
+    for script in re.findall(
+        r"(?:bash|python|source|deepspeed|torchrun)(?: --?\S+(?: \d+)?)* ([\w/]+\.(?:py|sh))", path.read_text()
+    ):
+        assert (ROOT / script).is_file(), f"{path.name} runs {script}"
+
+
+def test_every_benchmark_has_its_command() -> None:
+    results = README.partition("\n## Results")[2].partition("\n## Limits")[0]
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        assert f"python benchmarks/{script.name}" in results, "a row of the table in the README's Results"
+
+
 def test_every_drawing_is_there() -> None:
     for name in DRAWINGS:
         assert f"docs/images/{name}.png" in README
