@@ -39,6 +39,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", default=FREE, help=f"links between ranks: {FREE}, or limits such as 1gbit between hosts, as root"
     )
+    parser.add_argument(
+        "--config", metavar="JSON", help="configuration file whose megakv.context_parallel section decides for auto"
+    )
     add_part_argument(parser)
     parser.add_argument("--rate", help=argparse.SUPPRESS)
     add_model_arguments(parser, layers=4, kv_heads=2)
@@ -74,6 +77,21 @@ def new_tokens(context: int, miss_rate: float) -> int:
     return round(context * miss_rate / 100)
 
 
+def deciding(path: str | None) -> dict[str, Any]:
+    """The section ``megakv.context_parallel`` of a configuration file; nothing without one.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read or is not a configuration.
+    """
+    if path is None:
+        return {}
+    from megakv.config import load_config
+
+    return load_config(path).megakv.context_parallel.model_dump(exclude_unset=True)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure all miss rates over the links of one launch, as one of its ranks.
 
@@ -100,7 +118,9 @@ def run(arguments: argparse.Namespace) -> None:
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     engines = {}
     for name in (*METHODS, "auto"):
-        section = {"context_parallel": {"size": world.size, "prefill": name}, "tracking": {"timeline": "multiturn.png"}}
+        given = deciding(arguments.config) if name == "auto" else {}
+        parallel = {**given, "size": world.size, "prefill": name}
+        section = {"context_parallel": parallel, "tracking": {"timeline": "multiturn.png"}}
         engines[name] = megakv.init_inference(twin(model), {"megakv": section})
     rows: list[dict[str, Any]] = []
     for rate in arguments.miss_rates:

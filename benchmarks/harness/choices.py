@@ -43,9 +43,14 @@ def judge(cells: Sequence[Cell]) -> dict[str, Any]:
     dict
         ``auto_right_share``: of the cells whose methods differ by more than 2%, those where the chosen one is the
         fastest; None if there is no such cell. ``auto_mean_regret``: mean over all cells of the chosen method's time
-        over the fastest one's, less 1. Both with ``value``, ``low``, ``high`` below ``intervals``. ``differing_cells``:
-        how many differ. ``wrong``: the miss rates of the cells where the choice was not the fastest and they differ,
-        with the interval of the chosen method's time over that of the fastest.
+        over the fastest one's, less 1. Both with ``value``, ``low``, ``high`` below ``intervals``.
+        ``auto_right_share_within_interval``: the same share, where a choice also counts as right if the interval of its
+        regret reaches 0. ``differing_cells``: how many differ. ``wrong``: the miss rates of the cells where the choice
+        was not the fastest and they differ, with the interval of its regret.
+
+    Notes
+    -----
+    Times are relative to the mean of their round: a machine that drifts from round to round does not move them.
     """
     if not cells:
         raise ValueError("no cells")
@@ -58,14 +63,16 @@ def judge(cells: Sequence[Cell]) -> dict[str, Any]:
     shares = np.sum([verdict.differs & verdict.right for verdict in drawn], axis=0) / np.maximum(counts, 1)
     regrets = np.mean([verdict.regret for verdict in drawn], axis=0)
     share = float((differs & right).sum() / differs.sum()) if differs.any() else None
-    wrong = []
+    wrong: list[dict[str, Any]] = []
     for cell, verdict, no, apart in zip(cells, drawn, ~right, differs, strict=True):
         if no and apart:
             interval = _interval(float(_verdict(cell, _medians(cell)).regret[0]), verdict.regret)
             wrong.append({"miss_rate": cell.miss_rate, "chosen": cell.chosen, "regret": interval.to_json()})
+    beyond = sum(entry["regret"]["low"] > 0 for entry in wrong)
     enough = shares[counts > 0]
     return {
         "auto_right_share": share,
+        "auto_right_share_within_interval": None if share is None else 1 - beyond / int(differs.sum()),
         "auto_mean_regret": float(regret.mean()),
         "intervals": {
             "auto_right_share": None if share is None or not len(enough) else _interval(share, enough).to_json(),
@@ -124,14 +131,21 @@ def _verdict(cell: Cell, medians: Mapping[str, NDArray[np.float64]]) -> _Verdict
 
 
 def _medians(cell: Cell) -> dict[str, NDArray[np.float64]]:
-    return {name: np.array([np.median(values)]) for name, values in cell.seconds.items()}
+    return {name: np.array([np.median(values)]) for name, values in _relative(cell).items()}
 
 
 def _resampled(cell: Cell, index: int) -> dict[str, NDArray[np.float64]]:
     """Medians of whole rounds, drawn for each cell by itself."""
     count = len(next(iter(cell.seconds.values())))
     rounds = np.random.default_rng([SEED, index]).integers(0, count, (RESAMPLES, count))
-    return {name: np.median(np.asarray(values)[rounds], axis=1) for name, values in cell.seconds.items()}
+    return {name: np.median(values[rounds], axis=1) for name, values in _relative(cell).items()}
+
+
+def _relative(cell: Cell) -> dict[str, NDArray[np.float64]]:
+    """Times over the geometric mean of their round."""
+    logs = {name: np.log(np.asarray(values, dtype=np.float64)) for name, values in cell.seconds.items()}
+    mean = np.mean(list(logs.values()), axis=0)
+    return {name: np.exp(values - mean) for name, values in logs.items()}
 
 
 def _log_ratio(medians: Mapping[str, NDArray[np.float64]], below: str, above: str) -> NDArray[np.float64]:

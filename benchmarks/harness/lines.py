@@ -84,7 +84,7 @@ def draw_lines(
             axes.plot(x, y, "o", color=colour, markerfacecolor="white" if ring else colour, markersize=6, zorder=3)
     axes.set_xscale("log")
     ticks = sorted({x for line in lines for x in line.x})
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{round(tick, 1):,g}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     if log_y:
         axes.set_yscale("log")

@@ -10,7 +10,7 @@ from typing import Any
 from .choices import Cell, crossover, judge
 from .lines import Line, draw_lines
 from .report import align, write_report
-from .statistics import Interval, median, ratio
+from .statistics import Interval, median, paired_ratio
 
 Row = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str])
     -------
     dict
         What `harness.choices.judge` says over all cells; ``rates``: rate -> the same, with ``speed_ratio``: per cell
-        the speed of pass-KV over that of pass-Q with its interval, and ``crossover_miss_rate``.
+        the speed of pass-KV over that of pass-Q, median over the rounds, with its interval; ``crossover_miss_rate``.
     """
     cells = cells_of(rows)
     rates: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str])
             {
                 "miss_rate": cell.miss_rate,
                 "auto": cell.chosen,
-                **ratio(cell.seconds["pass_q"], cell.seconds["pass_kv"]).to_json(),
+                **paired_ratio(cell.seconds["pass_q"], cell.seconds["pass_kv"]).to_json(),
             }
             for cell in group
         ]

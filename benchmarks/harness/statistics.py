@@ -70,6 +70,20 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
     return _interval(float(np.median(above) / np.median(below)), resampled)
 
 
+def paired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
+    """Median of the ratios within each round, which a machine that drifts from round to round does not move.
+
+    Raises
+    ------
+    ValueError
+        If there is no sample, or the numbers of samples differ.
+    """
+    above, below = _checked(numerator), _checked(denominator)
+    if len(above) != len(below):
+        raise ValueError(f"{len(above)} and {len(below)} samples are no pairs")
+    return median(above / below)
+
+
 def unpaired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
     """Ratio of two medians of independent samples, as of runs that follow each other: each is resampled by itself.
 

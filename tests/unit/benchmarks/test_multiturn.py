@@ -26,10 +26,12 @@ def run(*argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[
 
 
 def test_tiny_run(tmp_path: Path) -> None:
-    path = tmp_path / "multiturn.json"
+    path, config = tmp_path / "multiturn.json", tmp_path / "config" / "deciding.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({"megakv": {"context_parallel": {"size": 2, "decode": "replicated"}}}))
     done = run(
         "--ranks", "2", "--context", "300", "--miss-rates", "100,3,40", "--pairs", "3", "--most-pairs", "3",
-        "--json", path, *TINY,
+        "--config", config, "--json", path, *TINY,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
@@ -58,18 +60,18 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert summary["cells"] == 3 and summary["equation_1_miss_rate"] == 0.5 and summary["not_measured"] == {}
     points = summary["rates"]["free"]["speed_ratio"]
     assert [point["miss_rate"] for point in points] == [0.03, 0.4, 1.0]
-    middle = [sorted(row["seconds"])[1] for row in report["rows"]]
     regrets = []
     for index, point in enumerate(points):
-        kv, q = middle[2 * index : 2 * index + 2]
-        assert point["value"] == pytest.approx(q / kv) and point["low"] <= point["value"] <= point["high"]
-        regrets.append((kv if point["auto"] == "pass_kv" else q) / min(kv, q) - 1)
+        kv, q = (row["seconds"] for row in report["rows"][2 * index : 2 * index + 2])
+        speed = sorted(b / a for a, b in zip(kv, q, strict=True))[1]
+        assert point["value"] == pytest.approx(speed) and point["low"] <= point["value"] <= point["high"]
+        regrets.append(max(0.0, (1 / speed if point["auto"] == "pass_kv" else speed) - 1))
     assert summary["auto_mean_regret"] == pytest.approx(sum(regrets) / 3)
     bounds = summary["intervals"]["auto_mean_regret"]
     assert 0 <= bounds["low"] <= bounds["high"] < math.inf
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "pass-KV s" in done.stdout and "mean regret" in done.stdout
-    assert [file.name for file in sorted(tmp_path.iterdir())] == ["multiturn.json", "multiturn.png"]
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["config", "multiturn.json", "multiturn.png"]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +112,20 @@ def test_verdict_counts_only_cells_that_differ() -> None:
     bounds = found["intervals"]["auto_mean_regret"]
     assert bounds["low"] <= found["auto_mean_regret"] <= bounds["high"] <= 0.06
     assert found["intervals"]["auto_right_share"] == {"value": pytest.approx(2 / 3), "low": 2 / 3, "high": 2 / 3}
+    assert found["auto_right_share_within_interval"] == pytest.approx(2 / 3)
     (wrong,) = found["wrong"]
     assert (wrong["miss_rate"], wrong["chosen"]) == (0.5, "pass_q")
     assert 0.18 < wrong["regret"]["low"] <= wrong["regret"]["high"] < 0.22
+
+
+def test_a_wrong_choice_within_the_noise_is_marked_and_drift_is_none() -> None:
+    drift = np.linspace(1, 3, 9)
+    unclear = np.array([0.9, 1.2, 0.95, 1.1, 1.05, 0.8, 1.3, 1.04, 1.06])
+    clear = np.full(9, 1.03)
+    for ratio, within in ((unclear, 1.0), (clear, 0.0)):
+        found = judge([Cell(0.1, {"pass_kv": list(drift), "pass_q": list(drift * ratio)}, "pass_q")])
+        assert found["auto_right_share"] == 0 and found["auto_right_share_within_interval"] == within
+        assert found["auto_mean_regret"] == pytest.approx(np.median(ratio) - 1)
 
 
 def test_no_cell_differs() -> None:
