@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.arguments import (
     add_model_arguments,
@@ -16,6 +16,9 @@ from harness.arguments import (
     check_rank_arguments,
 )
 from harness.ranks import is_rank, start_ranks
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
 OWN = ("replicated", "pass_q")
@@ -147,23 +150,73 @@ def check_memory(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> N
         )
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks, and report from rank 0.
+def measure_batch(
+    arguments: argparse.Namespace, world: World, model: Any, engines: Mapping[str, Any], batch: int
+) -> list[dict[str, Any]]:
+    """The rows of one batch. Its caches are gone afterwards.
 
     Raises
     ------
     MegaKVError
         If a method computes other logits than the first.
-    ValueError
-        If the caches would not fit.
     """
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
     from harness.caches import CopyingCache, RoomyCache, sharded_cache
-    from harness.generations import ContextParallelGeneration, Generation, PlainGeneration, without_stop
-    from harness.models import random_ids, random_llama, twin
-    from harness.report import describe_machine, write_report
+    from harness.generations import ContextParallelGeneration, Generation, PlainGeneration
+    from harness.models import random_ids
     from harness.sampling import measure
+
+    # Steps: what follows the first one, which the clock starts with.
+    tokens = arguments.tokens + 1
+    ids = random_ids(arguments.vocab, arguments.context + 1, world.device, batch)
+    size = {"batch": batch, "tokens": arguments.context}
+    whole = RoomyCache(model, **size, room=tokens) if set(SINGLE).intersection(arguments.methods) else None
+    copying = None if whole is None else CopyingCache(whole)
+    shard = sharded_cache(model, world, **size) if engines else None
+    methods: list[Generation] = []
+    for name in arguments.methods:
+        if name in OWN:
+            methods.append(ContextParallelGeneration(name, engines[name], ids, tokens, cache=shard))
+        else:
+            cache = copying if name.startswith("single") else whole
+            takes_part = world.rank == 0 or not name.endswith("idle")
+            methods.append(PlainGeneration(name, model, ids, tokens, cache=cache, takes_part=takes_part))
+    agreement = Agreement(world, arguments.dtype)
+    marks = {name: Breakdown(engine) for name, engine in engines.items()}
+
+    def inspect(name: str, output: Any) -> dict[str, Any]:
+        first = None if output is None else output.logits[0]
+        facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first)}
+        if name in marks:
+            facts["attention_us"] = marks[name].generated()["decode_us"]
+        return facts
+
+    rows = []
+    for sample in measure(
+        world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=3
+    ):
+        row = sample.to_row(
+            ranks=arguments.ranks, context=arguments.context, batch=batch, tokens_per_sample=arguments.tokens
+        )
+        if sample.method in ("single", "in_place"):
+            # Processes that do not wait for each other: the mean is what one of them takes.
+            row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
+        rows.append(row)
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, as one of the ranks, and report from rank 0.
+
+    Raises
+    ------
+    ValueError
+        If the caches would not fit.
+    """
+    from harness.generations import without_stop
+    from harness.models import random_llama, twin
+    from harness.report import describe_machine, write_report
     from harness.world import join_world
 
     import megakv
@@ -171,10 +224,8 @@ def run(arguments: argparse.Namespace) -> None:
     machine = describe_machine()
     check_memory(arguments, machine)
     world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
-    # Steps: what follows the first one, which the clock starts with.
-    tokens = arguments.tokens + 1
-    length = arguments.context + 1
-    model = without_stop(random_llama(arguments, positions=length + tokens, device=world.device))
+    positions = arguments.context + arguments.tokens + 2
+    model = without_stop(random_llama(arguments, positions=positions, device=world.device))
     engines = {}
     for name in arguments.methods:
         if name in OWN:
@@ -182,46 +233,7 @@ def run(arguments: argparse.Namespace) -> None:
             engines[name] = megakv.init_inference(twin(model), {"megakv": section})
     rows: list[dict[str, Any]] = []
     for batch in arguments.batches:
-        ids = random_ids(arguments.vocab, length, world.device, batch)
-        size = {"batch": batch, "tokens": arguments.context}
-        whole = RoomyCache(model, **size, room=tokens) if set(SINGLE).intersection(arguments.methods) else None
-        shard = sharded_cache(model, world, **size) if engines else None
-        methods: list[Generation] = []
-        for name in arguments.methods:
-            if name in OWN:
-                methods.append(ContextParallelGeneration(name, engines[name], ids, tokens, cache=shard))
-            else:
-                assert whole is not None
-                cache = CopyingCache(whole) if name.startswith("single") else whole
-                methods.append(
-                    PlainGeneration(
-                        name, model, ids, tokens, cache=cache, everywhere=not name.endswith("idle"), rank=world.rank
-                    )
-                )
-        agreement = Agreement(world, arguments.dtype)
-        marks = {name: Breakdown(engine) for name, engine in engines.items()}
-
-        def inspect(
-            name: str, output: Any, agreement: Agreement = agreement, marks: Mapping[str, Breakdown] = marks
-        ) -> dict[str, Any]:
-            first = None if output is None else output.logits[0]
-            facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first)}
-            if name in marks:
-                facts["attention_us"] = marks[name].generated()["decode_us"]
-            return facts
-
-        results = measure(
-            world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=3
-        )
-        for sample in results:
-            row = sample.to_row(
-                ranks=arguments.ranks, context=arguments.context, batch=batch, tokens_per_sample=arguments.tokens
-            )
-            if sample.method in ("single", "in_place"):
-                # Processes that do not wait for each other: the mean is what one of them takes.
-                row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
-            rows.append(row)
-        del methods, whole, shard
+        rows += measure_batch(arguments, world, model, engines, batch)
     if world.rank == 0:
         summary = summarise(rows)
         show(rows, summary)

@@ -93,9 +93,8 @@ class PlainGeneration(Generation):
     ----------
     cache : RoomyCache or CopyingCache, optional
         Already holds all tokens of the prompt but the last.
-    everywhere : bool
-        Whether all ranks do it at the same time, each alone, or rank 0 while the others are idle.
-    rank : int
+    takes_part : bool
+        Whether this rank does it, or is idle meanwhile.
     """
 
     def __init__(
@@ -106,20 +105,24 @@ class PlainGeneration(Generation):
         tokens: int,
         *,
         cache: RoomyCache | CopyingCache | None = None,
-        everywhere: bool = True,
-        rank: int = 0,
+        takes_part: bool = True,
     ):
         super().__init__(name, ids, tokens, cached=cache is not None)
         self._model = model
         self._cache = cache
-        self._takes_part = everywhere or rank == 0
+        self._takes_part = takes_part
 
     def prepare(self) -> None:
         if self._cache is not None:
             self._cache.rewind()
 
     def run(self) -> Any:
-        return super().run() if self._takes_part else None
+        if not self._takes_part:
+            return None
+        output = super().run()
+        # Copies of the cache are not kept until the next turn. The clock that counts, of steps, has stopped.
+        self.prepare()
+        return output
 
     def duration(self, elapsed: float) -> float:
         return super().duration(elapsed) if self._takes_part else 0.0
