@@ -1,8 +1,8 @@
 """Row-wise FP8 weights of feed-forward layers (Context Parallelism, Section 4.1): one byte each, products in FP8.
 
 Every row of a weight and every token's activations are divided by a scale of their own, so that the largest value of
-the row becomes the largest of float8_e4m3fn; `torch._scaled_mm` multiplies the scales back. An accelerator is needed
-for speed: on CPU torch computes the same numbers, slower than in the weights' own type.
+the row becomes the largest of float8_e4m3fn; `torch._scaled_mm` multiplies the scales back. On CPU, where most versions
+of torch lack that, the same numbers are computed in float32: half the bytes, but slower than the weights' own type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from transformers import PreTrainedModel
 from megakv.placement.plan import ROUTERS, decoder_layers
 from megakv.tensor_parallel import AllReduce, RowParallelLinear
 
-__all__ = ["FP8", "Fp8Linear", "check_device", "feed_forward_linears", "quantise_rows", "use_fp8"]
+__all__ = [
+    "FP8",
+    "Fp8Linear",
+    "check_device",
+    "cpu_product",
+    "feed_forward_linears",
+    "quantise_rows",
+    "scaled_product",
+    "use_fp8",
+]
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -64,6 +73,36 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def scaled_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """``[L, in]`` FP8 values with scales ``[L, 1]`` times ``[out, in]`` with ``[1, out]``: ``[L, out]`` in bfloat16.
+
+    Of the types that the row-wise kernels of all GPUs give that is the one without overflow; its rounding is far below
+    FP8's.
+    """
+    return torch._scaled_mm(values, weight.t(), scale_a=scales, scale_b=weight_scale, out_dtype=torch.bfloat16)
+
+
+def cpu_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """What `scaled_product` computes, in float32, with no more than a few rows of the weight decoded at a time."""
+    x = _decoded(values)
+    out = x.new_empty(len(values), len(weight))
+    step = max(1, CHUNK // weight.shape[1])
+    for start in range(0, len(weight), step):
+        torch.mm(x, _decoded(weight[start : start + step]).t(), out=out[:, start : start + step])
+    # Both sides were decoded to 2^-8 of themselves.
+    return out.mul_(scales * 2.0**16).mul_(weight_scale)
+
+
+def _decoded(values: Tensor) -> Tensor:
+    """2^-8 times FP8 values in float32: their bits moved to where float16 has them, its exponents being 8 above.
+
+    torch's own conversion takes 14 times as long on CPU. A NaN becomes a number, but the scale of its row is none then.
+    """
+    bits = values.view(torch.int8).to(torch.int16)
+    # The sign was extended: after the shift it stands twice.
+    return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
+
+
 class Fp8Linear(nn.Module):
     """A linear, whole or spread over ranks, whose weight is FP8 with a scale for each output.
 
@@ -100,15 +139,8 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]`` in the type of x."""
         values, scales = quantise_rows(x.reshape(-1, self.in_features))
-        # Of the types that all kernels of CUDA give, the one of the largest range; its rounding is far below FP8's.
-        precise = x.device.type == "cpu" and x.dtype != torch.bfloat16
-        out = torch._scaled_mm(
-            values,
-            self.weight.t(),
-            scale_a=scales,
-            scale_b=self.weight_scale,
-            out_dtype=torch.float32 if precise else torch.bfloat16,
-        )
+        product = cpu_product if x.device.type == "cpu" else scaled_product
+        out = product(values, scales, self.weight, self.weight_scale)
         out = out[:, : self.out_features].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
         if self._all_reduce is not None:
             out = self._all_reduce(out.contiguous())
