@@ -1,0 +1,67 @@
+"""The main job across two hosts on a 1 Gbit/s link."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.launch import ROOT
+from tests.hosts.cluster import Hosts
+
+ASK = ROOT / "recipes" / "passkey" / "ask.py"
+LAUNCH_S = 240
+
+
+def config(slots: int) -> Path:
+    """CP across the hosts, TP inside each."""
+    return ASK.parent / f"cp2_tp{slots}.json"
+
+
+def test_main_job_across_two_hosts(slots: int, tmp_path: Path) -> None:
+    path = tmp_path / "outcome.json"
+    seed = time.time_ns() % 10**6
+    with Hosts(count=2, slots=slots, rate="1gbit") as hosts:
+        job: list[str | Path] = ["--config", config(slots), "--seed", str(seed), "--compare", "--json", path]
+        hosts.run_deepspeed(ASK, *job, timeout=LAUNCH_S).check()
+    outcome = json.loads(path.read_text())
+    assert outcome["answer_correct"] is True and outcome["tokens_equal"] is True, (seed, outcome["answer"])
+    assert outcome["mesh"] == {"cp": 2, "tp": slots}
+    # TP groups, ranks next to each other, are on one host each.
+    assert [rank["host"] for rank in outcome["ranks"]] == ["host1"] * slots + ["host2"] * slots
+
+
+def test_tensor_parallelism_across_hosts(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> None:
+    # DeepSpeed's shared-memory sum is for one host; started on two it would crash.
+    path = tmp_path / "outcome.json"
+    settings = write_json("tp2.json", {"dtype": "fp32", "tensor_parallel": {"tp_size": 2}})
+    with Hosts(count=2) as hosts:
+        job: list[str | Path] = ["--config", settings, "--tokens", "300", "--compare", "--json", path]
+        hosts.run_deepspeed(ASK, *job, timeout=LAUNCH_S).check()
+    outcome = json.loads(path.read_text())
+    assert outcome["tokens_equal"] is True and outcome["mesh"] == {"cp": 1, "tp": 2}
+    assert [rank["host"] for rank in outcome["ranks"]] == ["host1", "host2"]
+
+
+def test_a_rank_killed_on_the_other_host_ends_the_job_and_is_named(slots: int) -> None:
+    with Hosts(count=2, slots=slots, rate="1gbit") as hosts:
+        running = hosts.start_deepspeed(ASK, "--config", config(slots), "--tokens", "12000")
+        deadline = time.monotonic() + LAUNCH_S
+        while "tokens on CP 2" not in running.stdout:
+            assert not running.ended() and time.monotonic() < deadline, running.wait(0)
+            time.sleep(0.05)
+        victim = 2 * slots - 1
+        ranks = [process for process in hosts.processes(1) if process.environ().get("RANK") == str(victim)]
+        assert len(ranks) == 1
+        killed = time.monotonic()
+        ranks[0].kill()
+        result = running.wait(LAUNCH_S)
+        assert result.returncode not in (0, None) and result.leftovers == []
+        assert time.monotonic() - killed < 60
+    # Seen from the first host, where the process itself cannot be looked for.
+    complaints = [line for line in result.stderr.splitlines() if "megakv: error: rank" in line]
+    seen = [
+        line for line in complaints if line.startswith("host1:") or "error: rank 0" in line or "error: rank 1" in line
+    ]
+    assert any(f"rank {victim} (host host2" in line for line in seen), result.stderr
+    assert not [line for line in complaints if "was lost" in line and "rank 0 (" in line]
