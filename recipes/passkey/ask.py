@@ -10,7 +10,7 @@ import numpy as np
 from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
-from megakv.launcher.environment import adopt_single_process, own_rank
+from megakv.launcher.environment import adopt_single_process, adopt_slurm, own_rank
 from megakv.launcher.job import add_job_arguments, print_outcome, read_text, run_job, write_outcome
 from megakv.launcher.voice import one_voice, quiet_libraries
 
@@ -55,6 +55,7 @@ def main() -> None:
     arguments = parse_arguments()
     quiet_libraries()
     with one_voice():
+        adopt_slurm()
         adopt_single_process()
         prompter = Prompter(arguments)
         outcome = run_job(arguments.model, arguments, prompter, chat=False)
