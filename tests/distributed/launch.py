@@ -1,5 +1,8 @@
-"""Starts real ranks by a real launcher, bounded in time, and leaves no process behind."""
+"""Starts real ranks, by a real launcher or by forking, bounded in time, and leaves no process behind."""
 
+import atexit
+import functools
+import json
 import os
 import socket
 import subprocess
@@ -7,13 +10,14 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
-Launcher = Literal["deepspeed", "torchrun", "python"]
+Launcher = Literal["forked", "deepspeed", "torchrun", "python"]
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "MEGAKV_TEST_LAUNCH"
 # How long processes may take to go after their launcher has ended before they count as left over.
@@ -36,6 +40,8 @@ class Result:
     leftovers : list of str
         Command lines of processes that were still alive `GRACE_S` after the launcher had ended by itself; by now they
         are killed. Empty after a time-out, where everything is killed anyway.
+    codes : tuple of int or None
+        Exit status per rank, of forked ranks only.
     """
 
     returncode: int | None
@@ -43,6 +49,7 @@ class Result:
     stderr: str
     seconds: float
     leftovers: list[str]
+    codes: tuple[int | None, ...] = ()
 
     def check(self) -> "Result":
         """Asserts success with nothing left over, showing the end of the output otherwise; returns self."""
@@ -59,9 +66,9 @@ def run_ranks(
     ranks: int,
     timeout: float,
     env: dict[str, str] | None = None,
-    launcher: Launcher = "deepspeed",
+    launcher: Launcher = "forked",
 ) -> Result:
-    """Runs ``script`` with ``args`` on ``ranks`` processes of this machine.
+    """Runs ``script`` with ``args`` on ``ranks`` processes of this machine, on the CPU.
 
     Parameters
     ----------
@@ -72,6 +79,8 @@ def run_ranks(
     env : dict, optional
         Variables set on top of the present ones and of the defaults: one thread per rank, and this checkout on
         PYTHONPATH.
+    launcher : {"forked", "deepspeed", "torchrun", "python"}
+        ``forked`` costs least: ranks are forked from a process that has imported everything.
 
     Returns
     -------
@@ -79,14 +88,92 @@ def run_ranks(
         Also where the launch failed or ran out of time: the caller judges.
     """
     for _ in range(PORT_ATTEMPTS):
-        result = _run_once(_command(launcher, ranks, _free_port(), script, args), timeout, env or {})
+        if launcher == "forked":
+            result = run_forked(script, [list(args)] * ranks, timeout=timeout, env=env)
+        else:
+            result = _run_once(_command(launcher, ranks, free_port(), script, args), timeout, env or {})
         # Another process took the port between our look and the launcher's bind.
         if result.returncode in (0, None) or "EADDRINUSE" not in result.stderr:
             break
     return result
 
 
-def _free_port() -> int:
+def run_forked(
+    script: str | Path,
+    commands: Sequence[Sequence[str | Path]],
+    *,
+    timeout: float,
+    env: dict[str, str] | None = None,
+) -> Result:
+    """Runs ``script`` on forked ranks, each with arguments of its own.
+
+    Parameters
+    ----------
+    commands : sequence of sequence of str
+        Per rank, its arguments.
+    timeout, env
+        As for `run_ranks`.
+    """
+    with tempfile.TemporaryDirectory(prefix="megakv-launch-") as folder:
+        paths = {name: str(Path(folder, name)) for name in ("stdout", "stderr")}
+        for path in paths.values():
+            Path(path).touch()
+        answer = fork_server().ask(
+            {
+                "script": str(script),
+                "commands": [list(map(str, command)) for command in commands],
+                "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})},
+                "timeout": timeout,
+                **paths,
+            }
+        )
+        texts = {name: Path(path).read_text(errors="replace") for name, path in paths.items()}
+    codes: list[int | None] = answer["codes"]
+    # As launchers do: the first failure is the launch's status.
+    returncode = None if None in codes else next((code for code in codes if code), 0)
+    return Result(
+        returncode=returncode, seconds=answer["seconds"], leftovers=answer["leftovers"], codes=tuple(codes), **texts
+    )
+
+
+class ForkServer:
+    """The process that ranks are forked from."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forkserver.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment({}),
+            text=True,
+        )
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request, answered when its ranks have ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the fork server ended with status {self._process.wait()}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one server of a test session, started when first needed."""
+    return ForkServer()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -105,12 +192,17 @@ def _command(launcher: str, ranks: int, port: int, script: str | Path, args: tup
     return [sys.executable, "-m", *map(str, start), str(script), *map(str, args)]
 
 
-def _run_once(command: list[str], timeout: float, env: dict[str, str]) -> Result:
-    tag = uuid.uuid4().hex
+def _environment(more: dict[str, str]) -> dict[str, str]:
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    full_env = {**os.environ, "PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", **env, TAG: tag}
+    defaults = {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return {**os.environ, **defaults, **more}
+
+
+def _run_once(command: list[str], timeout: float, env: dict[str, str]) -> Result:
+    tag = uuid.uuid4().hex
+    full_env = {**_environment(env), TAG: tag}
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open, and a full pipe blocks its writer.
     with tempfile.TemporaryDirectory(prefix="megakv-launch-") as folder:
         paths = Path(folder, "stdout"), Path(folder, "stderr")

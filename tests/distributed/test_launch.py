@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.launch import Launcher, Result, run_ranks
+from tests.distributed.launch import Launcher, Result, run_forked, run_ranks
 
 SCRIPT = Path(__file__).with_name("all_reduce_ranks.py")
 
@@ -21,7 +21,7 @@ class Launch:
         self.folder, self.write_json, self.ranks = folder, write_json, ranks
         self.values = [[random.randint(-999, 999) for _ in range(5)] for _ in range(ranks)]
 
-    def run(self, *, timeout: float = 120, launcher: Launcher = "deepspeed", **job: Any) -> Result:
+    def run(self, *, timeout: float = 120, launcher: Launcher = "forked", **job: Any) -> Result:
         path = self.write_json("job.json", {"values": self.values, "results": str(self.folder), **job})
         return run_ranks(SCRIPT, path, ranks=self.ranks, timeout=timeout, launcher=launcher)
 
@@ -39,13 +39,13 @@ def launch(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> Launch:
     return Launch(tmp_path, write_json, ranks=2)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "forked"])
 def test_ranks_reduce(launch: Launch, launcher: Launcher) -> None:
     launch.run(launcher=launcher).check()
     launch.check_results()
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "forked"])
 def test_failure_of_one_rank_propagates(launch: Launch, launcher: Launcher) -> None:
     result = launch.run(launcher=launcher, then="fail", odd_rank=1)
     assert result.returncode not in (0, None)
@@ -54,17 +54,29 @@ def test_failure_of_one_rank_propagates(launch: Launch, launcher: Launcher) -> N
     launch.check_results()
 
 
-def test_time_out_kills_every_rank(launch: Launch) -> None:
-    result = launch.run(timeout=15, launcher="torchrun", then="hang", odd_rank=0)
+# Long enough for the ranks to get to where they stay.
+@pytest.mark.parametrize(("launcher", "limit"), [pytest.param("torchrun", 20, marks=pytest.mark.full), ("forked", 5)])
+def test_time_out_kills_every_rank(launch: Launch, launcher: Launcher, limit: int) -> None:
+    result = launch.run(timeout=limit, launcher=launcher, then="hang", odd_rank=0)
     assert result.returncode is None
-    assert 15 <= result.seconds < 20
+    assert limit <= result.seconds < limit + 5
     launch.check_results()
 
 
-def test_process_left_behind_is_reported_and_killed(launch: Launch) -> None:
-    result = launch.run(launcher="torchrun", then="leave", odd_rank=1)
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.full), "forked"])
+def test_process_left_behind_is_reported_and_killed(launch: Launch, launcher: Launcher) -> None:
+    result = launch.run(launcher=launcher, then="leave", odd_rank=1)
     assert result.returncode == 0
     assert len(result.leftovers) == 1 and "time.sleep(1000)" in result.leftovers[0]
     assert not psutil.pid_exists(int(result.leftovers[0].split(":")[0]))
     with pytest.raises(AssertionError, match="left over"):
         result.check()
+
+
+def test_forked_ranks_have_arguments_of_their_own(launch: Launch) -> None:
+    jobs = [{"values": launch.values, "results": str(launch.folder)} for _ in range(2)]
+    jobs[1] |= {"then": "fail", "odd_rank": 1}
+    paths = [launch.write_json(f"job{rank}.json", job) for rank, job in enumerate(jobs)]
+    result = run_forked(SCRIPT, [[path] for path in paths], timeout=60)
+    assert result.codes == (0, 3) and result.returncode == 3
+    launch.check_results()

@@ -1,0 +1,161 @@
+"""Starts ranks by forking itself: what a launch costs most, the imports, is paid once for all tests.
+
+It reads one request per line from standard input and answers each with a line on standard output, both JSON. A request
+has a `script`, its arguments per rank in `commands`, variables in `env`, a `timeout` in seconds and the paths `stdout`
+and `stderr`. Ranks are told what DeepSpeed's launcher tells them; when one fails the others are sent SIGTERM, as
+launchers do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import megakv.launcher.run  # noqa: F401  what most scripts need
+
+# How long the others have to end once a rank has failed, as with DeepSpeed and torchrun.
+PATIENCE_S = 30.0
+# How long processes may take to go after the last rank has ended before they count as left over.
+GRACE_S = 5.0
+PARENT = os.getppid()
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def be_rank(request: dict[str, Any], rank: int) -> NoReturn:
+    """What a child does: run the script, and never return."""
+    code = 1
+    try:
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        ranks = str(len(request["commands"]))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_SIZE=ranks)
+        os.environ.update(request["env"])
+        script = request["script"]
+        sys.argv = [script, *request["commands"][rank]]
+        sys.path[0] = str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what a rank leaves behind, so that it is found."""
+    assert ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def offspring() -> list[psutil.Process]:
+    """Live processes that descend from this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def describe(process: psutil.Process) -> str:
+    """A process for a message."""
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return f"{process.pid}: ended meanwhile"
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL, and wait. psutil waits for its own children, whose zombies it takes away."""
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=5)
+
+
+def signal_rank(pid: int, number: int) -> None:
+    """Send a signal to a rank that may have ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def wait_for_ranks(pids: list[int], deadline: float) -> list[int | None]:
+    """Exit statuses of all ranks, None for those that had to be killed at the deadline."""
+    codes: list[int | None] = [None] * len(pids)
+    failed: float | None = None
+    while None in codes:
+        if time.monotonic() > deadline or os.getppid() != PARENT:
+            return codes
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in pids:
+            code = codes[pids.index(pid)] = os.waitstatus_to_exitcode(status)
+            if code and failed is None:
+                failed = time.monotonic()
+                for other, present in zip(pids, codes, strict=True):
+                    if present is None:
+                        signal_rank(other, signal.SIGTERM)
+        elif failed is not None and time.monotonic() > failed + PATIENCE_S:
+            for other, present in zip(pids, codes, strict=True):
+                if present is None:
+                    signal_rank(other, signal.SIGKILL)
+        if pid == 0:
+            time.sleep(0.02)
+    return codes
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Run one request: exit statuses, seconds, and what was left over and is killed by now."""
+    start = time.monotonic()
+    pids = []
+    for rank in range(len(request["commands"])):
+        pid = os.fork()
+        if pid == 0:
+            be_rank(request, rank)
+        pids.append(pid)
+    codes = wait_for_ranks(pids, start + request["timeout"])
+    seconds = time.monotonic() - start
+    deadline = time.monotonic() + GRACE_S
+    while (left := offspring()) and None not in codes and time.monotonic() < deadline:
+        time.sleep(0.1)
+    names = [] if None in codes else [describe(process) for process in left]
+    while left := offspring():
+        kill(left)
+    return {"codes": codes, "seconds": seconds, "leftovers": names}
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    adopt_orphans()
+    # Whatever the libraries print must not reach the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(serve(json.loads(line))) + "\n")
+        answers.flush()
+        if os.getppid() != PARENT:
+            return
+
+
+if __name__ == "__main__":
+    main()

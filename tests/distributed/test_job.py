@@ -1,0 +1,108 @@
+"""launcher/run.py from end to end on a tiny model, however it is started."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import ROOT, Launcher, Result, free_port, run_ranks
+from tests.distributed.models import prose, save_model
+
+RUN = ROOT / "launcher" / "run.py"
+PROMPT_TOKENS = 203
+NEW_TOKENS = 6
+
+
+class Job:
+    """A model with a chat template, a prompt and a mesh."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.model = save_model(folder / "model", chat=True)
+        self.prompt = folder / "prompt.txt"
+        self.prompt.write_text(prose(PROMPT_TOKENS - 2))
+
+    def arguments(self, cp: int, *more: str | Path) -> list[str | Path]:
+        """Arguments of launcher/run.py; the outcome goes to ``out.json``."""
+        config = self.folder / "config.json"
+        config.write_text(json.dumps({"dtype": "fp32", "megakv": {"context_parallel": {"size": cp}}}))
+        plain: list[str | Path] = ["--model", self.model, "--config", config, "--prompt-file", self.prompt]
+        return [*plain, "--max-new-tokens", str(NEW_TOKENS), "--json", self.folder / "out.json", *more]
+
+    def run(self, cp: int, *more: str | Path, launcher: Launcher) -> Result:
+        """One run of the script itself."""
+        return run_ranks(RUN, *self.arguments(cp, *more), ranks=cp, timeout=120, launcher=launcher).check()
+
+    def outcome(self) -> dict[str, Any]:
+        """What the last run wrote."""
+        return json.loads((self.folder / "out.json").read_text())
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def check_outcome(outcome: dict[str, Any], ranks: int, prompt_tokens: int = PROMPT_TOKENS) -> None:
+    """The documented keys hold plausible values."""
+    assert outcome["tokens_equal"] is True
+    # Special tokens may be among the new ones; the text leaves them out.
+    assert 1 <= len(outcome["answer"].split()) <= NEW_TOKENS
+    assert outcome["prompt_tokens"] == prompt_tokens and outcome["new_tokens"] == NEW_TOKENS
+    assert 0 < outcome["ttit_s"] < 10 and 0 < outcome["ttft_s"] < 60
+    assert outcome["mesh"] == {"cp": ranks, "tp": 1}
+    assert [rank["rank"] for rank in outcome["ranks"]] == list(range(ranks))
+    # The last token's keys and values are never needed.
+    tokens = [rank["tokens"] for rank in outcome["ranks"]]
+    assert sum(tokens) == prompt_tokens + NEW_TOKENS - 1 and max(tokens) - min(tokens) <= 1
+    for rank in outcome["ranks"]:
+        assert rank["peak_bytes"] > rank["kv_bytes"] > 0
+        assert rank["host"] and all(size >= 0 for size in rank["bytes_sent"].values())
+        assert sum(traffic["bytes_sent"] for traffic in rank["traffic"]) == sum(rank["bytes_sent"].values())
+    if ranks > 1:
+        sent = [rank["bytes_sent"] for rank in outcome["ranks"]]
+        assert all(found["pass_kv"] + found.get("pass_q", 0) > 0 and math.isfinite(found["logits"]) for found in sent)
+    assert {"torch", "transformers", "deepspeed", "megakv"} <= outcome["versions"].keys()
+    assert outcome["machine"]
+
+
+def test_deepspeed_launcher(job: Job) -> None:
+    picture = job.folder / "timeline.png"
+    result = job.run(2, "--compare", "--timeline", picture, launcher="deepspeed")
+    outcome = job.outcome()
+    # Prompt, and what the chat template puts around it.
+    check_outcome(outcome, ranks=2)
+    assert result.stdout.count(outcome["answer"]) == 1, "streamed from rank 0 alone"
+    assert result.stdout.index(outcome["answer"]) < result.stdout.index("TTFT")
+    assert f"megakv: {PROMPT_TOKENS} tokens on CP 2 x TP 1" in result.stdout
+    assert result.stdout.count("tokens are equal to those of a single-process transformers run") == 1
+    assert "prefill: 100%" in result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and picture.stat().st_size > 10_000
+
+
+def test_torchrun_samples_as_a_single_process(job: Job) -> None:
+    job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", "3", launcher="torchrun")
+    outcome = job.outcome()
+    check_outcome(outcome, ranks=2)
+    answers = {}
+    for seed in (3, 4):
+        job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", str(seed), launcher="forked")
+        answers[seed] = job.outcome()["answer"]
+    assert outcome["answer"] == answers[3] != answers[4]
+
+
+def test_one_plain_process_without_the_chat_template(job: Job) -> None:
+    more = ["--compare", "--no-chat-template", "--question", "aa bb cc"]
+    job.run(1, *more, launcher="python")
+    first = job.outcome()
+    check_outcome(first, ranks=1, prompt_tokens=PROMPT_TOKENS + 1)
+
+
+def test_slurm(job: Job) -> None:
+    script = Path(__file__).parent / "ranks" / "srun.py"
+    arguments = ["2", RUN, *job.arguments(2, "--compare")]
+    environment = {"MASTER_PORT": str(free_port())}
+    run_ranks(script, *arguments, ranks=1, timeout=120, launcher="python", env=environment).check()
+    check_outcome(job.outcome(), ranks=2)
