@@ -40,7 +40,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--rates", default=FREE, help=f"links between ranks: {FREE}, or limits such as 1gbit between hosts, as root"
     )
     parser.add_argument(
-        "--config", metavar="JSON", help="configuration file whose megakv.context_parallel section decides for auto"
+        "--config",
+        metavar="JSON",
+        help="configuration file whose megakv.context_parallel section decides for auto; {rate} in it becomes the rate",
     )
     add_part_argument(parser)
     parser.add_argument("--rate", help=argparse.SUPPRESS)
@@ -77,8 +79,14 @@ def new_tokens(context: int, miss_rate: float) -> int:
     return round(context * miss_rate / 100)
 
 
-def deciding(path: str | None) -> dict[str, Any]:
+def deciding(path: str | None, rate: str) -> dict[str, Any]:
     """The section ``megakv.context_parallel`` of a configuration file; nothing without one.
+
+    Parameters
+    ----------
+    path : str, optional
+        With ``{rate}`` where links of each rate have a file of their own.
+    rate : str
 
     Raises
     ------
@@ -89,7 +97,7 @@ def deciding(path: str | None) -> dict[str, Any]:
         return {}
     from megakv.config import load_config
 
-    return load_config(path).megakv.context_parallel.model_dump(exclude_unset=True)
+    return load_config(path.replace("{rate}", rate)).megakv.context_parallel.model_dump(exclude_unset=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -118,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     engines = {}
     for name in (*METHODS, "auto"):
-        given = deciding(arguments.config) if name == "auto" else {}
+        given = deciding(arguments.config, arguments.rate) if name == "auto" else {}
         parallel = {**given, "size": world.size, "prefill": name}
         section = {"context_parallel": parallel, "tracking": {"timeline": "multiturn.png"}}
         engines[name] = megakv.init_inference(twin(model), {"megakv": section})

@@ -166,7 +166,7 @@ def main() -> int:
     try:
         parts = []
         for size in arguments.sizes:
-            print(f"{size} of {arguments.sizes} ranks", flush=True)
+            print(f"ranks: {size}, of {arguments.sizes}", flush=True)
             parts.append(launches.run(size))
     except LaunchError as error:
         return error.status

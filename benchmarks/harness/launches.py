@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from .ranks import TIMED_OUT, start_ranks
+from .ranks import TIMED_OUT, rank_environment, start_ranks
 
 
 class LaunchError(Exception):
@@ -51,6 +52,8 @@ class Launches:
     """
 
     def __init__(self, arguments: argparse.Namespace):
+        # This process writes the report in its ranks' name: on their accelerator.
+        os.environ.update(rank_environment(arguments))
         self._arguments = arguments
         self._deadline = time.monotonic() + arguments.timeout
 

@@ -26,12 +26,12 @@ def run(*argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[
 
 
 def test_tiny_run(tmp_path: Path) -> None:
-    path, config = tmp_path / "multiturn.json", tmp_path / "config" / "deciding.json"
+    path, config = tmp_path / "multiturn.json", tmp_path / "config" / "links-free.json"
     config.parent.mkdir()
     config.write_text(json.dumps({"megakv": {"context_parallel": {"size": 2, "decode": "replicated"}}}))
     done = run(
         "--ranks", "2", "--context", "300", "--miss-rates", "100,3,40", "--pairs", "3", "--most-pairs", "3",
-        "--config", config, "--json", path, *TINY,
+        "--config", config.with_name("links-{rate}.json"), "--json", path, *TINY,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
