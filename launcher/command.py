@@ -1,10 +1,11 @@
-"""The ``megakv`` command: what needs no ranks."""
+"""The ``megakv`` command: tools that need no ranks, and measurements that start their own."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megakv.errors import MegaKVError
@@ -52,26 +53,63 @@ def timeline(arguments: argparse.Namespace) -> dict[str, Any]:
     return written
 
 
+def profile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure this machine's compute, memory and links once, for the choice of methods."""
+    from megakv.costmodel.hardware import load_profile
+    from megakv.launcher.hardware import summary
+
+    _measure("hardware.py", arguments, ["threads", "dtype", "tp", "seconds", "json", "model"])
+    return summary(load_profile(arguments.json, setting="--json"))
+
+
+def fit_policy(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time pass-KV against pass-Q at many (T, P) and fit the rule of the policy ``fitted``."""
+    from megakv.costmodel.policy_fit import load_fit
+    from megakv.launcher.fit import check_tokens, summary
+
+    check_tokens(arguments.tokens, arguments.ranks // max(1, arguments.tp))
+    _measure("fit.py", arguments, ["threads", "dtype", "tp", "seconds", "json", "model", "tokens"])
+    return summary(load_fit(arguments.json, setting="--json"))
+
+
+def _measure(script: str, arguments: argparse.Namespace, names: list[str]) -> None:
+    from megakv.launcher.hardware import layer_shape
+    from megakv.launcher.ranks import check_rank_arguments, command_line, start_ranks
+
+    check_rank_arguments(arguments, arguments.ranks)
+    if arguments.model:
+        layer_shape(arguments)
+    start_ranks(script, arguments.ranks, arguments.threads, command_line(arguments, names))
+
+
+def _describe(commands: Any, function: Callable[[argparse.Namespace], dict[str, Any]]) -> argparse.ArgumentParser:
+    summary = (function.__doc__ or "").splitlines()[0]
+    command: argparse.ArgumentParser = commands.add_parser(
+        function.__name__.replace("_", "-"), help=summary, description=summary
+    )
+    command.set_defaults(function=function, ranks_write=False)
+    return command
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megakv", description="Long-context inference: tools that need no ranks.")
+    from megakv.launcher.fit import add_fit_arguments
+    from megakv.launcher.hardware import add_profile_arguments
+
+    parser = argparse.ArgumentParser(prog="megakv", description="Long-context inference: its tools.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for function, arguments in (
-        (info, {}),
-        (check, {"config": "the JSON of a run"}),
-        (
-            timeline,
-            {
-                "report": "a report that megakv.tracking.json wrote",
-                "png": "picture to write",
-                "--trace": "trace to write",
-            },
-        ),
-    ):
-        command = commands.add_parser(function.__name__, help=(function.__doc__ or "").splitlines()[0])
-        for name, meaning in arguments.items():
-            command.add_argument(name, help=meaning)
+    _describe(commands, info)
+    _describe(commands, check).add_argument("config", help="the JSON of a run")
+    drawing = _describe(commands, timeline)
+    drawing.add_argument("report", help="a report that megakv.tracking.json wrote")
+    drawing.add_argument("png", help="picture to write")
+    drawing.add_argument("--trace", help="trace to write")
+    for command in commands.choices.values():
         command.add_argument("--json", help="write the result to this file")
-        command.set_defaults(function=function)
+    for function, add_arguments in ((profile, add_profile_arguments), (fit_policy, add_fit_arguments)):
+        measuring = _describe(commands, function)
+        measuring.add_argument("--ranks", type=int, default=2, help="processes to start on this machine (default 2)")
+        add_arguments(measuring)
+        measuring.set_defaults(ranks_write=True)
     return parser
 
 
@@ -81,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         result = arguments.function(arguments)
         text = json.dumps(result, indent=2)
-        if arguments.json:
+        if arguments.json and not arguments.ranks_write:
             from megakv.tracking.files import write_whole
 
             write_whole(arguments.json, text.encode())
@@ -89,6 +127,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, MegaKVError, OSError) as error:
         print(f"megakv: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("megakv: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -57,6 +57,18 @@ class ContextParallelConfig(DeepSpeedConfigModel):
     decode: Literal["auto", "pass_q", "replicated"] = "auto"
     """How newly generated tokens attend across ranks."""
 
+    policy: Literal["cost", "alg1", "alg5", "fitted"] = "cost"
+    """How ``auto`` chooses: by the cost model, Algorithm 1 or 5 of the paper, or a rule fitted on this machine."""
+
+    profile: str | None = None
+    """HardwareProfile that ``megakv profile`` wrote; ``alg1`` and ``alg5`` need it, ``cost`` does better with it."""
+
+    fit: str | None = None
+    """Constants that ``megakv fit-policy`` wrote; ``fitted`` needs them."""
+
+    accept_foreign_profile: bool = False
+    """Whether `profile` and `fit` may come from another machine, world or model."""
+
 
 class MegaKVSection(DeepSpeedConfigModel):
     """Section ``megakv``."""
@@ -163,6 +175,19 @@ def _refuse(config: MegaKVConfig, source: str) -> None:
         raise ValueError(f"{source}: dtype = {config.dtype}: allowed: fp32, bf16, fp16")
 
 
+POLICY_NEEDS = {"alg1": "profile", "alg5": "profile", "fitted": "fit"}
+WRITTEN_BY = {"profile": "megakv profile", "fit": "megakv fit-policy"}
+
+
+def _check_policy(config: ContextParallelConfig, source: str) -> None:
+    needed = POLICY_NEEDS.get(config.policy)
+    if needed is not None and getattr(config, needed) is None:
+        raise ValueError(
+            f"{source}: megakv.context_parallel.policy = {config.policy!r} needs megakv.context_parallel.{needed}: "
+            f"a file that {WRITTEN_BY[needed]} --json FILE writes"
+        )
+
+
 def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
     """Read and check a configuration.
 
@@ -201,4 +226,5 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
     except AssertionError as error:
         raise ValueError(f"{source}: {error}") from None
     _refuse(parsed, source)
+    _check_policy(parsed.megakv.context_parallel, source)
     return parsed

@@ -8,14 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.choice import METHODS, choose_decode, choose_prefill
+from megakv.attention.choice import METHODS, choose_decode, choose_prefill, load_evidence
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.injection.interface import add_sinks
 from megakv.sharding import Layout, TokenBlock, balanced, replicated, round_robin
+
+DECODE_STEPS = 256
+"""Cached tokens for which a choice of decode method is kept."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,23 @@ class ForwardPass:
         Where its tokens are computed and kept.
     cache : ShardedCache
         Where their keys and values go.
-    method : str
-        The attention method.
+    method : str, optional
+        The attention method of all layers; None where each layer chooses by its shape.
     batch, slots : int
         Rows of the input, and slots of the sequence after this pass.
+    workload : Workload
+        Its new and cached tokens.
+    chosen : dict
+        What layers of a shape chose.
     """
 
     layout: Layout
     cache: ShardedCache
-    method: str
+    method: str | None
     batch: int
     slots: int
+    workload: Workload
+    chosen: dict[AttentionShape, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,15 +62,28 @@ class Runtime:
     config : ContextParallelConfig
     heads, kv_heads : int
         Query and KV heads of the whole model, for the choice of method.
+    shape : ModelShape, optional
+        Sizes of the whole model, for the choice of decode method; without them it goes by the batch.
+
+    Raises
+    ------
+    ValueError
+        If a file that the choice of method needs cannot be used.
     """
 
     comm: Communicator
     config: ContextParallelConfig
     heads: int
     kv_heads: int
+    shape: ModelShape | None = None
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
+    _decode_methods: dict[Workload, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dtype = None if self.shape is None else self.shape.dtype
+        self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> ForwardPass:
         """Decide where the new tokens of a pass go and which method serves it.
@@ -68,22 +92,45 @@ class Runtime:
         """
         size = self.comm.mesh.cp_size
         held = cache.table.counts() if cache.length else None
-        longest = int(np.diff(new.bounds).max(initial=0))
+        lengths = np.diff(new.bounds)
+        cached = np.zeros_like(lengths) if held is None else held.sum(0)
+        workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
+        method: str | None = None
         if size == 1:
             layout, method = balanced(new, 1), "pass_kv"
-        elif longest < 2 * size:
-            method = choose_decode(self.config.decode, batch=new.batch, size=size)
+        elif int(lengths.max(initial=0)) < 2 * size:
+            method = self._decode_method(workload)
             layout = (replicated if method == "replicated" else round_robin)(new, size, held)
         else:
-            method = choose_prefill(
-                self.config.prefill,
-                new=len(new),
-                cached=0 if held is None else int(held.sum()),
-                heads=self.heads,
-                kv_heads=self.kv_heads,
-            )
             layout = balanced(new, size, held)
-        return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots)
+        return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots, workload=workload)
+
+    def _decode_method(self, workload: Workload) -> str:
+        """The choice for a step of decoding, made anew every `DECODE_STEPS` cached tokens."""
+        rounded = tuple(count // DECODE_STEPS * DECODE_STEPS for count in workload.cached)
+        known = Workload(workload.new, rounded, workload.size)
+        if known not in self._decode_methods:
+            self._decode_methods.clear()
+            self._decode_methods[known] = choose_decode(
+                self.config, self.evidence, known, self.shape, self.comm.mesh.tp_size
+            )
+        return self._decode_methods[known]
+
+    def _prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
+        """The choice of a layer, by the tensors that it really has: the same on all ranks of a ring."""
+        scoring = call.scoring
+        shape = AttentionShape(
+            heads=call.q_HLD.shape[0],
+            kv_heads=call.kv_heads,
+            key_dim=call.key_dim,
+            value_dim=call.value_dim,
+            element_bytes=call.q_HLD.element_size(),
+            window=scoring.window,
+            kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",
+        )
+        if shape not in step.chosen:
+            step.chosen[shape] = choose_prefill(self.config, self.evidence, step.workload, shape)
+        return step.chosen[shape]
 
     def attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
@@ -130,7 +177,7 @@ class Runtime:
             table=step.cache.table,
             comm=self.comm,
         )
-        out_HLD, lse_HL = self._method(step.method)(call)
+        out_HLD, lse_HL = self._method(step.method or self._prefill_method(step, call))(call)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]

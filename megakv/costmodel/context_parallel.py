@@ -156,7 +156,8 @@ def sent_bytes(
     Returns
     -------
     dict
-        ``positions`` holds the coordinates of ring messages; an all-gather's travel inside it.
+        ``positions`` holds the coordinates that travel with rows. An all-gather's messages are of equal size, the
+        largest one's.
     """
     size = len(kept)
     if size == 1:
@@ -173,5 +174,7 @@ def sent_bytes(
             sent["pass_q_return"] = (sum(new) - new[rank]) * shape.partial_row_bytes
         return sent
     if method == "all_gather":
-        return {"all_gather": (size - 1) * max(message_bytes(shape.kv_row_bytes, count) for count in kept)}
+        largest = max(message_bytes(shape.kv_row_bytes, count) for count in kept)
+        header = header_bytes(kept[rank] * shape.kv_row_bytes, kept[rank])
+        return {"all_gather": (size - 1) * (largest - header), "positions": (size - 1) * header}
     return {"replicated": (size - 1) * new[rank] * shape.partial_row_bytes}

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import socket
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megakv.costmodel.curves import AttentionTable, Curve, Positive
-from megakv.tracking.files import write_whole
+from megakv.comm import Communicator
+from megakv.costmodel.curves import AttentionTable, Curve
+from megakv.costmodel.records import Record, load_record
 from megakv.tracking.machine import machine_info
 
-FORMAT = "megakv hardware profile"
-VERSION = 1
 Overhead = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Fingerprint(BaseModel):
@@ -31,7 +29,7 @@ class Fingerprint(BaseModel):
         Cores that a rank may use, and the threads it computes with.
     hosts, ranks : int
         Network stacks and ranks of the whole world.
-    torch, dtype : str
+    torch_version, dtype : str
         Version of torch; type of Q, K, V and weights, as in ``float32``.
     """
 
@@ -43,7 +41,7 @@ class Fingerprint(BaseModel):
     threads: int = Field(ge=1)
     hosts: int = Field(ge=1)
     ranks: int = Field(ge=1)
-    torch: str
+    torch_version: str
     dtype: str
 
     @classmethod
@@ -58,7 +56,7 @@ class Fingerprint(BaseModel):
             threads=torch.get_num_threads(),
             hosts=hosts,
             ranks=ranks,
-            torch=torch.__version__,
+            torch_version=torch.__version__,
             dtype=str(dtype).removeprefix("torch."),
         )
 
@@ -68,7 +66,7 @@ class Fingerprint(BaseModel):
         return [f"{name} {mine[name]!r}, here {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
 
 
-class HardwareProfile(BaseModel):
+class HardwareProfile(Record):
     """Measured times of one machine; every prediction starts here.
 
     Parameters
@@ -80,34 +78,40 @@ class HardwareProfile(BaseModel):
         Kernel times; one of kernel ``flash`` at least.
     matmul : Curve
         Seconds of a matrix product per weight element, over the tokens that go through it.
-    copy_bytes, merge, combine : Curve
-        Seconds of copying, over bytes; of merging a partial output in place, over its elements; of merging stacked
-        partial outputs, over the elements of all parts.
+    copy_bytes, copy_fresh : Curve
+        Seconds of copying, over bytes, into memory that is used again and again, and into memory newly asked for.
+    merge, combine : Curve
+        Seconds of merging a partial output in place, over its elements; of merging stacked partial outputs, over the
+        elements of all parts.
     exchange : Curve
         Seconds of one ring step (send to the next rank, receive from the previous one), over bytes, nothing else
         running.
-    compute_slowdown, transfer_slowdown : float
-        How much longer computing takes while an exchange is under way, and the exchange while computing is.
+    exposed_transfer, exposed_compute : float
+        What part of an exchange that attention outlasts is paid all the same, and what part of attention that an
+        exchange outlasts: both take from one processor. 0 is perfect overlap, 1 none.
+    straggle : float
+        How much longer the last of all ranks takes for a computation than any one typically does: what a collective
+        that nobody can leave early adds. 0 where nothing else runs on the machine.
     all_to_all, all_gather : Curve
         Seconds of the collectives, over the bytes that a rank sends.
     step_overhead_s : dict
         Per method, seconds of one of its N steps that none of the above explains (Python, bookkeeping).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format: Literal["megakv hardware profile"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["megakv hardware profile"] = "megakv hardware profile"
+    version: Literal[1] = 1
     fingerprint: Fingerprint
     ring_size: int = Field(ge=1)
     attention: tuple[AttentionTable, ...] = Field(min_length=1)
     matmul: Curve
     copy_bytes: Curve
+    copy_fresh: Curve
     merge: Curve
     combine: Curve
     exchange: Curve
-    compute_slowdown: Slowdown
-    transfer_slowdown: Slowdown
+    exposed_transfer: Share
+    exposed_compute: Share
+    straggle: Overhead
     all_to_all: Curve
     all_gather: Curve
     step_overhead_s: dict[str, Overhead]
@@ -120,8 +124,16 @@ class HardwareProfile(BaseModel):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the ring's exchange while attention runs: BW of the paper's equations."""
-        return self.exchange.bandwidth / self.transfer_slowdown
+        """Bytes per second of the ring's exchange beside attention that lasts as long: BW of the paper's equations."""
+        return self.exchange.bandwidth / (1 + self.exposed_compute)
+
+    def overlapped(self, compute_s: float, transfer_s: float) -> float:
+        """Seconds until a computation and an exchange that start together have both ended.
+
+        While both run each goes slower by a constant factor, and what is left of the longer one goes on at full speed:
+        the maximum of two lines, which for perfect overlap is the longer of the two times.
+        """
+        return max(compute_s + self.exposed_transfer * transfer_s, transfer_s + self.exposed_compute * compute_s)
 
     @property
     def memory_bandwidth(self) -> float:
@@ -133,56 +145,6 @@ class HardwareProfile(BaseModel):
         """Operations per second of a large matrix product."""
         return 2 * self.matmul.sizes[-1] / self.matmul.seconds[-1]
 
-    def digest(self) -> str:
-        """Equal for equal profiles."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
-
-    def save(self, path: str | Path) -> None:
-        """Write the JSON, whole or not at all."""
-        write_whole(path, self.model_dump_json(indent=1).encode())
-
-    def check_machine(self, here: Fingerprint, *, source: str) -> None:
-        """Refuse to predict for another machine.
-
-        Raises
-        ------
-        ValueError
-            Saying what differs.
-        """
-        differences = self.fingerprint.differences(here)
-        if differences:
-            raise ValueError(
-                f"{source} was measured elsewhere: {'; '.join(differences)}. Measure here with megakv profile, or set "
-                "megakv.context_parallel.accept_foreign_profile = true"
-            )
-
-
-def read_record(path: str | Path, setting: str, format_name: str, remedy: str) -> object:
-    """A JSON file of ours, as plain values.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is cut short or is something else; names the setting and the remedy.
-    """
-    source = f"{setting} = {str(path)!r}"
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}; {remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"{source} is not valid JSON ({error}); {remedy}") from error
-    if not isinstance(values, dict) or values.get("format") != format_name:
-        raise ValueError(f"{source} is not a {format_name}; {remedy}")
-    return values
-
-
-def explain_record(error: ValidationError, path: str | Path, setting: str, remedy: str) -> ValueError:
-    """The first thing wrong with a record, in the words of its setting."""
-    entry = error.errors()[0]
-    where = ".".join(str(part) for part in entry["loc"]) or "it"
-    return ValueError(f"{setting} = {str(path)!r}: {where}: {entry['msg']}; {remedy}")
-
 
 def load_profile(path: str | Path, *, setting: str = "profile") -> HardwareProfile:
     """Read and check a profile.
@@ -192,9 +154,20 @@ def load_profile(path: str | Path, *, setting: str = "profile") -> HardwareProfi
     ValueError
         If it cannot be read, is not a profile, or holds an impossible value: names the setting, the file and the field.
     """
-    remedy = "write a new one with megakv profile --json FILE"
-    values = read_record(path, setting, FORMAT, remedy)
+    return load_record(HardwareProfile, path, setting=setting, remedy="write a new one with megakv profile --json FILE")
+
+
+def count_hosts(comm: Communicator) -> int:
+    """Hosts of the world, told apart by name and network stack. Every rank must call it."""
     try:
-        return HardwareProfile.model_validate(values)
-    except ValidationError as error:
-        raise explain_record(error, path, setting, remedy) from None
+        network = str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        network = ""
+    return len(set(comm.gather_objects((socket.gethostname(), network))))
+
+
+def fingerprint(comm: Communicator, dtype: torch.dtype) -> Fingerprint:
+    """The machine of rank 0 and the world around it, on every rank. Every rank must call it."""
+    hosts = count_hosts(comm)
+    own = Fingerprint.of_this_process(hosts=hosts, ranks=comm.mesh.world_size, dtype=dtype)
+    return comm.gather_objects(own)[0]

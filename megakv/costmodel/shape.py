@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from megakv.placement import head_counts
 
@@ -105,8 +108,8 @@ class ModelShape:
     layers : tuple of LayerShape
     embedding : int
         Elements outside the layers: embeddings, head, norms.
-    element_bytes : int
-        Bytes of an element of weights and cache.
+    dtype : torch.dtype
+        Of weights and cache.
     kernel : str
         As in `AttentionShape`.
     """
@@ -120,7 +123,7 @@ class ModelShape:
     value_dim: int
     layers: tuple[LayerShape, ...]
     embedding: int
-    element_bytes: int
+    dtype: torch.dtype
     kernel: Literal["flash", "math"] = "flash"
 
     @classmethod
@@ -155,26 +158,62 @@ class ModelShape:
             value_dim=value_dim,
             layers=layers,
             embedding=total - sum(layer.dense + layer.experts for layer in layers),
-            element_bytes=chosen.itemsize,
+            dtype=chosen,
             kernel="math" if _biased(text) else "flash",
         )
+
+    @classmethod
+    def from_path(cls, path: str | Path, *, dtype: torch.dtype | None = None) -> ModelShape:
+        """Sizes of the model in a directory, of a hub id, or of a config file.
+
+        Raises
+        ------
+        ValueError
+            If there is no such config, or it describes no causal language model.
+        """
+        try:
+            if Path(path).is_file():
+                values = json.loads(Path(path).read_text(encoding="utf-8"))
+                config = AutoConfig.for_model(values.pop("model_type"), **values)
+            else:
+                config = AutoConfig.from_pretrained(str(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"no model config in {str(path)!r}: {first}") from error
+        return cls.from_config(config, dtype=dtype)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of weights and cache."""
+        return self.dtype.itemsize
 
     @cached_property
     def parameters(self) -> int:
         """All elements of all weights."""
         return self.embedding + sum(layer.dense + layer.experts for layer in self.layers)
 
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[int, int], ...]:
+        """One layer's index for every kind of layer, and how many there are of it."""
+        return tuple((self.layers.index(kind), count) for kind, count in Counter(self.layers).items())
+
     def attention(self, *, tp_size: int = 1, layer: int = 0) -> AttentionShape:
-        """Attention of a layer on the rank with the most heads: KV heads are copied once TP exceeds them."""
+        """A layer on the rank with the most heads; KV heads are copied where TP exceeds them."""
+        heads, kv_heads = local_heads(self.heads, self.kv_heads, tp_size)
         return AttentionShape(
-            heads=-(-self.heads // tp_size),
-            kv_heads=-(-self.kv_heads // tp_size),
+            heads=heads,
+            kv_heads=kv_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             element_bytes=self.element_bytes,
             window=self.layers[layer].window,
             kernel=self.kernel,
         )
+
+
+def local_heads(heads: int, kv_heads: int, tp_size: int) -> tuple[int, int]:
+    """Query and KV heads of the tensor-parallel rank that has most."""
+    return -(-heads // tp_size), -(-kv_heads // tp_size)
 
 
 def _head_dims(text: Any, heads: int) -> tuple[int, int]:

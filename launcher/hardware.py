@@ -1,0 +1,87 @@
+"""Measure a hardware profile: what every rank of ``megakv profile`` runs.
+
+On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/hardware.py --json PROFILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.kernel_times import KernelSizes
+from megakv.costmodel.measurement import DEFAULT_SECONDS, DEFAULT_SIZES, measure_profile
+from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.launcher.environment import adopt_slurm, own_rank
+from megakv.launcher.ranks import DTYPES, Progress, add_rank_arguments, join_ranks
+from megakv.launcher.voice import one_voice, quiet_libraries
+from megakv.placement import contiguous_head_map
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a rank of ``megakv profile`` takes."""
+    add_rank_arguments(
+        parser,
+        seconds=DEFAULT_SECONDS,
+        seconds_help=f"how long it may take, about (default {DEFAULT_SECONDS:g}); more is steadier",
+    )
+    parser.add_argument("--model", help="directory, hub id or config file: measure with this model's heads")
+
+
+def layer_shape(arguments: argparse.Namespace) -> AttentionShape:
+    """A layer of --model on one of --tp ranks.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model, or its heads cannot be divided so.
+    """
+    try:
+        model = ModelShape.from_path(arguments.model, dtype=DTYPES[arguments.dtype])
+        contiguous_head_map(len(model.layers), model.heads, model.kv_heads, arguments.tp)
+    except ValueError as error:
+        raise ValueError(f"--model: {error}") from error
+    return model.attention(tp_size=arguments.tp)
+
+
+def summary(profile: HardwareProfile) -> dict[str, object]:
+    """What a profile says, in a few numbers."""
+    return {
+        "machine": profile.fingerprint.model_dump(),
+        "attention_gflops": {
+            f"{table.kernel}, head dimension {table.head_dim}, group {table.group}": round(table.flops / 1e9, 1)
+            for table in profile.attention
+        },
+        "matmul_gflops": round(profile.matmul_flops / 1e9, 1),
+        "memory_gb_per_s": round(profile.memory_bandwidth / 1e9, 2),
+        "exchange_gb_per_s": round(profile.exchange.bandwidth / 1e9, 2),
+        "exchange_under_attention_gb_per_s": round(profile.bandwidth / 1e9, 2),
+        "exchange_latency_us": round(profile.exchange.latency * 1e6, 1),
+        "exposed_transfer": round(profile.exposed_transfer, 2),
+        "exposed_compute": round(profile.exposed_compute, 2),
+    }
+
+
+def main() -> None:
+    """Entry of every rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_profile_arguments(parser)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with one_voice():
+        adopt_slurm()
+        comm = join_ranks(arguments)
+        sizes: Sequence[KernelSizes] = DEFAULT_SIZES
+        if arguments.model:
+            sizes = (KernelSizes.of(layer_shape(arguments)),)
+        progress = Progress("profile")
+        profile = measure_profile(
+            comm, dtype=DTYPES[arguments.dtype], sizes=sizes, seconds=arguments.seconds, report=progress.step
+        )
+        progress.close()
+        if own_rank() == 0:
+            profile.save(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Commands that need ranks start their own, through the deepspeed launcher, and leave no process behind."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megakv.comm import Communicator
+from megakv.errors import MegaKVError
+from megakv.groups import make_mesh, start_distributed
+from megakv.launcher.environment import own_rank
+from megakv.ledger import Ledger
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TIMEOUT_S = 600.0
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser, *, seconds: float, seconds_help: str) -> None:
+    """What a rank of every measuring command takes."""
+    parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of weights and cache (default fp32)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to a context-parallel one (default 1)")
+    parser.add_argument("--seconds", type=float, default=seconds, help=seconds_help)
+    parser.add_argument("--json", required=True, metavar="FILE", help="where the result goes")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def check_rank_arguments(arguments: argparse.Namespace, ranks: int) -> None:
+    """Refuse impossible ones before anything is measured.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, its value and what is allowed.
+    """
+    if arguments.threads < 1:
+        raise ValueError(f"--threads {arguments.threads}: allowed: 1 or more")
+    if not 1 <= arguments.seconds <= 36000:
+        raise ValueError(f"--seconds {arguments.seconds:g}: allowed: 1 to 36000")
+    if arguments.tp < 1 or ranks % arguments.tp or ranks // arguments.tp < 2:
+        raise ValueError(
+            f"--ranks {ranks} with --tp {arguments.tp}: allowed: a multiple of --tp, twice it or more, because what is "
+            "measured is how context-parallel ranks work together"
+        )
+    folder = Path(arguments.json).resolve().parent
+    if Path(arguments.json).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--json {arguments.json}: cannot be written: the folder must exist and be writable")
+
+
+def command_line(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """The named arguments as a rank's command line; those without a value are left out."""
+    words: list[str] = []
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
+def start_ranks(script: str, ranks: int, threads: int, values: Sequence[str]) -> None:
+    """Run a script beside this file on so many processes of this machine.
+
+    Raises
+    ------
+    MegaKVError
+        If they fail; they have said why.
+    """
+    path = Path(__file__).with_name(script)
+    options = ["--num_accelerators", str(ranks), "--master_port", str(_free_port()), "--no_local_rank", "--quiet"]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(path), *values]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=_environment(ranks, threads), start_new_session=True
+    )
+    try:
+        status = process.wait()
+    finally:
+        # Asked to terminate, deepspeed's runner would end other processes by name.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            status = process.wait()
+    if status != 0:
+        raise MegaKVError(f"the {ranks} ranks ended with status {status}")
+
+
+def _environment(ranks: int, threads: int) -> dict[str, str]:
+    # Console scripts of this environment, ninja among them, must be found where it is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(threads)}
+    # Ranks that outnumber the GPUs run on the CPU.
+    if torch.cuda.device_count() < ranks:
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_ranks(arguments: argparse.Namespace) -> Communicator:
+    """This rank's communicator, on a context-parallel x tensor-parallel mesh over all ranks.
+
+    Raises
+    ------
+    ValueError
+        As `check_rank_arguments`.
+    """
+    torch.set_num_threads(arguments.threads)
+    start_distributed(tp_only=False, timeout_s=TIMEOUT_S)
+    world_size = torch.distributed.get_world_size()
+    check_rank_arguments(arguments, world_size)
+    mesh = make_mesh(cp_size=world_size // arguments.tp, tp_size=arguments.tp, timeout_s=TIMEOUT_S)
+    return Communicator(mesh, Ledger())
+
+
+class Progress:
+    """A bar over the steps of a measurement, on rank 0.
+
+    Parameters
+    ----------
+    name : str
+    """
+
+    def __init__(self, name: str):
+        self._bar: Any = tqdm(desc=name, unit="step", disable=own_rank() != 0, mininterval=0.5)
+
+    def step(self, total: int) -> None:
+        """Another of `total` steps is done."""
+        self._bar.total = total
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

@@ -1,0 +1,299 @@
+"""Predicted seconds of one attention layer by method, from a hardware profile.
+
+What a rank computes in each step of a ring follows from the balanced layout (context parallelism, Section 3.5.1): of
+2N chunks, rank i has chunks i and 2N-1-i. Of its own shard it sees a causal square; of an earlier rank's the first
+chunk, with all its rows; of a later rank's both chunks, with its second half of rows: the same number of pairs, in
+differently shaped kernel calls. Cached tokens are seen by every row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megakv.attention.backends import PACKED_ROWS
+from megakv.attention.visibility import MASKED_ROWS, SHORT_RUN, WINDOW_ROWS
+from megakv.costmodel.context_parallel import Workload, message_bytes
+from megakv.costmodel.curves import AttentionTable
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
+
+Shard = Literal["own", "earlier", "later"]
+OUTPUT_BYTES = 4
+
+
+@dataclass
+class Prediction:
+    """Seconds of one layer's attention, by what they go to.
+
+    Parameters
+    ----------
+    method : str
+    terms : dict
+        ``attention`` (kernels), ``exposed`` (ring exchange that attention does not hide), ``collective`` (All2All or
+        all-gather), ``straggle`` (waiting in it for the last rank), ``merge``, ``copy`` (packing messages),
+        ``overhead``.
+    """
+
+    method: str
+    terms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """All terms together."""
+        return sum(self.terms.values())
+
+    def add(self, term: str, seconds: float) -> None:
+        """Count seconds towards a term."""
+        self.terms[term] = self.terms.get(term, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One rank's queries against one shard: kernels, rows that see anything, rows merged or written on the way."""
+
+    attention_s: float = 0.0
+    seen_rows: float = 0.0
+    merged_rows: float = 0.0
+    pieces_rows: float = 0.0
+
+    def __add__(self, other: _Step) -> _Step:
+        return _Step(
+            self.attention_s + other.attention_s,
+            self.seen_rows + other.seen_rows,
+            self.merged_rows + other.merged_rows,
+            self.pieces_rows + other.pieces_rows,
+        )
+
+
+class LayerTimes:
+    """Predictions for one attention layer of one pass.
+
+    Parameters
+    ----------
+    profile : HardwareProfile
+    shape : AttentionShape
+        Of the rank with the most heads.
+    workload : Workload
+    """
+
+    def __init__(self, profile: HardwareProfile, shape: AttentionShape, workload: Workload):
+        self.profile = profile
+        self.shape = shape
+        self.workload = workload
+        self.size = workload.size
+        self._dim = max(shape.key_dim, shape.value_dim)
+        self._group = max(1, shape.heads // shape.kv_heads)
+        self._table = _nearest(profile, shape.kernel, self._dim, self._group)
+        self._packed_table = _nearest(profile, shape.kernel, self._dim, 1)
+
+    def predict(self, method: str) -> Prediction:
+        """Seconds of a method; a pass of fewer than 2N tokens a sequence goes the way of decoding."""
+        if self.size == 1:
+            prediction = Prediction(method)
+            prediction.add("attention", sum((self._alone(t, p) for t, p in self._sequences()), _Step()).attention_s)
+            return prediction
+        if method == "replicated":
+            return self._replicated()
+        if max(self.workload.new) < 2 * self.size:
+            return self._decoding_pass_q()
+        if method == "pass_q":
+            return max((self._pass_q(shard) for shard in _SHARDS), key=lambda p: p.seconds)
+        chosen = self._all_gather if method == "all_gather" else self._pass_kv
+        return max((chosen(shard) for shard in _SHARDS), key=lambda p: p.seconds)
+
+    # Prefill: after its own, the first rank meets only later ranks' shards and the last only earlier ones'.
+    # The slowest rank sets the time.
+
+    def _pass_kv(self, shard: Shard) -> Prediction:
+        prediction = Prediction("pass_kv")
+        message = message_bytes(self.shape.kv_row_bytes, self._kept)
+        self._copied(prediction, message)
+        steps = [self._step("own"), *[self._step(shard, merging=True)] * (self.size - 1)]
+        self._ring(prediction, steps, self.profile.exchange.at(message))
+        return prediction
+
+    def _pass_q(self, shard: Shard) -> Prediction:
+        prediction = Prediction("pass_q")
+        message = message_bytes(self.shape.query_row_bytes, self._computed)
+        self._copied(prediction, message)
+        steps = [self._step("own"), *[self._step(shard)] * (self.size - 1)]
+        self._ring(prediction, steps, self.profile.exchange.at(message))
+        self._return(prediction, self._computed, self.workload.total_new - self._computed)
+        return prediction
+
+    def _all_gather(self, shard: Shard) -> Prediction:
+        prediction = Prediction("all_gather")
+        message = message_bytes(self.shape.kv_row_bytes, self._kept)
+        self._copied(prediction, message)
+        prediction.add("collective", self.profile.all_gather.at(message * (self.size - 1)))
+        steps = [self._step("own"), *[self._step(shard, merging=True)] * (self.size - 1)]
+        self._ring(prediction, steps, 0.0)
+        return prediction
+
+    # Decoding
+
+    def _decoding_pass_q(self) -> Prediction:
+        prediction = Prediction("pass_q")
+        message = message_bytes(self.shape.query_row_bytes, self._computed)
+        self._copied(prediction, message)
+        total = 0.0
+        for new, cached in self._sequences():
+            rows = math.ceil(new / self.size)
+            total += new / rows * self._kernel(rows, (new + cached) / self.size)
+        # At every step other sequences are at other ranks: together a rank attends to each of them once.
+        steps = [_Step(total / self.size)] * self.size
+        self._ring(prediction, steps, self.profile.exchange.at(message))
+        self._return(prediction, self._computed, self.workload.total_new - self._computed)
+        return prediction
+
+    def _replicated(self) -> Prediction:
+        prediction = Prediction("replicated")
+        rows = self.workload.total_new
+        for new, cached in self._sequences():
+            prediction.add("attention", self._kernel(new, (new + cached) / self.size))
+        partial = rows * self.shape.partial_row_bytes
+        self._copied(prediction, partial)
+        self._gathered_last(prediction, self.profile.all_gather.at(partial * (self.size - 1)))
+        self._combined(prediction, rows)
+        self._overhead(prediction)
+        return prediction
+
+    # Terms
+
+    def _ring(self, prediction: Prediction, steps: list[_Step], transfer_s: float) -> None:
+        outputs = self.shape.heads * self.shape.value_dim
+        for index, step in enumerate(steps):
+            merge = self.profile.merge.at(step.merged_rows * outputs)
+            copy = self.profile.copy_fresh.at(step.pieces_rows * outputs * OUTPUT_BYTES)
+            prediction.add("attention", step.attention_s)
+            prediction.add("merge", merge)
+            prediction.add("copy", copy)
+            if index + 1 < len(steps):
+                busy = step.attention_s + merge + copy
+                prediction.add("exposed", self.profile.overlapped(busy, transfer_s) - busy)
+        self._overhead(prediction)
+
+    def _return(self, prediction: Prediction, rows: float, foreign_rows: float) -> None:
+        # Every part is joined with its log-sum-exp, then all are joined to one buffer.
+        fresh, part = self.profile.copy_fresh, rows * self.shape.partial_row_bytes
+        prediction.add("copy", self.size * fresh.at(part) + fresh.at(self.size * part))
+        self._gathered_last(prediction, self.profile.all_to_all.at(foreign_rows * self.shape.partial_row_bytes))
+        self._combined(prediction, rows)
+
+    def _gathered_last(self, prediction: Prediction, seconds: float) -> None:
+        """A collective behind attention: a ring leaves its ranks a step of slack, here all wait for the last one."""
+        prediction.add("straggle", self.profile.straggle * prediction.terms.get("attention", 0.0))
+        prediction.add("collective", seconds)
+
+    def _combined(self, prediction: Prediction, rows: float) -> None:
+        elements = self.size * rows * self.shape.heads * self.shape.value_dim
+        prediction.add("merge", self.profile.combine.at(elements))
+
+    def _copied(self, prediction: Prediction, nbytes: float) -> None:
+        prediction.add("copy", self.profile.copy_bytes.at(nbytes))
+
+    def _overhead(self, prediction: Prediction) -> None:
+        prediction.add("overhead", self.size * self.profile.step_overhead_s.get(prediction.method, 0.0))
+
+    # Kernels
+
+    @property
+    def _computed(self) -> int:
+        """Tokens that the fullest rank computes."""
+        return math.ceil(self.workload.total_new / self.size)
+
+    @property
+    def _kept(self) -> int:
+        """Tokens that the fullest rank holds."""
+        return math.ceil(self.workload.total / self.size)
+
+    def _sequences(self) -> list[tuple[int, int]]:
+        return [(t, p) for t, p in zip(self.workload.new, self.workload.cached, strict=True) if t]
+
+    def _step(self, shard: Shard, *, merging: bool = False) -> _Step:
+        total = sum((self._sequence_step(shard, t, p) for t, p in self._sequences()), _Step())
+        if not merging:
+            return total
+        # With earlier results in place, every row that sees anything merges, and nothing is written in pieces.
+        return _Step(total.attention_s, total.seen_rows, total.seen_rows + total.merged_rows)
+
+    def _sequence_step(self, shard: Shard, new: int, cached: int) -> _Step:
+        chunk, kept = new / (2 * self.size), cached / self.size
+        rows = 2 * chunk
+        window = self.shape.window
+        if window is not None and window < new + cached:
+            return self._windowed(rows, window, (new + cached) / self.size)
+        if shard == "earlier":
+            return _Step(self._kernel(rows, kept + chunk), rows)
+        if shard == "later":
+            if chunk < SHORT_RUN:
+                return _Step(self._kernel(rows, kept + rows), rows)
+            attention = self._kernel(chunk, kept) + self._kernel(chunk, kept + rows)
+            seen = rows if cached else chunk
+            return _Step(attention, seen, 0.0, seen)
+        # In a rank's own shard rows and keys ascend together: one causal square behind the cached keys.
+        return _Step(self._kernel(rows, kept) + self._square(rows), rows, rows if cached else 0.0)
+
+    def _alone(self, new: int, cached: int) -> _Step:
+        window = self.shape.window
+        if window is not None and window < new + cached:
+            return self._windowed(new, window, new + cached)
+        return _Step(self._kernel(new, cached) + self._square(new), new, new if cached else 0.0)
+
+    def _windowed(self, rows: float, window: int, kept: float) -> _Step:
+        """Tiles of rows that see a window: of every shard about an N-th of it."""
+        tile = min(rows, max(WINDOW_ROWS, min(window // 4, MASKED_ROWS)))
+        attention = rows / tile * self._kernel(tile, min(kept, (window + tile) / self.size)) if rows else 0.0
+        return _Step(attention, rows, 0.0, rows)
+
+    def _kernel(self, rows: float, keys: float) -> float:
+        if rows <= PACKED_ROWS and self._group > 1 and self.shape.kernel == "flash":
+            return self._scaled(self._packed_table, self.shape.kv_heads, rows * self._group, keys)
+        return self._scaled(self._table, self.shape.heads, rows, keys)
+
+    def _scaled(self, table: AttentionTable, heads: int, rows: float, keys: float) -> float:
+        return table.block(heads * self._dim / table.head_dim, max(rows, 1.0) if rows else 0.0, keys)
+
+    def _square(self, rows: float) -> float:
+        return self._table.square(self.shape.heads * self._dim / self._table.head_dim, rows)
+
+
+_SHARDS: tuple[Shard, Shard] = ("earlier", "later")
+
+
+def _nearest(profile: HardwareProfile, kernel: str, dim: int, group: int) -> AttentionTable:
+    """The measured table that is closest in head dimension, then in the size of the group."""
+    tables = [table for table in profile.attention if table.kernel == kernel]
+    tables = tables or [table for table in profile.attention if table.kernel == "flash"]
+
+    def distance(table: AttentionTable) -> tuple[float, float]:
+        return abs(math.log(table.head_dim / dim)), abs(math.log(table.group / group))
+
+    return min(tables, key=distance)
+
+
+def attention_flops_rate(profile: HardwareProfile, shape: AttentionShape) -> float:
+    """Operations per second of large blocks of this shape: C of the paper's equations."""
+    group = max(1, shape.heads // shape.kv_heads)
+    return _nearest(profile, shape.kernel, max(shape.key_dim, shape.value_dim), group).flops
+
+
+def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
+    """Seconds of a layer's projections and feed-forward for `tokens` tokens on one rank."""
+    touched = layer.touched(tokens)
+    return touched / tp_size * profile.matmul.at(layer.multiplied(tokens) / touched)
+
+
+def decode_seconds(
+    profile: HardwareProfile, model: ModelShape, workload: Workload, method: str, *, tp_size: int = 1
+) -> float:
+    """Seconds of all layers of one decoding pass, but for what both methods share (head, sums over TP ranks)."""
+    tokens = workload.total_new if method == "replicated" else -(-workload.total_new // workload.size)
+    seconds = 0.0
+    for index, count in model.layer_kinds:
+        times = LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
+        dense = dense_seconds(profile, model.layers[index], tokens, tp_size=tp_size)
+        seconds += count * (times.predict(method).seconds + dense)
+    return seconds

@@ -1,0 +1,135 @@
+"""What ranks do together, as cells to be timed: the ring's exchange, alone and under attention, and the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megakv.comm import Communicator
+from megakv.costmodel.kernel_times import CurveCells, TableCells
+from megakv.costmodel.stopwatch import Battery, Times
+
+MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
+COLLECTIVE_PATIENCE = 8
+"""Collectives reach a fraction of the exchange's bandwidth; messages are kept that much smaller."""
+OPERATION = "profile"
+# One unit of the computation that runs beside an exchange: short, so that its length can be chosen finely.
+UNIT_ROWS = 64
+UNIT_KEYS = 256
+SHORTER = 0.6
+"""The shorter of the two that overlap takes this part of the longer."""
+LEAST_OVERLAP_S = 2e-3
+
+
+def _bytes(comm: Communicator, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device=comm.mesh.device)
+
+
+def _sizes(bandwidth: float, longest_s: float) -> tuple[int, ...]:
+    return tuple(size for size in MESSAGE_SIZES if size in MESSAGE_SIZES[:2] or size <= bandwidth * longest_s)
+
+
+def exchange(comm: Communicator, size: int) -> Callable[[], object]:
+    """One step of the ring with messages of `size` bytes."""
+    send, receive = _bytes(comm, size), _bytes(comm, size)
+    return lambda: comm.shift(send, receive, operation=OPERATION, layer=None).wait()
+
+
+def exchange_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
+    """One step of the ring with nothing else running, over bytes."""
+    return CurveCells("exchange", _sizes(bandwidth, longest_s), lambda size: exchange(comm, size))
+
+
+def all_to_all_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
+    """All2All with equal pieces, over the bytes that a rank sends to others."""
+
+    def make(size: int) -> Callable[[], object]:
+        ranks = comm.mesh.cp_size
+        counts = [max(1, size // (ranks - 1) // torch.float32.itemsize)] * ranks
+        send = torch.zeros(sum(counts), device=comm.mesh.device)
+        return lambda: comm.cp_all_to_all(send, counts, counts, operation=OPERATION, layer=None)
+
+    return CurveCells("all to all", _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE), make)
+
+
+def all_gather_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
+    """All-gather, over the bytes that a rank sends to others."""
+
+    def make(size: int) -> Callable[[], object]:
+        piece = _bytes(comm, max(1, size // (comm.mesh.cp_size - 1)))
+        return lambda: comm.cp_all_gather(piece, operation=OPERATION, layer=None)
+
+    return CurveCells("all gather", _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE), make)
+
+
+@dataclass
+class OverlapCells:
+    """How badly an exchange and attention share the processor.
+
+    Both run together twice, once with the one and once with the other as the longer. What the shorter one adds to the
+    longer one's own time is the part of it that is not hidden.
+
+    Parameters
+    ----------
+    comm : Communicator
+    kernels : TableCells
+        Whose kernel computes.
+    unit_s : float
+        Seconds of one call of `UNIT_ROWS` by `UNIT_KEYS`.
+    bandwidth : float
+        Bytes per second of the exchange, about.
+    longest_s : float
+        The exchange takes no longer than this, about.
+    """
+
+    comm: Communicator
+    kernels: TableCells
+    unit_s: float
+    bandwidth: float
+    longest_s: float
+    _units: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Long enough for the shorter computation to be several units.
+        self._transfer_s = max(LEAST_OVERLAP_S, min(10 * self.unit_s, self.longest_s))
+        fewer = max(1, round(SHORTER * self._transfer_s / self.unit_s))
+        self._units = fewer, max(fewer + 1, round(self._transfer_s / SHORTER / self.unit_s))
+
+    def _compute(self, units: int) -> None:
+        for _ in range(units):
+            self.kernels.call(UNIT_ROWS, UNIT_KEYS, causal=False)
+
+    def add(self, battery: Battery) -> None:
+        """Put the cells into a battery."""
+        comm = self.comm
+        size = max(1, int(self._transfer_s * self.bandwidth))
+        send, receive = _bytes(comm, size), _bytes(comm, size)
+
+        def both(units: int) -> None:
+            transfer = comm.shift(send, receive, operation=OPERATION, layer=None)
+            self._compute(units)
+            transfer.wait()
+
+        battery.add("overlap", 0, True, call=lambda: both(0))
+        for units in self._units:
+            battery.add("overlap", units, False, call=lambda n=units: self._compute(n))  # type: ignore[misc]
+            battery.add("overlap", units, True, call=lambda n=units: both(n))  # type: ignore[misc]
+
+    def exposed(self, times: Times) -> tuple[float, float]:
+        """``exposed_transfer`` and ``exposed_compute`` of `HardwareProfile`."""
+        fewer, more = self._units
+        alone = times["overlap", 0, True]
+        added_transfer = times["overlap", more, True] - times["overlap", more, False]
+        added_compute = times["overlap", fewer, True] - alone
+        return _share(added_transfer, alone), _share(added_compute, times["overlap", fewer, False])
+
+    def straggle(self, times: Times) -> float:
+        """``straggle`` of `HardwareProfile`."""
+        return times.straggle(("overlap", self._units[1], False))
+
+
+def _share(added: float, own: float) -> float:
+    return min(1.0, max(0.0, added / own))

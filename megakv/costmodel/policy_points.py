@@ -1,0 +1,122 @@
+"""Points for the fitted rule: pass-KV timed against pass-Q on one attention layer, in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megakv.comm import Communicator
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.hardware import fingerprint
+from megakv.costmodel.policy_fit import FitPoint, PolicyFit, accuracies, fit_constants
+from megakv.costmodel.shape import AttentionShape
+from megakv.costmodel.stopwatch import Pool, Stopwatch
+from megakv.costmodel.trial import TrialLayer
+
+MISS_RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
+LEAST_PAIRS = 3
+MOST_PAIRS = 25
+PATIENCE = 3
+"""A point whose least pairs would take this many times its share of the time is left out."""
+
+
+def grid(totals: Sequence[int], ring: int) -> list[tuple[int, int]]:
+    """(T, P) at fixed T + P, short new parts first; passes so short that they go the way of decoding are not in it."""
+    points = {(max(1, round(total * rate)), total) for total in totals for rate in MISS_RATES}
+    return sorted((new, total - new) for new, total in points if new >= 2 * ring)
+
+
+def measure_points(
+    comm: Communicator,
+    shape: AttentionShape,
+    *,
+    dtype: torch.dtype,
+    totals: Sequence[int],
+    seconds: float,
+    report: Callable[[int], None] | None = None,
+) -> list[FitPoint]:
+    """Time both methods at every point of the grid that fits in the time. Every rank must call it.
+
+    Parameters
+    ----------
+    comm : Communicator
+    shape : AttentionShape
+        The layer on one rank.
+    dtype : torch.dtype
+    totals : sequence of int
+        The values of T + P.
+    seconds : float
+        How long it may take, about.
+    report : callable, optional
+        Called after each point with the number of all points.
+    """
+    watch = Stopwatch(comm)
+    pool = Pool(dtype, comm.mesh.device)
+    ring = comm.mesh.cp_size
+    cells = grid(totals, ring)
+    points = []
+    for new, cached in cells:
+        trial = TrialLayer(comm, shape, Workload((new,), (cached,), ring), pool=pool)
+        times = _time_pair(watch, trial, seconds / len(cells))
+        if times is not None:
+            points.append(FitPoint(new=new, cached=cached, pass_kv_s=times[0], pass_q_s=times[1]))
+        if report is not None:
+            report(len(cells))
+    return points
+
+
+def _time_pair(watch: Stopwatch, trial: TrialLayer, budget_s: float) -> tuple[float, float] | None:
+    """Medians of the slowest rank's seconds of both methods, run in turns; None if they take too long."""
+    calls: list[Callable[[], object]] = [lambda: trial.run("pass_kv"), lambda: trial.run("pass_q")]
+    for call in calls:
+        call()
+    first = sum(watch.slowest([watch.once(call) for call in calls]))
+    if LEAST_PAIRS * first > PATIENCE * budget_s:
+        return None
+    pairs = min(MOST_PAIRS, max(LEAST_PAIRS, int(budget_s / first)))
+    samples: list[list[float]] = [[], []]
+    for index in range(pairs):
+        # The order alternates, so that neither method always runs in the other's wake.
+        for which in (0, 1) if index % 2 else (1, 0):
+            watch.comm.barrier()
+            samples[which].append(watch.once(calls[which]))
+    pass_kv, pass_q = (statistics.median(watch.slowest(times)) for times in samples)
+    return pass_kv, pass_q
+
+
+def fit_policy(
+    comm: Communicator,
+    shape: AttentionShape,
+    *,
+    dtype: torch.dtype,
+    totals: Sequence[int],
+    seconds: float,
+    report: Callable[[int], None] | None = None,
+) -> PolicyFit:
+    """Measure points and fit the rule to them. Every rank must call it; parameters as `measure_points`.
+
+    Raises
+    ------
+    ValueError
+        If there is no ring, or no point could be measured in the time.
+    """
+    if comm.mesh.cp_size < 2:
+        raise ValueError(f"a fit needs 2 or more context-parallel ranks, not {comm.mesh.cp_size}")
+    points = measure_points(comm, shape, dtype=dtype, totals=totals, seconds=seconds, report=report)
+    constants = fit_constants(points)
+    accuracy, clear_accuracy = accuracies(constants, points)
+    return PolicyFit(
+        alpha=constants[0],
+        beta=constants[1],
+        gamma=constants[2],
+        fingerprint=fingerprint(comm, dtype),
+        ring_size=comm.mesh.cp_size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.key_dim,
+        accuracy=accuracy,
+        clear_accuracy=clear_accuracy,
+        points=tuple(points),
+    )

@@ -1,0 +1,74 @@
+"""JSON files that MegaKV writes and reads back: checked on load, in words that name the setting and the remedy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megakv.tracking.files import write_whole
+
+
+class Record(BaseModel):
+    """A value that lives in a JSON file; the field ``format`` of each kind says what the file is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: str
+
+    def digest(self) -> str:
+        """Equal for equal contents."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON, whole or not at all.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
+        """
+        write_whole(path, (self.model_dump_json(indent=1) + "\n").encode())
+
+
+R = TypeVar("R", bound=Record)
+
+
+def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str) -> R:
+    """Read and check a record.
+
+    Parameters
+    ----------
+    kind : type
+        What the file must hold.
+    path : str or Path
+    setting : str
+        The setting that named the file, for messages.
+    remedy : str
+        What makes a good file.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read, is cut short, is something else or holds an impossible value: names the setting, the file,
+        the field and the remedy.
+    """
+    source = f"{setting} = {str(path)!r}"
+    wanted = kind.model_fields["format"].default
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}; {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"{source} is not valid JSON ({error}); {remedy}") from error
+    if not isinstance(values, dict) or values.get("format") != wanted:
+        raise ValueError(f"{source} is not a {wanted}; {remedy}")
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        entry = error.errors()[0]
+        where = ".".join(str(part) for part in entry["loc"]) or "it"
+        raise ValueError(f"{source}: {where}: {entry['msg']}; {remedy}") from None

@@ -1,0 +1,84 @@
+"""The choice of method on real ranks: measured evidence, every policy, exact bytes, and the commands that measure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megakv.costmodel.hardware import load_profile
+from megakv.costmodel.policy_fit import load_fit
+from megakv.costmodel.stopwatch import LEAST_ROUNDS, ROUNDS
+from tests.distributed.launch import run_ranks
+from tests.families import llama
+
+SCRIPT = Path(__file__).parent / "ranks" / "choices.py"
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("choice")
+    out = folder / "out.json"
+    run_ranks(SCRIPT, out, folder, ranks=request.param, timeout=300).check()
+    return json.loads(out.read_text())
+
+
+def test_bytes_are_predicted_exactly(results: dict[str, Any]) -> None:
+    for rows in results["trials"]:
+        assert len(rows) == 6
+        for row in rows:
+            assert row["wrong"] == {}, (results["seed"], row)
+
+
+def test_measured_evidence_is_the_same_on_all_ranks(results: dict[str, Any]) -> None:
+    first = results["profiles"][0]
+    assert all(other == first for other in results["profiles"])
+    _, _, reports, steps = first
+    assert steps * LEAST_ROUNDS // ROUNDS <= reports <= steps
+    assert all(0 < seconds < 10 for seconds in results["predicted"])
+    assert len({tuple(choices) for choices in results["decode"]}) == 1
+
+
+def test_every_policy_yields_the_same_tokens(results: dict[str, Any]) -> None:
+    tokens = results["engines"]
+    assert set(tokens) == {"pass_kv", "nothing", "cost", "alg1", "alg5", "fitted"}
+    assert all(answer == tokens["pass_kv"] for answer in tokens.values())
+
+
+def test_bad_evidence_is_refused_on_all_ranks(results: dict[str, Any]) -> None:
+    for messages in results["refusals"]:
+        assert "processor 'another', here" in messages["foreign"]
+        assert "the file of rank 1 differs from that of rank 0" in messages["own"]
+        assert "is not valid JSON" in messages["half"]
+
+
+def megakv(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megakv.launcher.command", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.full
+def test_commands_measure_and_write(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    profile, fit = tmp_path / "profile.json", tmp_path / "fit.json"
+    result = megakv("profile", "--ranks", 2, "--seconds", 2, "--json", profile)
+    assert result.returncode == 0, result.stderr
+    shown = json.loads(result.stdout[result.stdout.index("{") :])
+    measured = load_profile(profile)
+    assert shown["machine"] == measured.fingerprint.model_dump()
+    assert (measured.fingerprint.ranks, measured.ring_size, measured.fingerprint.dtype) == (2, 2, "float32")
+    assert 1e6 < measured.bandwidth < 1e12
+    assert all(1e8 < table.flops < 1e15 for table in measured.attention)
+    result = megakv(
+        "fit-policy", "--ranks", 2, "--seconds", 3, "--tokens", 128, 1024, "--model", tmp_path, "--json", fit
+    )
+    assert result.returncode == 0, result.stderr
+    fitted = load_fit(str(fit))
+    assert len(fitted.points) > 4
+    assert {point.new + point.cached for point in fitted.points} == {128, 1024}
+    assert json.loads(result.stdout[result.stdout.index("{") :])["points"] == len(fitted.points)
+    result = megakv("fit-policy", "--ranks", 2, "--tokens", 3, "--model", tmp_path, "--json", fit)
+    assert result.returncode == 1
+    assert "--tokens 3: allowed: 4 or more" in result.stderr

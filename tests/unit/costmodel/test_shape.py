@@ -1,0 +1,117 @@
+"""Sizes of models, from their configs alone, against published counts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+)
+
+from megakv.costmodel.shape import LayerShape, ModelShape
+
+
+def llama_405b() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=16384,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        intermediate_size=53248,
+        vocab_size=128256,
+    )
+
+
+def test_llama_405b() -> None:
+    shape = ModelShape.from_config(llama_405b(), dtype=torch.bfloat16)
+    assert (shape.hidden, shape.intermediate, shape.vocab) == (16384, 53248, 128256)
+    assert (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim) == (128, 8, 128, 128)
+    assert shape.parameters == 405_853_388_800
+    assert shape.embedding == 2 * 128256 * 16384 + 16384
+    assert shape.layer_kinds == ((0, 126),)
+    layer = shape.layers[0]
+    assert layer.dense == 16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) + 2 * 16384
+    assert layer.touched(1) == layer.touched(1000) == layer.dense
+    assert layer.multiplied(7) == 7 * layer.dense
+
+
+def test_rows_of_a_405b_layer_over_eight_ranks() -> None:
+    layer = ModelShape.from_config(llama_405b(), dtype=torch.bfloat16).attention(tp_size=8)
+    assert (layer.heads, layer.kv_heads) == (16, 1)
+    assert layer.query_row_bytes == 16 * 128 * 2
+    assert layer.kv_row_bytes == 2 * 128 * 2
+    assert layer.partial_row_bytes == 16 * 129 * 4
+
+
+def test_more_ranks_than_kv_heads() -> None:
+    layer = ModelShape.from_config(llama_405b()).attention(tp_size=16)
+    assert (layer.heads, layer.kv_heads) == (8, 1)
+
+
+def test_experts() -> None:
+    shape = ModelShape.from_config(MixtralConfig())
+    assert shape.parameters == 46_702_792_704
+    layer = shape.layers[0]
+    assert (layer.n_experts, layer.active_experts) == (8, 2)
+    assert layer.experts == 8 * 3 * 4096 * 14336
+    assert layer.multiplied(1) == layer.dense + layer.experts / 4
+    assert layer.touched(1) == pytest.approx(layer.dense + layer.experts / 4)
+    assert layer.touched(2) == pytest.approx(layer.dense + layer.experts * (1 - 0.75**2))
+    assert layer.touched(1000) == pytest.approx(layer.dense + layer.experts)
+
+
+def test_latent_attention_and_mixed_layers() -> None:
+    shape = ModelShape.from_config(DeepseekV3Config())
+    assert (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim) == (128, 128, 192, 128)
+    assert shape.layer_kinds == ((0, 3), (3, 58))
+    assert shape.layers[0].experts == 0
+    assert (shape.layers[3].n_experts, shape.layers[3].active_experts) == (256, 8)
+
+
+def test_windows_and_kernels() -> None:
+    mistral = ModelShape.from_config(MistralConfig(num_hidden_layers=2, sliding_window=4096))
+    assert [layer.window for layer in mistral.layers] == [4096, 4096]
+    assert mistral.kernel == "flash"
+    gemma = ModelShape.from_config(Gemma2Config(num_hidden_layers=4))
+    assert [layer.window for layer in gemma.layers] == [4096, None, 4096, None]
+    assert (gemma.kernel, gemma.attention(layer=1).window, gemma.attention().window) == ("math", None, 4096)
+    assert ModelShape.from_config(BloomConfig(n_layer=2, hidden_size=64, n_head=4)).kernel == "math"
+    falcon = FalconConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
+    assert ModelShape.from_config(falcon).kv_heads == 1
+
+
+def test_missed_experts_of_a_dense_layer() -> None:
+    assert LayerShape(10).touched(3) == 10
+
+
+def test_from_files(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    config.save_pretrained(tmp_path)
+    expected = ModelShape.from_config(config, dtype=torch.float16)
+    assert ModelShape.from_path(tmp_path, dtype=torch.float16) == expected
+    assert ModelShape.from_path(tmp_path / "config.json", dtype=torch.float16) == expected
+    assert expected.element_bytes == 2
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps({"model_type": "no such model"})])
+def test_no_model(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    for place in (path, tmp_path):
+        with pytest.raises(ValueError, match="no model config in"):
+            ModelShape.from_path(place)
+    with pytest.raises(ValueError, match="no model config in"):
+        ModelShape.from_path(tmp_path / "nowhere")
+
+
+def test_a_config_without_attention(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ValueError, match="mamba"):
+        ModelShape.from_path(tmp_path)

@@ -1,0 +1,83 @@
+"""What is made of samples: deciles, ranks that wait for each other, and cold numbers."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megakv.costmodel.stopwatch import LEAST_ROUNDS, ROUNDS, Battery, Pool, Stopwatch, Times, lower_decile
+
+
+class Alone:
+    """A communicator of one rank."""
+
+    def __init__(self) -> None:
+        self.mesh = SimpleNamespace(device=torch.device("cpu"))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_lower_decile() -> None:
+    values = list(range(101))
+    random.shuffle(values)
+    assert lower_decile(values) == 10
+    assert lower_decile([3.0]) == 3.0
+    assert lower_decile([9.0, 1.0]) == 1.0
+
+
+def test_slowest_rank_counts() -> None:
+    times = Times({("a",): ([1.0] * 9, [2.0] * 8 + [50.0]), ("b",): ([9.0], [3.0])})
+    assert times[("a",)] == 2.0
+    assert times[("b",)] == 9.0
+
+
+def test_disturbed_small_sizes_are_corrected_by_larger_ones() -> None:
+    times = Times({(size,): ([seconds],) for size, seconds in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 2.0))})
+    assert times.rising([(1,), (2,), (3,), (4,)]) == (1.0, 1.0, 2.0, 2.0)
+
+
+def test_straggle() -> None:
+    """Ranks that are disturbed in turn are all late together; ranks that are always equal never."""
+    assert Times({("x",): ([1.0, 2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.0, 1.0])}).straggle(("x",)) == 1.0
+    assert Times({("x",): ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])}).straggle(("x",)) == 0.0
+
+
+def test_rounds_take_every_cell() -> None:
+    battery, calls = Battery(Stopwatch(Alone())), {"a": 0, "b": 0}  # type: ignore[arg-type]
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    for name in calls:
+        battery.add(name, 1, call=lambda name=name: count(name))
+    reports: list[int] = []
+    times = battery.run(0.0, lambda: reports.append(0))
+    # Time is up at once: the least number of rounds, a call each, after two to warm up and to learn how long it takes.
+    assert calls == {"a": 2 + LEAST_ROUNDS, "b": 2 + LEAST_ROUNDS}
+    assert len(reports) == 2 * LEAST_ROUNDS
+    assert 0 <= times[("a", 1)] < 1
+    reports.clear()
+    battery.run(5.0, lambda: reports.append(0))
+    assert len(reports) == 2 * ROUNDS
+
+
+def test_pool_hands_out_other_numbers_until_it_is_round() -> None:
+    pool = Pool(torch.float32, torch.device("cpu"), 400)
+    first, second = pool.take(5, 8), pool.take(40)
+    assert first.shape == (5, 8) and first.is_contiguous()
+    assert second.data_ptr() == first.data_ptr() + 160
+    assert pool.take(30).data_ptr() == first.data_ptr()
+    large = pool.take(1000)
+    assert large.shape == (1000,) and large.isfinite().all()
+    assert Pool(torch.bfloat16, torch.device("cpu"), 64).take(3).dtype == torch.bfloat16
+
+
+def test_times_of_unknown_cells() -> None:
+    with pytest.raises(KeyError):
+        Times({})[("a",)]
