@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from megakv.costmodel.shape import LayerShape, ModelShape
+from tests.families import FAMILIES
 
 
 def llama_405b() -> LlamaConfig:
@@ -115,3 +117,16 @@ def test_a_config_without_attention(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ValueError, match="mamba"):
         ModelShape.from_path(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_shape(family: str) -> None:
+    config = FAMILIES[family]()
+    shape = ModelShape.from_config(config, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert len(shape.layers) == config.get_text_config().num_hidden_layers
+    assert sum(count for _, count in shape.layer_kinds) == len(shape.layers)
+    assert shape.heads % shape.kv_heads == 0
+    assert all(0 < layer.multiplied(1) <= layer.dense + layer.experts for layer in shape.layers)
