@@ -45,3 +45,5 @@ def test_shared_memory_serves_the_whole_world_only(meshes: str, local_size: str,
         assert (result["calls"] > 0) is expected, result
         engine, single = result["errors"]
         assert 0 < engine <= 1.1 * single, result
+        # Nothing stays in shared memory after the run; not even names are there during it.
+        assert result["files"] == []

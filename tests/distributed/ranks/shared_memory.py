@@ -70,6 +70,7 @@ def run_mesh(folder: Path, mesh: str, counted: Counted) -> dict[str, Any]:
     engine = megakv.init_inference(str(folder), {"dtype": "bf16", **section})
     result["errors"] = [error_of(engine, exact), error_of(half, exact)]
     engine.destroy()
+    result["files"] = sorted(path.name for path in Path("/dev/shm").glob(f"deepspeed*_{os.environ['MASTER_PORT']}_*"))
     return result
 
 
