@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
+from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.policy import Policy
 from megakv.runtime import ForwardPass, Runtime
 from megakv.sharding import new_tokens
@@ -70,6 +71,7 @@ class ForwardHooks:
         self._wanted: _Wanted | None = None
         self._local: NDArray[np.int64] | None = None
         self._options: tuple[bool, bool] = (True, True)
+        self._last_layer = LastLayerRows(model)
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -77,6 +79,7 @@ class ForwardHooks:
 
     def remove(self) -> None:
         """Take the hooks off the model."""
+        self._last_layer.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -204,9 +207,10 @@ class ForwardHooks:
         keys = tokens.sequence * width + tokens.slot
         local = np.searchsorted(keys, (wanted.sequence * width + wanted.slot)[mine])
         self._local = local
+        index = torch.from_numpy(local if len(local) else np.zeros(1, dtype=np.int64)).to(device)
+        self._last_layer.want(index, len(sequence))
         if self._keeps_logits:
-            index = local if len(local) else np.zeros(1, dtype=np.int64)
-            inputs["logits_to_keep"] = torch.from_numpy(index).to(device)
+            inputs["logits_to_keep"] = index
 
     # After
 
