@@ -4,7 +4,7 @@ Policies (``megakv.context_parallel.policy``):
 
 ``cost``
     The method that the cost model predicts to be fastest, from the hardware profile. Without a profile, prefill sends
-    the smaller message (context parallelism, Equation 1) and decode replicates queries for fewer sequences than ranks.
+    the fewer bytes, pass-Q's All2All included, and decode replicates queries for fewer sequences than ranks.
 ``alg1``, ``alg5``
     The paper's Algorithm 1, and Algorithm 5 which counts the All2All, with the compute and bandwidth of the profile.
 ``fitted``
@@ -34,6 +34,7 @@ from megakv.costmodel.attention_time import LayerTimes, attention_flops_rate, de
 from megakv.costmodel.context_parallel import (
     Workload,
     miss_rate_of_equal_bytes,
+    miss_rate_of_equal_traffic,
     miss_rate_with_all_to_all,
     new_tokens_hiding_kv,
 )
@@ -118,7 +119,7 @@ def auto(
         return "pass_kv" if evidence.fit.h(workload.total_new, cached) > 0 else "pass_q"
     profile = evidence.profile
     if profile is None:
-        return "pass_q" if workload.miss_rate < miss_rate_of_equal_bytes(shape) else "pass_kv"
+        return "pass_q" if workload.miss_rate < miss_rate_of_equal_traffic(shape) else "pass_kv"
     if evidence.policy == "cost":
         times = LayerTimes(profile, shape, workload)
         return min(PREFILL_CANDIDATES, key=lambda method: times.predict(method).seconds)

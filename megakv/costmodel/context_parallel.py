@@ -106,6 +106,11 @@ def miss_rate_of_equal_bytes(shape: AttentionShape) -> float:
     return shape.kv_row_bytes / shape.query_row_bytes
 
 
+def miss_rate_of_equal_traffic(shape: AttentionShape) -> float:
+    """Equation 1 with the All2All counted: below it, queries and returning partial results are the fewer bytes."""
+    return shape.kv_row_bytes / (shape.query_row_bytes + shape.partial_row_bytes)
+
+
 def new_tokens_hiding_kv(shape: AttentionShape, *, size: int, flops: float, bandwidth: float) -> float:
     """Equation 2: from this T on, ``N C N_KV e / (2 N_H BW)``, attention hides the exchange of ring pass-KV."""
     return size * flops * shape.kv_row_bytes / (flops_per_pair(shape) * bandwidth)

@@ -75,12 +75,14 @@ def test_equation_1_decides_where_nothing_can_be_hidden() -> None:
         assert algorithm(at(0.13, total=1000), LLAMA_405B, **H100) == "pass_kv"
 
 
-def test_without_a_profile_the_smaller_message_is_sent() -> None:
+def test_without_a_profile_the_fewer_bytes_are_sent() -> None:
     for _ in range(100):
         kv_heads = random.choice((1, 2, 8))
         shape = AttentionShape(8, kv_heads, 64, 64, 2)
         new, cached = random.randint(1, 10_000), random.randint(0, 10_000)
-        smaller = "pass_q" if new * 8 < 2 * kv_heads * (new + cached) else "pass_kv"
+        # Per token: queries of 64 16-bit numbers a head, and 65 float32 numbers that return.
+        queries, returned, kv = 8 * 64 * 2, 8 * 65 * 4, 2 * kv_heads * 64 * 2
+        smaller = "pass_q" if new * (queries + returned) < kv * (new + cached) else "pass_kv"
         assert auto("prefill", Evidence(), Workload((new,), (cached,), 2), shape=shape) == smaller
 
 
