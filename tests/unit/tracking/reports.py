@@ -30,7 +30,7 @@ def random_report(
                 peak_bytes=random_source.randrange(10**9),
                 bytes_sent={"ring": random_source.randrange(10**6), "broadcast": random_source.randrange(10)},
                 calls={"ring": layers * len(steps), "broadcast": 1}, seconds_exposed={"ring": exposed}, events=events,
-                traffic=[Traffic("ring", layer, len(steps), 1000 + layer, 2 * exposed, exposed) for layer in range(layers)],
+                traffic=[Traffic("ring", layer, 3, 1000 + layer, 2 * exposed, exposed) for layer in range(layers)],
             )
         )  # fmt: skip
     return RunReport(
