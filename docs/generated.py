@@ -80,7 +80,37 @@ def accuracy_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {"families": families_table, "accuracy": accuracy_table}
+METHODS = {
+    "single": "plain transformers, one process of its own on every rank",
+    "tp": "DeepSpeed AutoTP, its shared-memory sums",
+    "tp_gloo": "DeepSpeed AutoTP, sums over gloo",
+    "pass_kv": "MegaKV, ring pass-KV",
+    "pass_q": "MegaKV, ring pass-Q",
+    "all_gather": "MegaKV, all-gather",
+}
+
+
+def prefill_table() -> str:
+    """Times, traffic and memory of benchmarks/results/prefill.json."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "prefill.json").read_text())
+    lines = [
+        "| | seconds, median | times pass-KV's time | MiB sent per rank | MiB of activations and KV per rank |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in results["rows"]:
+        faster = results["summary"]["speedup"]["pass_kv"].get(row["method"])
+        ratio = "" if faster is None else f"{faster['value']:.2f} ({faster['low']:.2f} to {faster['high']:.2f})"
+        sent = max(sum(operations.values()) for operations in row["bytes_sent"]) / 2**20
+        cells = [METHODS[row["method"]], f"{statistics.median(row['seconds']):.1f}", ratio, f"{sent:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} | {max(row['working_bytes']) / 2**20:,.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "families": families_table,
+    "accuracy": accuracy_table,
+    "prefill": prefill_table,
+}
 
 
 def figure(file: str, path: str) -> float:
