@@ -63,5 +63,5 @@ def test_a_rank_killed_on_the_other_host_ends_the_job_and_is_named(slots: int) -
     seen = [
         line for line in complaints if line.startswith("host1:") or "error: rank 0" in line or "error: rank 1" in line
     ]
-    assert any(f"rank {victim} (host host2" in line for line in seen), result.stderr
-    assert not [line for line in complaints if "was lost" in line and "rank 0 (" in line]
+    # The cause comes first: a survivor that has said so ends, and may then be missed by others in turn.
+    assert seen and f"rank {victim} (host host2" in seen[0], result.stderr
