@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megakv.allocator import settle_allocator
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
 from megakv.engine import MegaKVEngine
@@ -54,6 +55,8 @@ def init_inference(
     check_mesh(cp_size, tp_size, dist.get_world_size())
     mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
     comm = Communicator(mesh, Ledger())
+    if mesh.device.type == "cpu":
+        settle_allocator()
     failure: Exception | None = None
     loaded: LoadedModel | None = None
     try:

@@ -19,7 +19,7 @@ UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
 MATH_ROWS = (1, 16, 256)
 KEYS = (16, 128, 1024, 8192)
-SQUARES = (16, 64, 256, 1024, 2048)
+SQUARES = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = (1, 4, 16, 64, 256)
 WEIGHT_WIDTH = 2048
 # Beyond 32 MiB a C library asks the system for fresh pages every time, an order of magnitude slower.

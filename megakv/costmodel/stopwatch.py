@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megakv.allocator import settle_allocator
 from megakv.comm import Communicator
 
 Key = tuple[object, ...]
@@ -39,6 +40,7 @@ class Stopwatch:
 
     def __init__(self, comm: Communicator):
         self.comm = comm
+        settle_allocator()
 
     def once(self, call: Callable[[], object]) -> float:
         """Seconds of one call on this rank, the device's work included."""
