@@ -44,6 +44,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="JSON",
         help="configuration file whose megakv.context_parallel section decides for auto; {rate} in it becomes the rate",
     )
+    parser.add_argument(
+        "--profile-seconds",
+        type=float,
+        default=60,
+        help="how long the links' hardware profile is measured for auto, without --config; 0: none (default 60)",
+    )
     add_part_argument(parser)
     parser.add_argument("--rate", help=argparse.SUPPRESS)
     add_model_arguments(parser, layers=4, kv_heads=2)
@@ -53,6 +59,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     check_positive(parser, arguments, "context", "pairs", "most_pairs", "cell_seconds")
     if arguments.ranks < 2:
         parser.error(f"--ranks {arguments.ranks}: nothing is passed on fewer than 2 ranks")
+    if arguments.profile_seconds < 0:
+        parser.error(f"--profile-seconds {arguments.profile_seconds:g}: allowed: 0 or more")
     if arguments.most_pairs < arguments.pairs:
         parser.error(f"--most-pairs {arguments.most_pairs} is less than --pairs {arguments.pairs}")
     try:
@@ -113,6 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.caches import sharded_cache
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin
+    from harness.profiles import measured_profile
     from harness.report import describe_machine
     from harness.sampling import measure
     from harness.turns import Turn, chosen_method
@@ -124,12 +133,19 @@ def run(arguments: argparse.Namespace) -> None:
     world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
     model = random_llama(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
-    engines = {}
-    for name in (*METHODS, "auto"):
-        given = deciding(arguments.config, arguments.rate) if name == "auto" else {}
-        parallel = {**given, "size": world.size, "prefill": name}
+
+    def engine(name: str, **deciding: Any) -> megakv.MegaKVEngine:
+        parallel = {**deciding, "size": world.size, "prefill": name}
         section = {"context_parallel": parallel, "tracking": {"timeline": "multiturn.png"}}
-        engines[name] = megakv.init_inference(twin(model), {"megakv": section})
+        return megakv.init_inference(twin(model), {"megakv": section})
+
+    engines = {name: engine(name) for name in METHODS}
+    if arguments.config is None and arguments.profile_seconds:
+        measuring = measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
+        with measuring as profile:
+            engines["auto"] = engine("auto", policy="cost", profile=profile)
+    else:
+        engines["auto"] = engine("auto", **deciding(arguments.config, arguments.rate))
     rows: list[dict[str, Any]] = []
     for rate in arguments.miss_rates:
         new = new_tokens(arguments.context, rate)

@@ -12,6 +12,8 @@ from .ranks import TIMED_OUT
 ROOT = Path(__file__).resolve().parents[2]
 FREE = "free"
 """The name of no limit: all ranks on this machine, over its loopback."""
+UNLIMITED = "unlimited"
+"""Hosts as with a limit, whose links have none."""
 
 
 def unavailable() -> str | None:
@@ -43,23 +45,27 @@ def check_rate(rate: str) -> None:
 
 
 class LimitedLinks:
-    """Starts every rank on a host of its own.
+    """Starts every rank on a host of its own, or equal shares of them on each of several.
 
     Parameters
     ----------
     rate : str
-        Of every host's link in each direction, such as ``1gbit``.
+        Of every host's link in each direction, such as ``1gbit``, or ``unlimited``.
+    hosts : int, optional
+        How many; by default as many as ranks.
     """
 
-    def __init__(self, rate: str):
+    def __init__(self, rate: str, *, hosts: int | None = None):
         self.rate = rate
+        self.hosts = hosts
 
     def __call__(self, arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
         """As `harness.ranks.start_ranks`; what ranks print is shown if they fail."""
         from tests.hosts.cluster import Hosts
 
         env = {"OMP_NUM_THREADS": str(arguments.threads)}
-        with Hosts(count=ranks, slots=1, rate=self.rate, env=env) as hosts:
+        count = self.hosts or ranks
+        with Hosts(count=count, slots=ranks // count, rate=self.rate, env=env) as hosts:
             script = Path(sys.argv[0]).resolve()
             result = hosts.start_deepspeed(script, *sys.argv[1:], *options).wait(timeout_s)
         if result.returncode is None:
