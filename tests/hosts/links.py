@@ -13,9 +13,11 @@ INTERFACE = "eth0"
 SUBNET = "10.77.0"
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 UNLIMITED = "unlimited"
-# What a link that was idle may send at once: enough for the timer that refills it, too little to carry a message.
+# What a link that was idle may send at once: enough for the timer that refills it, too little to carry a message. With
+# less than a packet before segmentation, 64 KiB, tbf would cut each into frames one by one, at a cost in processor time
+# that network cards do not have.
 BURST_S = 2e-4
-LEAST_BURST_BYTES = 16384
+LEAST_BURST_BYTES = 80000
 # A queue that is never full: a lost packet would cost a retransmission time-out of 200 ms, which no real link does.
 QUEUE = "50ms"
 
