@@ -13,7 +13,7 @@ from megakv.costmodel.kernel_times import CurveCells, TableCells
 from megakv.costmodel.stopwatch import Battery, Times
 
 MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
-COLLECTIVE_PATIENCE = 8
+COLLECTIVE_PATIENCE = 4
 """Collectives reach a fraction of the exchange's bandwidth; messages are kept that much smaller."""
 OPERATION = "profile"
 # One unit of the computation that runs beside an exchange: short, so that its length can be chosen finely.
