@@ -90,7 +90,7 @@ class PeerWatch:
         deadline = time.monotonic() + grace
         while True:
             dead = [peer.rank for peer in near if _gone(peer.pid)]
-            if dead or time.monotonic() >= deadline:
+            if dead or not near or time.monotonic() >= deadline:
                 return dead
             time.sleep(0.05)
 
