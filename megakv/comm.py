@@ -123,10 +123,21 @@ class Communicator:
             works = dist.batch_isend_irecv(operations)
         return Transfer(self, works, operation, layer, peers, posted)
 
-    def cp_all_gather(self, tensor: Tensor, *, operation: str, layer: int | None, header_bytes: int = 0) -> Tensor:
-        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks; `header_bytes` as for `shift`."""
+    def cp_all_gather(
+        self,
+        tensor: Tensor,
+        *,
+        operation: str,
+        layer: int | None,
+        header_bytes: int = 0,
+        receive: Tensor | None = None,
+    ) -> Tensor:
+        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks; `header_bytes` as for `shift`.
+
+        They come in `receive`, contiguous and as large, where it is given.
+        """
         mesh = self.mesh
-        gathered = tensor.new_empty((mesh.cp_size, *tensor.shape))
+        gathered = tensor.new_empty((mesh.cp_size, *tensor.shape)) if receive is None else receive
         if mesh.cp_group is None:
             gathered[0] = tensor
             return gathered

@@ -11,19 +11,27 @@ from megakv.attention.method import AttentionCall, PackedAttention
 class AllGatherKV:
     """Every rank first receives all keys and values, then attends to them."""
 
+    attention_type: type[PackedAttention] = PackedAttention
+    """How what was gathered is attended to."""
+
     def __init__(self) -> None:
         self._scratch = Scratch()
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
+        attention = self.attention_type(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         parts = list(call.local_parts())
         if call.size > 1:
             messages = KVFormat(call)
             largest = max(messages.nbytes(rank) for rank in range(call.size))
             buffer = self._scratch.take("own", largest, call.q_HLD.device)
             messages.pack(parts, buffer)
+            everything = self._scratch.take("all", call.size * largest, call.q_HLD.device)
             gathered = call.comm.cp_all_gather(
-                buffer, operation="all_gather", layer=call.layer, header_bytes=messages.header_bytes(call.rank)
+                buffer,
+                operation="all_gather",
+                layer=call.layer,
+                header_bytes=messages.header_bytes(call.rank),
+                receive=everything.view(call.size, largest),
             )
             for source in range(call.size):
                 if source != call.rank:

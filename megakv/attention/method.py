@@ -115,6 +115,9 @@ class PackedAttention:
     value_dim : int
     """
 
+    partial_type: type[PartialAttention] = PartialAttention
+    """How one sequence's queries attend to a part."""
+
     def __init__(self, q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, value_dim: int):
         self._shape = (q_HLD.shape[0], q_HLD.shape[1], value_dim)
         self._dtype = torch.float64 if q_HLD.dtype == torch.float64 else torch.float32
@@ -123,7 +126,7 @@ class PackedAttention:
         for sequence in range(tokens.batch):
             run = tokens.run(sequence)
             if run.stop > run.start:
-                partial = PartialAttention(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
+                partial = self.partial_type(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
                 self._runs[sequence] = (run, partial)
 
     def add(self, part: KVPart) -> None:

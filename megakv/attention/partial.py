@@ -103,6 +103,12 @@ class PartialAttention:
             self._add_block(block, k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions)
 
     def _add_block(self, block: Block, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots) -> None:
+        self._merge_rows(block.q0, block.q1, *self._attend_block(block, k_KSD, v_KSD, k_slots, k_positions))
+
+    def _attend_block(
+        self, block: Block, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the block's rows over its keys."""
         q0, q1, k0, k1, kind = block
         device = self._q_HLD.device
         visible = None
@@ -113,7 +119,7 @@ class PartialAttention:
         if self.scoring.alibi_slopes is not None:
             q_slots, positions = torch.tensor(self._q_slots[q0:q1]), torch.tensor(k_positions[k0:k1])
             alibi = Alibi(self.scoring.alibi_slopes, q_slots.to(device), positions.to(device))
-        out, lse = attend_block(
+        return attend_block(
             self._q_HLD[:, q0:q1],
             k_KSD[:, k0:k1],
             v_KSD[:, k0:k1],
@@ -123,7 +129,6 @@ class PartialAttention:
             softcap=self.scoring.softcap,
             alibi=alibi,
         )
-        self._merge_rows(q0, q1, out, lse)
 
     def _merge_rows(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         if self._state is None:
