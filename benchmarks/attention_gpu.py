@@ -176,8 +176,8 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     )
 
 
-def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], device: str) -> None:
-    """Draw the rates as bars, the matrix product's first."""
+def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], device: str) -> list[Path]:
+    """Draw the rates as bars beside the results, the matrix product's first."""
     from harness.chart import draw_bars
     from harness.statistics import median
 
@@ -186,14 +186,16 @@ def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, 
         work = sum(row["flops"]) / row["ranks"] / 1e12
         label = f"{row['context'] / UNITS['K']:g}K on {row['ranks']}"
         bars.append((label, median([work / seconds for seconds in row["seconds"]]), True))
+    picture = path.with_suffix(".png")
     draw_bars(
-        path,
+        picture,
         bars,
         title="Partial attention of a rank: context on ranks",
         subtitle=f"{device}, {arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, "
         f"{arguments.dtype}; causal work counted once",
         unit="TFLOP/s, more is better",
     )
+    return [picture]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -201,7 +203,7 @@ def run(arguments: argparse.Namespace) -> None:
     import psutil
     import torch
     from harness.models import DTYPES as TYPES
-    from harness.report import describe_machine, write_report
+    from harness.report import describe_machine, publish
     from harness.virtual_ring import Heads, VirtualRing, matmul_rate
     from tqdm import tqdm
 
@@ -233,12 +235,15 @@ def run(arguments: argparse.Namespace) -> None:
         raise MegaKVError(f"nothing fits: {skipped[0]['context']:,} tokens on {size} ranks: {skipped[-1]['reason']}")
     summary = summarise(rows, skipped)
     show(rows, summary)
-    if arguments.json:
-        path = Path(arguments.json)
-        write_report(path, benchmark="attention_gpu", machine=machine, arguments=arguments, rows=rows, summary=summary)
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        draw(path.with_suffix(".png"), arguments, rows, name)
-        print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    publish(
+        arguments,
+        benchmark="attention_gpu",
+        machine=machine,
+        rows=rows,
+        summary=summary,
+        draw=lambda path: draw(path, arguments, rows, name),
+    )
 
 
 def main() -> int:

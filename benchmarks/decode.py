@@ -14,8 +14,10 @@ from harness.arguments import (
     check_model_arguments,
     check_positive,
     check_rank_arguments,
+    method_names,
+    whole_numbers,
 )
-from harness.ranks import is_rank, start_ranks
+from harness.ranks import is_rank, serve, start_ranks
 
 if TYPE_CHECKING:
     from harness.world import World
@@ -39,20 +41,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_model_arguments(parser, kv_heads=16)
     arguments = parser.parse_args(argv)
-    arguments.methods = arguments.methods.split(",")
     check_rank_arguments(parser, arguments)
     check_model_arguments(parser, arguments)
     check_positive(parser, arguments, "context", "tokens", "repeats", "cell_seconds")
-    try:
-        batches = [int(batch) for batch in (arguments.batches or f"1,{arguments.ranks}").split(",")]
-    except ValueError:
-        batches = [0]
-    if min(batches) < 1:
-        parser.error(f"--batches {arguments.batches}: allowed: whole numbers from 1 on, separated by commas")
-    arguments.batches = sorted(set(batches))
-    unknown = [name for name in arguments.methods if name not in METHODS]
-    if unknown or len(set(arguments.methods)) < len(arguments.methods):
-        parser.error(f"--methods {','.join(arguments.methods)}: allowed: each of {', '.join(METHODS)} once")
+    arguments.batches = whole_numbers(parser, "--batches", arguments.batches or f"1,{arguments.ranks}")
+    arguments.methods = method_names(parser, arguments.methods, METHODS)
     if arguments.methods[0].endswith("_idle"):
         parser.error(f"--methods {','.join(arguments.methods)}: the first must run on every rank, for comparison")
     return arguments
@@ -108,8 +101,8 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     print(f"{align(lines)}\n")
 
 
-def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the times per token as bars."""
+def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Draw the times per token as bars, beside the results."""
     from harness.chart import draw_bars
     from harness.statistics import median
 
@@ -117,14 +110,16 @@ def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, 
     for row in rows:
         label = f"{row['method']}, {row['batch']}".replace("_", " ")
         bars.append((label, median(row["seconds"]).scaled(1e3), row["method"] in OWN))
+    picture = path.with_suffix(".png")
     draw_bars(
-        path,
+        picture,
         bars,
         title=f"Decoding at {arguments.context:,} cached tokens on {arguments.ranks} ranks",
         subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.kv_heads} KV heads, "
         f"{arguments.dtype}, {arguments.threads} thread(s) per rank; method, batch; median, 95% interval",
         unit="milliseconds per step, less is better",
     )
+    return [picture]
 
 
 def check_memory(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> None:
@@ -216,7 +211,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from harness.generations import without_stop
     from harness.models import random_llama, twin
-    from harness.report import describe_machine, write_report
+    from harness.report import describe_machine, publish
     from harness.world import join_world
 
     import megakv
@@ -237,11 +232,14 @@ def run(arguments: argparse.Namespace) -> None:
     if world.rank == 0:
         summary = summarise(rows)
         show(rows, summary)
-        if arguments.json:
-            path = Path(arguments.json)
-            write_report(path, benchmark="decode", machine=machine, arguments=arguments, rows=rows, summary=summary)
-            draw(path.with_suffix(".png"), arguments, rows)
-            print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
+        publish(
+            arguments,
+            benchmark="decode",
+            machine=machine,
+            rows=rows,
+            summary=summary,
+            draw=lambda path: draw(path, arguments, rows),
+        )
     for engine in engines.values():
         engine.destroy()
     world.leave()
@@ -250,14 +248,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     """Entry of the process started by hand, and of every rank that it starts."""
     arguments = parse_arguments()
-    if not is_rank():
-        return start_ranks(arguments)
-    from megakv.launcher.voice import one_voice, quiet_libraries
-
-    quiet_libraries()
-    with one_voice():
-        run(arguments)
-    return 0
+    return serve(run, arguments) if is_rank() else start_ranks(arguments)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ from typing import Any
 from harness.arguments import (
     add_model_arguments,
     add_rank_arguments,
+    check_kv_shards,
     check_model_arguments,
     check_positive,
     check_rank_arguments,
 )
 from harness.launches import LaunchError, Launches, add_part_argument
 from harness.links import UNLIMITED, LimitedLinks, check_rate, unavailable
-from harness.ranks import is_rank
+from harness.ranks import is_rank, serve
 
 OWN = "cp"
 PEER = "tp"
@@ -43,11 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     check_positive(parser, arguments, "context", "repeats")
     if arguments.hosts < 2 or arguments.ranks % arguments.hosts:
         parser.error(f"--hosts {arguments.hosts}: allowed: 2 or more, of which --ranks {arguments.ranks} is a multiple")
-    if arguments.kv_heads % arguments.ranks:
-        parser.error(
-            f"--kv-heads {arguments.kv_heads} is no multiple of --ranks {arguments.ranks}: DeepSpeed's tensor "
-            "parallelism would leave ranks without heads"
-        )
+    check_kv_shards(parser, arguments.kv_heads, arguments.ranks)
     try:
         check_rate(arguments.rate)
     except ValueError as error:
@@ -93,20 +90,22 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     print(f"largest difference of the last logits: {summary['max_logit_difference']:.1e} of the largest logit")
 
 
-def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the times as bars."""
+def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Draw the times as bars, beside the results."""
     from harness.chart import draw_bars
     from harness.statistics import median
 
     inside = arguments.ranks // arguments.hosts
+    picture = path.with_suffix(".png")
     draw_bars(
-        path,
+        picture,
         [(f"{row['method']}, {row['rate']}", median(row["seconds"]), row["method"] == OWN) for row in rows],
         title=f"Prefill of {arguments.context:,} tokens on {arguments.hosts} hosts of {inside} rank(s)",
         subtitle=f"cp: CP{arguments.hosts} x TP{inside}, pass-KV; tp: DeepSpeed TP{arguments.ranks}. Llama, "
         f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, {arguments.threads} thread(s) per rank",
         unit="seconds, less is better",
     )
+    return [picture]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -164,12 +163,7 @@ def main() -> int:
     """Entry of the process started by hand, which makes the hosts, and of every rank on them."""
     arguments = parse_arguments()
     if is_rank():
-        from megakv.launcher.voice import one_voice, quiet_libraries
-
-        quiet_libraries()
-        with one_voice():
-            run(arguments)
-        return 0
+        return serve(run, arguments)
     if reason := unavailable():
         print(f"hosts.py: hosts cannot be made here: {reason}", file=sys.stderr)
         return 1
@@ -178,17 +172,19 @@ def main() -> int:
         part = Launches(arguments).run(arguments.ranks, start=links)
     except LaunchError as error:
         return error.status
-    from harness.report import write_report
+    from harness.report import publish
 
     rows = part["rows"]
     summary = summarise(rows)
     show(rows, summary)
-    if arguments.json:
-        path = Path(arguments.json)
-        machine = part["machine"]
-        write_report(path, benchmark="hosts", machine=machine, arguments=arguments, rows=rows, summary=summary)
-        draw(path.with_suffix(".png"), arguments, rows)
-        print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
+    publish(
+        arguments,
+        benchmark="hosts",
+        machine=part["machine"],
+        rows=rows,
+        summary=summary,
+        draw=lambda path: draw(path, arguments, rows),
+    )
     return 0
 
 

@@ -20,7 +20,7 @@ from harness.arguments import (
 )
 from harness.launches import LaunchError, Launches, add_part_argument
 from harness.links import FREE, LimitedLinks, check_rate, unavailable
-from harness.ranks import is_rank, start_ranks
+from harness.ranks import is_rank, serve, start_ranks
 
 METHODS = ("pass_kv", "pass_q")
 
@@ -194,12 +194,7 @@ def main() -> int:
     """Entry of the process started by hand, which starts the ranks for every rate of links, and of every rank."""
     arguments = parse_arguments()
     if is_rank():
-        from megakv.launcher.voice import one_voice, quiet_libraries
-
-        quiet_libraries()
-        with one_voice():
-            run(arguments)
-        return 0
+        return serve(run, arguments)
     launches = Launches(arguments)
     parts: dict[str, Any] = {}
     skipped: dict[str, str] = {}

@@ -11,11 +11,13 @@ from typing import Any
 from harness.arguments import (
     add_model_arguments,
     add_rank_arguments,
+    check_kv_shards,
     check_model_arguments,
     check_positive,
     check_rank_arguments,
+    method_names,
 )
-from harness.ranks import is_rank, start_ranks
+from harness.ranks import is_rank, serve, start_ranks
 
 SINGLE = "single"
 TENSOR_PARALLEL = ("tp", "tp_gloo")
@@ -35,20 +37,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a shorter prompt and fewer runs")
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)
-    arguments.methods = arguments.methods.split(",")
     arguments.context = (2048 if arguments.quick else 8192) if arguments.context is None else arguments.context
     arguments.repeats = (3 if arguments.quick else 5) if arguments.repeats is None else arguments.repeats
     check_rank_arguments(parser, arguments)
     check_model_arguments(parser, arguments)
     check_positive(parser, arguments, "context", "repeats")
-    unknown = [name for name in arguments.methods if name not in METHODS]
-    if unknown or len(set(arguments.methods)) < len(arguments.methods):
-        parser.error(f"--methods {','.join(arguments.methods)}: allowed: each of {', '.join(METHODS)} once")
-    if arguments.kv_heads % arguments.ranks and set(arguments.methods).intersection(TENSOR_PARALLEL):
-        parser.error(
-            f"--kv-heads {arguments.kv_heads} is no multiple of --ranks {arguments.ranks}: DeepSpeed's tensor "
-            "parallelism would leave ranks without heads; take other numbers, or leave tp and tp_gloo out of --methods"
-        )
+    arguments.methods = method_names(parser, arguments.methods, METHODS)
+    if set(arguments.methods).intersection(TENSOR_PARALLEL):
+        remedy = "take other numbers, or leave tp and tp_gloo out of --methods"
+        check_kv_shards(parser, arguments.kv_heads, arguments.ranks, remedy)
     return arguments
 
 
@@ -96,19 +93,21 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     print(f"largest difference of the last logits: {summary['max_logit_difference']:.1e} of the largest logit")
 
 
-def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the times as bars."""
+def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Draw the times as bars, beside the results."""
     from harness.chart import draw_bars
     from harness.statistics import median
 
+    picture = path.with_suffix(".png")
     draw_bars(
-        path,
+        picture,
         [(row["method"], median(row["seconds"]), row["method"] in OWN) for row in rows],
         title=f"Prefill of {arguments.context:,} tokens on {arguments.ranks} ranks",
         subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, {arguments.threads} "
         f"thread(s) per rank; median of {arguments.repeats} runs, 95% interval",
         unit="seconds, less is better",
     )
+    return [picture]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -121,8 +120,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from harness.agreement import Agreement
     from harness.models import random_ids, random_llama
-    from harness.prefills import cache_bytes, make_prefills, uses_shared_memory
-    from harness.report import describe_machine, write_report
+    from harness.prefills import Prefills, cache_bytes, uses_shared_memory
+    from harness.report import describe_machine, publish
     from harness.sampling import measure
     from harness.world import join_world
 
@@ -133,7 +132,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_llama(arguments, positions=arguments.context, device=world.device)
-    methods = make_prefills(arguments.methods, model, ids, world)
+    prefills = Prefills(model, world)
+    methods = [prefills.make(name, ids) for name in arguments.methods]
     agreement = Agreement(world, arguments.dtype)
 
     def inspect(name: str, output: Any) -> dict[str, Any]:
@@ -148,13 +148,15 @@ def run(arguments: argparse.Namespace) -> None:
         rows = [sample.to_row(ranks=arguments.ranks, context=arguments.context) for sample in samples]
         summary = summarise(rows, arguments.ranks)
         show(rows, summary)
-        if arguments.json:
-            path = Path(arguments.json)
-            write_report(path, benchmark="prefill", machine=machine, arguments=arguments, rows=rows, summary=summary)
-            draw(path.with_suffix(".png"), arguments, rows)
-            print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
-    for method in methods:
-        method.close()
+        publish(
+            arguments,
+            benchmark="prefill",
+            machine=machine,
+            rows=rows,
+            summary=summary,
+            draw=lambda path: draw(path, arguments, rows),
+        )
+    prefills.close()
     world.leave()
 
 
@@ -162,14 +164,7 @@ def main() -> int:
     """Entry of the process started by hand, and of every rank that it starts."""
     arguments = parse_arguments()
     # Only now and in `run` comes what takes seconds to import, so that wrong arguments are refused at once.
-    if not is_rank():
-        return start_ranks(arguments)
-    from megakv.launcher.voice import one_voice, quiet_libraries
-
-    quiet_libraries()
-    with one_voice():
-        run(arguments)
-    return 0
+    return serve(run, arguments) if is_rank() else start_ranks(arguments)
 
 
 if __name__ == "__main__":

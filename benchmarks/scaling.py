@@ -10,12 +10,14 @@ from typing import Any
 from harness.arguments import (
     add_model_arguments,
     add_rank_arguments,
+    check_kv_shards,
     check_model_arguments,
     check_positive,
     check_rank_arguments,
+    whole_numbers,
 )
 from harness.launches import LaunchError, Launches, add_part_argument
-from harness.ranks import is_rank
+from harness.ranks import is_rank, serve
 
 CONTEXTS, QUICK_CONTEXTS = "1024,2048,4096,8192,16384", "512,1024,2048"
 TENSOR_PARALLEL = {"tp": True, "tp_gloo": False}
@@ -49,27 +51,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.tokens < 2:
         parser.error(f"--tokens {arguments.tokens}: the time between tokens needs two")
     powers = [2**n for n in range(arguments.ranks.bit_length()) if 2**n <= (min(2, arguments.ranks) if quick else 1e9)]
-    arguments.sizes = _numbers(parser, "--sizes", arguments.sizes or ",".join(map(str, powers)))
-    arguments.contexts = _numbers(parser, "--contexts", arguments.contexts or (QUICK_CONTEXTS if quick else CONTEXTS))
+    arguments.sizes = whole_numbers(parser, "--sizes", arguments.sizes or ",".join(map(str, powers)))
+    arguments.contexts = whole_numbers(
+        parser, "--contexts", arguments.contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
+    )
     if max(arguments.sizes) > arguments.ranks:
         parser.error(f"--sizes {','.join(map(str, arguments.sizes))}: at most --ranks {arguments.ranks}")
-    uneven = [size for size in arguments.sizes if arguments.kv_heads % size]
-    if uneven:
-        parser.error(
-            f"--kv-heads {arguments.kv_heads} is no multiple of {uneven[0]} ranks: DeepSpeed's tensor parallelism "
-            "would leave ranks without heads; take other numbers"
-        )
+    for size in arguments.sizes:
+        check_kv_shards(parser, arguments.kv_heads, size)
     return arguments
-
-
-def _numbers(parser: argparse.ArgumentParser, name: str, text: str) -> list[int]:
-    try:
-        numbers = sorted({int(number) for number in text.split(",")})
-    except ValueError:
-        numbers = [0]
-    if numbers[0] < 1:
-        parser.error(f"{name} {text}: allowed: whole numbers from 1 on, separated by commas")
-    return numbers
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -156,12 +146,7 @@ def main() -> int:
     """Entry of the process started by hand, which starts every number of ranks in turn, and of every rank."""
     arguments = parse_arguments()
     if is_rank():
-        from megakv.launcher.voice import one_voice, quiet_libraries
-
-        quiet_libraries()
-        with one_voice():
-            run(arguments)
-        return 0
+        return serve(run, arguments)
     launches = Launches(arguments)
     try:
         parts = []

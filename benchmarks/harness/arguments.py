@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Sequence
 
 DTYPES = ("fp32", "bf16", "fp16")
 SHAPE = (
@@ -28,9 +29,17 @@ def check_rank_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
     check_positive(parser, arguments, "ranks", "threads", "timeout")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """The shape of the Llama that is measured; a benchmark may have defaults of its own (``kv_heads=16``)."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: int) -> None:
+    """The shape of the Llama that is measured; a benchmark may have defaults of its own (``kv_heads=16``).
+
+    Parameters
+    ----------
+    without : collection of str
+        Names of `SHAPE` that the benchmark defines by itself.
+    """
     for name, value, text in SHAPE:
+        if name in without:
+            continue
         value = defaults.get(name.replace("-", "_"), value)
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and activations (default fp32)")
@@ -38,11 +47,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, **defaults: int) -> Non
 
 def check_model_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End with a message if the shape is impossible."""
-    check_positive(parser, arguments, *(name for name, _, _ in SHAPE))
+    several = isinstance(arguments.kv_heads, list)
+    check_positive(parser, arguments, *(name for name, _, _ in SHAPE if not (several and name == "kv-heads")))
     if arguments.hidden % (2 * arguments.heads):
         parser.error(f"--hidden {arguments.hidden} is no multiple of twice --heads {arguments.heads}")
-    if arguments.heads % arguments.kv_heads:
-        parser.error(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
+    for kv_heads in arguments.kv_heads if several else [arguments.kv_heads]:
+        if arguments.heads % kv_heads:
+            parser.error(f"--heads {arguments.heads} is no multiple of --kv-heads {kv_heads}")
 
 
 def check_positive(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str) -> None:
@@ -51,3 +62,33 @@ def check_positive(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         value = getattr(arguments, name.replace("-", "_"))
         if value <= 0:
             parser.error(f"--{name} {value}: allowed: above 0")
+
+
+def whole_numbers(parser: argparse.ArgumentParser, name: str, text: str) -> list[int]:
+    """What a list such as ``1,4`` holds, ascending, each once; ends with a message if one is below 1."""
+    try:
+        numbers = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        parser.error(f"{name} {text}: allowed: whole numbers from 1 on, separated by commas")
+    return numbers
+
+
+def method_names(parser: argparse.ArgumentParser, text: str, allowed: Sequence[str]) -> list[str]:
+    """What a list of --methods holds; ends with a message if one of them is not allowed or comes twice."""
+    names = text.split(",")
+    if set(names) - set(allowed) or len(set(names)) < len(names):
+        parser.error(f"--methods {text}: allowed: each of {', '.join(allowed)} once")
+    return names
+
+
+def check_kv_shards(
+    parser: argparse.ArgumentParser, kv_heads: int, ranks: int, remedy: str = "take other numbers"
+) -> None:
+    """End with a message if DeepSpeed's tensor parallelism would give some of so many ranks no KV head."""
+    if kv_heads % ranks:
+        parser.error(
+            f"--kv-heads {kv_heads} is no multiple of {ranks} ranks: DeepSpeed's tensor parallelism would leave ranks "
+            f"without heads; {remedy}"
+        )

@@ -1,4 +1,4 @@
-"""Lines with intervals over a logarithmic axis."""
+"""Lines with intervals."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def draw_lines(
     subtitle: str,
     x_label: str,
     y_label: str,
+    log_x: bool = True,
     log_y: bool = False,
     level: float | None = None,
 ) -> None:
@@ -53,7 +54,7 @@ def draw_lines(
     Parameters
     ----------
     lines : sequence of Line
-        Every x of theirs gets a tick.
+        Every x of theirs gets a tick where the axis is logarithmic.
     level : float, optional
         Where a horizontal line is drawn.
 
@@ -82,10 +83,11 @@ def draw_lines(
         hollow = line.hollow or [False] * len(values)
         for x, y, ring in zip(line.x, values, hollow, strict=True):
             axes.plot(x, y, "o", color=colour, markerfacecolor="white" if ring else colour, markersize=6, zorder=3)
-    axes.set_xscale("log")
-    ticks = sorted({x for line in lines for x in line.x})
-    axes.set_xticks(ticks, [f"{round(tick, 1):,g}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    if log_x:
+        axes.set_xscale("log")
+        ticks = sorted({x for line in lines for x in line.x})
+        axes.set_xticks(ticks, [f"{round(tick, 1):,g}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
     if log_y:
         axes.set_yscale("log")
     axes.set_xlabel(x_label, fontsize=9, color=INK)

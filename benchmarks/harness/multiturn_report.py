@@ -9,7 +9,7 @@ from typing import Any
 
 from .choices import Cell, crossover, judge
 from .lines import Line, draw_lines
-from .report import align, write_report
+from .report import align, publish
 from .statistics import Interval, median, paired_ratio
 
 Row = Mapping[str, Any]
@@ -104,16 +104,17 @@ def _verdict(found: Mapping[str, Any]) -> str:
     return f"{right}, mean regret {regret.value:.2%} [{regret.low:.2%}, {regret.high:.2%}]"
 
 
-def draw(path: Path, arguments: argparse.Namespace, summary: Mapping[str, Any]) -> None:
-    """Draw the speed ratio by miss rate, a line per rate of links."""
+def draw(path: Path, arguments: argparse.Namespace, summary: Mapping[str, Any]) -> list[Path]:
+    """Draw the speed ratio by miss rate beside the results, a line per rate of links."""
     lines = []
     for rate, found in summary["rates"].items():
         points = found["speed_ratio"]
         values = [Interval(point["value"], point["low"], point["high"]) for point in points]
         hollow = [point["auto"] == "pass_q" for point in points]
         lines.append(Line(f"links: {rate}", [100 * point["miss_rate"] for point in points], values, hollow))
+    picture = path.with_suffix(".png")
     draw_lines(
-        path,
+        picture,
         lines,
         title=f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}",
         subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.heads} query and "
@@ -123,6 +124,7 @@ def draw(path: Path, arguments: argparse.Namespace, summary: Mapping[str, Any]) 
         y_label="speed of pass-KV over pass-Q",
         level=1.0,
     )
+    return [picture]
 
 
 def report(
@@ -131,8 +133,11 @@ def report(
     """Print the tables; write the JSON and the chart where they are asked for."""
     summary = summarise(rows, 2 * arguments.kv_heads / arguments.heads, skipped)
     show(rows, summary)
-    if arguments.json:
-        path = Path(arguments.json)
-        write_report(path, benchmark="multiturn", machine=machine, arguments=arguments, rows=rows, summary=summary)
-        draw(path.with_suffix(".png"), arguments, summary)
-        print(f"results: {path.resolve()}, chart: {path.with_suffix('.png').resolve()}")
+    publish(
+        arguments,
+        benchmark="multiturn",
+        machine=machine,
+        rows=rows,
+        summary=summary,
+        draw=lambda path: draw(path, arguments, summary),
+    )

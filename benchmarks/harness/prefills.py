@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,8 +48,18 @@ class Prefill(Method):
     def run(self) -> Any:
         return self.model(input_ids=self._ids, use_cache=True, logits_to_keep=1)
 
-    def close(self) -> None:
-        """Give back what the engine holds."""
+
+class MaskedPrefill(Prefill):
+    """Plain transformers that computes all scores and hides half under a mask, as if it knew of no causality."""
+
+    def __init__(self, name: str, model: Any, ids: Tensor):
+        super().__init__(name, model, ids)
+        square = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf, dtype=model.dtype, device=ids.device)
+        self._mask = square.triu_(1)
+
+    @torch.no_grad()
+    def run(self) -> Any:
+        return self.model(input_ids=self._ids, attention_mask=self._mask, use_cache=True, logits_to_keep=1)
 
 
 class TensorParallelPrefill(Prefill):
@@ -87,44 +97,67 @@ class ContextParallelPrefill(Prefill):
             if total > before.get(operation, 0):
                 sent[operation] = total - before.get(operation, 0)
 
-    def close(self) -> None:
-        self.model.destroy()
-
     def _totals(self) -> Bytes:
         return self.model.report().ranks[self.model.mesh.rank].bytes_sent
 
 
-def make_prefills(names: Sequence[str], model: PreTrainedModel, ids: Tensor, world: World) -> list[Prefill]:
-    """The methods asked for, over one set of weights. Every rank must call it.
+class Prefills:
+    """Makes methods over one set of weights. Engines are made when first asked for, and kept.
 
     Parameters
     ----------
-    names : sequence of str
-        ``single``, ``tp``, ``tp_gloo``, or a prefill method of MegaKV.
     model : PreTrainedModel
         Plain transformers, whole on every rank.
-    ids : Tensor
-        ``[1, S]`` the prompt.
     world : World
-
-    Raises
-    ------
-    MegaKVError
-        If this DeepSpeed's shared-memory op cannot be switched off for ``tp_gloo``.
     """
-    if "tp_gloo" in names and shared_memory_available() and not hasattr(deepspeed.comm.comm.cdb, LEVEL):
-        raise MegaKVError("--methods tp_gloo: this DeepSpeed always uses its shared-memory op; leave tp_gloo out")
-    sharded = tensor_parallel(model, world) if set(names).intersection(TENSOR_PARALLEL) else None
-    methods: list[Prefill] = []
-    for name in names:
+
+    def __init__(self, model: PreTrainedModel, world: World):
+        self.model = model
+        self._world = world
+        self._sharded: deepspeed.InferenceEngine | None = None
+        self._engines: dict[str, megakv.MegaKVEngine] = {}
+
+    def make(self, name: str, ids: Tensor) -> Prefill:
+        """One method. Every rank must call it.
+
+        Parameters
+        ----------
+        name : str
+            ``single``, ``tp``, ``tp_gloo``, or a prefill method of MegaKV.
+        ids : Tensor
+            ``[1, S]`` the prompt.
+
+        Raises
+        ------
+        MegaKVError
+            If this DeepSpeed's shared-memory op cannot be switched off for ``tp_gloo``.
+        """
         if name == "single":
-            methods.append(Prefill(name, model, ids))
-        elif name in TENSOR_PARALLEL:
-            methods.append(TensorParallelPrefill(name, sharded, ids, shared_memory=name == "tp"))
-        else:
-            parallel = {"context_parallel": {"size": world.size, "prefill": name}}
-            methods.append(ContextParallelPrefill(name, megakv.init_inference(twin(model), {"megakv": parallel}), ids))
-    return methods
+            return Prefill(name, self.model, ids)
+        if name not in TENSOR_PARALLEL:
+            return ContextParallelPrefill(name, self.engine(name, {"context_parallel": {"prefill": name}}), ids)
+        if name == "tp_gloo" and shared_memory_available() and not hasattr(deepspeed.comm.comm.cdb, LEVEL):
+            raise MegaKVError("--methods tp_gloo: this DeepSpeed always uses its shared-memory op; leave tp_gloo out")
+        self._sharded = self._sharded or tensor_parallel(self.model, self._world)
+        return TensorParallelPrefill(name, self._sharded, ids, shared_memory=name == "tp")
+
+    def engine(self, name: str, section: Mapping[str, Any]) -> megakv.MegaKVEngine:
+        """The engine of that name, made with this section ``megakv`` if it is new. Every rank must call it."""
+        if name not in self._engines:
+            parallel = {**section.get("context_parallel", {}), "size": self._world.size}
+            config = {"megakv": {**section, "context_parallel": parallel}}
+            self._engines[name] = megakv.init_inference(twin(self.model), config)
+        return self._engines[name]
+
+    def drop(self, name: str) -> None:
+        """Let go of an engine, if there is one of that name."""
+        if name in self._engines:
+            self._engines.pop(name).destroy()
+
+    def close(self) -> None:
+        """Let go of all engines."""
+        for name in list(self._engines):
+            self.drop(name)
 
 
 def cache_bytes(cache: Any) -> int:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,16 @@ TIMED_OUT = 124
 def is_rank() -> bool:
     """Whether a launcher started this process as one of several ranks."""
     return "RANK" in os.environ
+
+
+def serve(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
+    """What every rank does: the measurement, with one voice for all."""
+    from megakv.launcher.voice import one_voice, quiet_libraries
+
+    quiet_libraries()
+    with one_voice():
+        run(arguments)
+    return 0
 
 
 def start_ranks(

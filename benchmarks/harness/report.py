@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,36 @@ def write_report(
         "summary": summary,
     }
     write_whole(path, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+
+
+def publish(
+    arguments: argparse.Namespace,
+    *,
+    benchmark: str,
+    machine: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    draw: Callable[[Path], Sequence[Path]],
+) -> None:
+    """Write the results and the charts where ``--json`` asks for them, and say where they are.
+
+    Parameters
+    ----------
+    draw : callable
+        Gets the path of the results, draws beside it and returns what it drew.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be written.
+    """
+    if not arguments.json:
+        return
+    path = Path(arguments.json)
+    write_report(path, benchmark=benchmark, machine=machine, arguments=arguments, rows=rows, summary=summary)
+    drawn = draw(path)
+    charts = ", ".join(str(each.resolve()) for each in drawn)
+    print(f"results: {path.resolve()}, chart{'s' * (len(drawn) > 1)}: {charts}")
 
 
 def time_table(rows: Sequence[Mapping[str, Any]]) -> str:

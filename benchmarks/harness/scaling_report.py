@@ -9,7 +9,7 @@ from typing import Any
 
 from .capacity import memory_line
 from .lines import Line, draw_lines
-from .report import align, write_report
+from .report import align, publish
 from .statistics import Interval, median, unpaired_ratio
 
 MEGABYTE = 1 << 20
@@ -191,8 +191,11 @@ def report(arguments: argparse.Namespace, machine: Mapping[str, Any], rows: Sequ
     """Print the tables; write the JSON and the charts where they are asked for."""
     summary = summarise(rows, arguments.memory_cap_mb * MEGABYTE)
     show(summary)
-    if arguments.json:
-        path = Path(arguments.json)
-        write_report(path, benchmark="scaling", machine=machine, arguments=arguments, rows=rows, summary=summary)
-        drawn = draw(path, arguments, rows, summary)
-        print(f"results: {path.resolve()}, charts: {', '.join(str(file.resolve()) for file in drawn)}")
+    publish(
+        arguments,
+        benchmark="scaling",
+        machine=machine,
+        rows=rows,
+        summary=summary,
+        draw=lambda path: draw(path, arguments, rows, summary),
+    )

@@ -1,9 +1,7 @@
 """benchmarks/decode.py: a tiny real run, and the caches it is made of."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,19 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness.breakdown import attention_times, split_phases
 from benchmarks.harness.caches import CopyingCache, RoomyCache, random_layers
 from megakv.tracking import Event
+from tests.unit.benchmarks.running import run_benchmark, tiny
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "decode.py"
-TINY = [
-    "--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "4", "--intermediate", "96", "--vocab", "300",
-]  # fmt: skip
+TINY = tiny(heads=4, kv_heads=4)
 SINGLE = ["single", "single_idle", "in_place", "in_place_idle"]
-
-
-def run(*argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+run = partial(run_benchmark, "decode.py")
 
 
 def test_tiny_run_of_all_methods(tmp_path: Path) -> None:

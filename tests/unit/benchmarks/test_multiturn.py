@@ -2,27 +2,17 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.harness.choices import Cell, crossover, judge
+from tests.unit.benchmarks.running import run_benchmark, tiny
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "multiturn.py"
-TINY = [
-    "--layers", "2", "--hidden", "64", "--heads", "8", "--kv-heads", "2", "--intermediate", "96", "--vocab", "300",
-]  # fmt: skip
-
-
-def run(*argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+TINY = tiny(heads=8, kv_heads=2)
+run = partial(run_benchmark, "multiturn.py")
 
 
 def test_tiny_run(tmp_path: Path) -> None:

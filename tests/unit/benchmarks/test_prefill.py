@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "prefill.py"
-TINY = [
-    "--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--intermediate", "96", "--vocab", "300",
-]  # fmt: skip
+from tests.unit.benchmarks.running import BENCHMARKS, tiny
+
+SCRIPT = BENCHMARKS / "prefill.py"
+TINY = tiny()
 
 
 def start(*argv: str | Path) -> subprocess.Popen[str]:
@@ -107,7 +107,7 @@ def test_run_beyond_its_time_is_ended() -> None:
     ("argv", "named"),
     [
         (["--ranks", "2", "--methods", "single,ring"], "--methods single,ring"),
-        (["--ranks", "3"], "--kv-heads 2 is no multiple of --ranks 3"),
+        (["--ranks", "3"], "--kv-heads 2 is no multiple of 3 ranks"),
         (["--ranks", "0"], "--ranks 0"),
         (["--ranks", "2", "--context", "0"], "--context 0"),
     ],

@@ -1,9 +1,7 @@
 """benchmarks/scaling.py: a tiny real run, and the lines that it draws through memory."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +9,10 @@ import pytest
 
 from benchmarks.harness.capacity import memory_line
 from benchmarks.harness.statistics import unpaired_ratio
+from tests.unit.benchmarks.running import run_benchmark, tiny
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "scaling.py"
-TINY = [
-    "--layers", "2", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--intermediate", "96", "--vocab", "300",
-]  # fmt: skip
-
-
-def run(*argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+TINY = tiny(heads=4, kv_heads=2)
+run = partial(run_benchmark, "scaling.py")
 
 
 def test_tiny_run(tmp_path: Path) -> None:
