@@ -28,7 +28,7 @@ def nbytes(tensor: Tensor) -> int:
 
 @dataclass
 class Transfer:
-    """A send and a receive under way with the two neighbours of a ring."""
+    """Sends and receives under way that end together: one way, or both with the two neighbours of a ring."""
 
     comm: Communicator
     works: list[dist.Work]
@@ -36,6 +36,10 @@ class Transfer:
     layer: int | None
     peers: tuple[int, ...]
     posted: float
+
+    def count_from_now(self) -> None:
+        """Let its time begin here: it was posted ahead, or is only waited for to use its buffer again."""
+        self.posted = self.comm.ledger.now()
 
     def wait(self) -> None:
         """Block until what was received may be read and what was sent may be overwritten."""
@@ -110,9 +114,7 @@ class Communicator:
         following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
         previous = mesh.cp_ranks[(mesh.cp_rank - 1) % mesh.cp_size]
         posted = self.ledger.now()
-        self.ledger.sent(operation, layer, nbytes(send) - header_bytes)
-        if header_bytes:
-            self.ledger.sent("positions", layer, header_bytes)
+        self._count_message(send, operation, layer, header_bytes)
         peers = (previous, following)
         with self.guard(peers, operation, layer):
             # Receive before send, always: the other order halves gloo's throughput. NCCL needs both in one group.
@@ -122,6 +124,55 @@ class Communicator:
             ]
             works = dist.batch_isend_irecv(operations)
         return Transfer(self, works, operation, layer, peers, posted)
+
+    def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer:
+        """Start receiving one message from a context-parallel rank.
+
+        What `send` sends between two ranks arrives in that order, each message into the buffer posted in its turn,
+        whatever else they exchange: receives may be posted far ahead.
+
+        Parameters
+        ----------
+        buffer : Tensor
+            Contiguous and of the message's size; not to be read before the transfer was waited for.
+        source : int
+            Context-parallel rank.
+        """
+        mesh = self.mesh
+        peer = mesh.cp_ranks[source]
+        posted = self.ledger.now()
+        with self.guard((peer,), operation, layer):
+            work = dist.irecv(buffer, peer, mesh.chain_group)
+        assert work is not None
+        return Transfer(self, [work], operation, layer, (peer,), posted)
+
+    def send(
+        self, buffer: Tensor, destination: int, *, operation: str, layer: int | None, header_bytes: int = 0
+    ) -> Transfer:
+        """Start sending one message to a context-parallel rank, without waiting for it to be received.
+
+        Parameters
+        ----------
+        buffer : Tensor
+            Contiguous; not to be written before the transfer was waited for.
+        destination : int
+            Context-parallel rank.
+        header_bytes : int
+            Part of it that is positions rather than payload; counted as ``positions``.
+        """
+        mesh = self.mesh
+        peer = mesh.cp_ranks[destination]
+        posted = self.ledger.now()
+        self._count_message(buffer, operation, layer, header_bytes)
+        with self.guard((peer,), operation, layer):
+            work = dist.isend(buffer, peer, mesh.chain_group)
+        assert work is not None
+        return Transfer(self, [work], operation, layer, (peer,), posted)
+
+    def _count_message(self, message: Tensor, operation: str, layer: int | None, header_bytes: int) -> None:
+        self.ledger.sent(operation, layer, nbytes(message) - header_bytes)
+        if header_bytes:
+            self.ledger.sent("positions", layer, header_bytes)
 
     def cp_all_gather(
         self,

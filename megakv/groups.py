@@ -30,6 +30,9 @@ class Mesh:
         World ranks of this rank's groups, by index.
     cp_group, tp_group : ProcessGroup
         None where the degree is 1.
+    chain_group : ProcessGroup
+        The ranks of `cp_group` again, with connections of their own: what one rank sends another there keeps an order
+        that nothing else they exchange disturbs. None where the degree is 1.
     device : torch.device
         Where this rank computes.
     shared_memory : bool
@@ -49,6 +52,7 @@ class Mesh:
     tp_ranks: tuple[int, ...]
     cp_group: dist.ProcessGroup | None
     tp_group: dist.ProcessGroup | None
+    chain_group: dist.ProcessGroup | None
     device: torch.device
     shared_memory: bool
     timeout_s: float
@@ -95,12 +99,13 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     check_mesh(cp_size, tp_size, world_size)
     timeout = timedelta(seconds=timeout_s)
     cp_rank, tp_rank = divmod(rank, tp_size)
-    cp_group = tp_group = None
+    cp_group = tp_group = chain_group = None
     # new_group is collective over the world: every rank creates every group, in one order.
     if cp_size > 1:
         for index in range(tp_size):
-            group = dist.new_group([index + tp_size * step for step in range(cp_size)], timeout=timeout)
-            cp_group = group if index == tp_rank else cp_group
+            ranks = [index + tp_size * step for step in range(cp_size)]
+            group, chain = dist.new_group(ranks, timeout=timeout), dist.new_group(ranks, timeout=timeout)
+            cp_group, chain_group = (group, chain) if index == tp_rank else (cp_group, chain_group)
     if tp_size > 1:
         for index in range(cp_size):
             group = dist.new_group([index * tp_size + step for step in range(tp_size)], timeout=timeout)
@@ -117,6 +122,7 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
         tp_ranks=tuple(cp_rank * tp_size + step for step in range(tp_size)),
         cp_group=cp_group,
         tp_group=tp_group,
+        chain_group=chain_group,
         device=torch.device(accelerator.current_device_name()),
         shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
         timeout_s=timeout_s,

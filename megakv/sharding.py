@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,11 +63,14 @@ class Layout:
         Per rank, the tokens whose KV it keeps. Equal to `tokens` but where every rank computes every token.
     replicated : bool
         Whether every rank computes every token.
+    gathered : bool
+        Whether the last rank keeps what other ranks compute: the method must bring it there.
     """
 
     tokens: tuple[TokenBlock, ...]
     stored: tuple[TokenBlock, ...]
     replicated: bool
+    gathered: bool = False
 
     @property
     def size(self) -> int:
@@ -88,6 +92,12 @@ def chunk_bounds(length: int, chunks: int) -> IntArray:
     sizes = np.full(chunks, length // chunks, dtype=np.int64)
     sizes[: length % chunks] += 1
     return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def pieces(tokens: int, longest: int) -> list[tuple[int, int]]:
+    """Bounds of the fewest near-equal pieces of at most `longest` tokens; none of no tokens."""
+    bounds = chunk_bounds(tokens, max(1, -(-tokens // longest))).tolist()
+    return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
 
 
 def _select(new: TokenBlock, owner: IntArray, size: int) -> tuple[TokenBlock, ...]:
@@ -126,24 +136,26 @@ def balanced(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) 
     return Layout(tokens=shards, stored=shards, replicated=False)
 
 
-def contiguous(new: TokenBlock, fractions: Sequence[Sequence[int]]) -> Layout:
-    """Contiguous shards of given sizes, in rank order.
+def contiguous(new: TokenBlock, partitions: Sequence[Sequence[int]], *, gathered: bool = False) -> Layout:
+    """Contiguous shards of given sizes, in rank order (KV-Runahead, Section 4).
 
     Parameters
     ----------
     new : TokenBlock
         The new tokens of all sequences.
-    fractions : sequence of sequence of int
+    partitions : sequence of sequence of int
         Per sequence, the number of tokens of each rank; sums to the sequence's new tokens.
+    gathered : bool
+        Whether the last rank keeps the keys and values of all of them, instead of each rank its own.
 
     Raises
     ------
     ValueError
         If the sizes of a sequence are negative or do not sum to its new tokens.
     """
-    size = len(fractions[0])
+    size = len(partitions[0])
     owner = np.empty(len(new), dtype=np.int64)
-    for sequence, sizes in enumerate(fractions):
+    for sequence, sizes in enumerate(partitions):
         run = new.run(sequence)
         if min(sizes) < 0 or sum(sizes) != run.stop - run.start:
             raise ValueError(
@@ -152,6 +164,13 @@ def contiguous(new: TokenBlock, fractions: Sequence[Sequence[int]]) -> Layout:
             )
         owner[run] = np.repeat(np.arange(size), sizes)
     shards = _select(new, owner, size)
+    stored = _select(new, np.full(len(new), size - 1), size) if gathered else shards
+    return Layout(tokens=shards, stored=stored, replicated=False, gathered=gathered)
+
+
+def on_last_rank(new: TokenBlock, size: int) -> Layout:
+    """All tokens on the last rank, which computes and keeps them."""
+    shards = _select(new, np.full(len(new), size - 1), size)
     return Layout(tokens=shards, stored=shards, replicated=False)
 
 

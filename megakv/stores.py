@@ -18,6 +18,13 @@ class KVStore(Protocol):
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """Add rows behind the present ones of a sequence."""
 
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
+        """``[K, rows, D]`` and ``[K, rows, Dv]`` room behind the present rows of a sequence, for the caller to write.
+
+        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
+        as present at once.
+        """
+
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
 
@@ -46,15 +53,20 @@ class _GrowingRows:
         self.length = rows.shape[1]
 
     def append(self, rows: Tensor) -> None:
-        needed = self.length + rows.shape[1]
+        self.extend(rows.shape[1])[:] = rows
+
+    def extend(self, rows: int) -> Tensor:
+        """Room for more rows, not written yet."""
+        needed = self.length + rows
         if needed > self._buffer.shape[1] or self._shared:
             room = needed + max(GROWTH_MINIMUM, needed // GROWTH_DIVISOR)
-            grown = rows.new_empty((rows.shape[0], room, rows.shape[2]))
+            grown = self._buffer.new_empty((self._buffer.shape[0], room, self._buffer.shape[2]))
             grown[:, : self.length] = self._buffer[:, : self.length]
             self._buffer = grown
             self._shared = False
-        self._buffer[:, self.length : needed] = rows
+        added = self._buffer[:, self.length : needed]
         self.length = needed
+        return added
 
     def truncate(self, length: int) -> None:
         self.length = length
@@ -91,6 +103,14 @@ class DenseStore:
         else:
             keys.append(k_KSD)
             values.append(v_KSD)
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[sequence], self._values[sequence]
+        if keys is None or values is None:
+            keys, values = (_GrowingRows(like.new_empty((len(like), rows, like.shape[2]))) for like in (k_KSD, v_KSD))
+            self._keys[sequence], self._values[sequence] = keys, values
+            return keys.view(), values.view()
+        return keys.extend(rows), values.extend(rows)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         keys, values = self._keys[sequence], self._values[sequence]

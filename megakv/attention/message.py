@@ -45,31 +45,46 @@ def _write_coordinates(buffer: Tensor, start: int, columns: list[IntArray]) -> i
     return raw.numel()
 
 
-class KVFormat:
-    """Layout of a rank's keys and values in a message; every rank knows every other's sizes from the token table."""
+def message_bytes(rows: int, row_bytes: int) -> int:
+    """Size of a message of some rows: payload, aligned, then two coordinates of each."""
+    return _aligned(rows * row_bytes) + 2 * rows * COORDINATE().itemsize
 
-    def __init__(self, call: AttentionCall):
-        self._counts = call.table.counts()
-        self._row = call.kv_heads * (call.key_dim + call.value_dim)
+
+class KVFormat:
+    """Layout of keys and values in messages; every rank knows all sizes from the token table or the layout.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    counts : IntArray, optional
+        ``[M, B]`` rows of each sequence in each of M messages; if None, one message for each rank: all it holds.
+    """
+
+    def __init__(self, call: AttentionCall, counts: IntArray | None = None):
+        self._counts = call.table.counts() if counts is None else counts
         self._heads = call.kv_heads
         self._dims = (call.key_dim, call.value_dim)
         self._dtype = call.q_HLD.dtype
 
-    def payload_bytes(self, rank: int) -> int:
-        """Bytes of the keys and values that a rank holds."""
-        return int(self._counts[rank].sum()) * self._row * self._dtype.itemsize
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self._heads * sum(self._dims) * self._dtype.itemsize
 
-    def header_bytes(self, rank: int) -> int:
+    def payload_bytes(self, index: int) -> int:
+        """Bytes of the keys and values in a message."""
+        return int(self._counts[index].sum()) * self.row_bytes
+
+    def header_bytes(self, index: int) -> int:
         """Bytes of the coordinates that travel with them, alignment included."""
-        payload = self.payload_bytes(rank)
-        return _aligned(payload) - payload + 2 * int(self._counts[rank].sum()) * COORDINATE().itemsize
+        return self.nbytes(index) - self.payload_bytes(index)
 
-    def nbytes(self, rank: int) -> int:
-        """Size of a rank's message."""
-        return self.payload_bytes(rank) + self.header_bytes(rank)
+    def nbytes(self, index: int) -> int:
+        """Size of a message."""
+        return message_bytes(int(self._counts[index].sum()), self.row_bytes)
 
     def pack(self, parts: Iterable[KVPart], buffer: Tensor) -> None:
-        """Write this rank's parts into a message buffer."""
+        """Write parts into a message buffer, sequences ascending."""
         start = 0
         slots, positions = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for part in parts:
@@ -81,10 +96,10 @@ class KVFormat:
             positions.append(part.positions)
         _write_coordinates(buffer, _aligned(start), [np.concatenate(slots), np.concatenate(positions)])
 
-    def unpack(self, rank: int, buffer: Tensor) -> list[KVPart]:
-        """The parts of a rank's message, as views of its buffer."""
-        counts = self._counts[rank]
-        coordinates = _coordinates(buffer, _aligned(self.payload_bytes(rank)), 2, int(counts.sum()))
+    def unpack(self, index: int, buffer: Tensor) -> list[KVPart]:
+        """The parts of a message, as views of its buffer."""
+        counts = self._counts[index]
+        coordinates = _coordinates(buffer, _aligned(self.payload_bytes(index)), 2, int(counts.sum()))
         slots, positions = coordinates.astype(np.int64)
         parts: list[KVPart] = []
         start = row = 0

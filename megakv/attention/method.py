@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,14 +40,17 @@ class KVPart:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention over all context-parallel ranks. The new keys and values are in the store already.
+    """One layer's attention over all context-parallel ranks.
+
+    The new keys and values are in the store already, but for a layout that is gathered on the last rank: there the
+    method puts them into its store.
 
     Parameters
     ----------
     layer : int
         Index of the layer.
-    q_HLD : Tensor
-        ``[H, L, D]`` queries of this rank's tokens, packed.
+    q_HLD, k_KLD, v_KLD : Tensor
+        ``[H, L, D]`` queries, ``[K, L, D]`` keys and ``[K, L, Dv]`` values of this rank's tokens, packed.
     layout : Layout
         The new tokens on every rank.
     scoring : Scoring
@@ -62,6 +66,8 @@ class AttentionCall:
 
     layer: int
     q_HLD: Tensor
+    k_KLD: Tensor
+    v_KLD: Tensor
     layout: Layout
     scoring: Scoring
     kv_heads: int
@@ -93,6 +99,29 @@ class AttentionCall:
             if len(slots):
                 keys, values = self.store.part(sequence)
                 yield KVPart(sequence, keys, values, slots, self.table.positions(self.rank, sequence))
+
+    def new_parts(self, start: int = 0, stop: int | None = None) -> Iterator[KVPart]:
+        """Keys and values that this rank computed in rows ``[start, stop)`` of the pass, a part per sequence."""
+        tokens = self.tokens
+        for sequence in range(tokens.batch):
+            run = tokens.run(sequence)
+            rows = slice(max(run.start, start), run.stop if stop is None else min(run.stop, stop))
+            if rows.start < rows.stop:
+                keys, values = self.k_KLD[:, rows], self.v_KLD[:, rows]
+                yield KVPart(sequence, keys, values, tokens.slot[rows], tokens.position[rows])
+
+    def cached_counts(self) -> IntArray:
+        """``[N, B]`` tokens that each rank held before the pass."""
+        return self.table.counts() - np.array([np.diff(block.bounds) for block in self.layout.stored])
+
+    def cached_parts(self) -> Iterator[KVPart]:
+        """What this rank held before the pass, a part per sequence that has any."""
+        counts = self.cached_counts()[self.rank].tolist()
+        for part in self.local_parts():
+            rows = slice(0, counts[part.sequence])
+            if rows.stop:
+                keys, values = part.k_KSD[:, rows], part.v_KSD[:, rows]
+                yield KVPart(part.sequence, keys, values, part.slots[rows], part.positions[rows])
 
 
 class AttentionMethod(Protocol):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megakv.attention.message import KVFormat, Scratch
-from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.ring import pass_around
 
 
@@ -17,14 +19,31 @@ class PassKV:
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-        own_parts = list(call.local_parts())
-        messages = KVFormat(call)
-        # Alone, nothing is sent: the message stays empty.
-        own = self._scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
-        if call.size > 1:
-            messages.pack(own_parts, own)
-        for source, message in pass_around(call, messages, own, self._scratch, operation="pass_kv"):
-            with call.comm.ledger.compute("attention", call.layer):
-                for part in own_parts if source == call.rank else messages.unpack(source, message):
-                    attention.add(part)
+        attend_to_all_shards(call, attention, KVFormat(call), list(call.local_parts()), self._scratch)
         return attention.result()
+
+
+def attend_to_all_shards(
+    call: AttentionCall, attention: PackedAttention, messages: KVFormat, parts: Sequence[KVPart], scratch: Scratch
+) -> None:
+    """Let every rank's shard of keys and values visit this rank, its own first, and attend to each.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    attention : PackedAttention
+        Where results are merged.
+    messages : KVFormat
+        A message for each rank.
+    parts : sequence of KVPart
+        This rank's shard.
+    scratch : Scratch
+    """
+    # Alone, nothing is sent: the message stays empty.
+    own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
+    if call.size > 1:
+        messages.pack(parts, own)
+    for source, message in pass_around(call, messages, own, scratch, operation="pass_kv"):
+        with call.comm.ledger.compute("attention", call.layer):
+            for part in parts if source == call.rank else messages.unpack(source, message):
+                attention.add(part)

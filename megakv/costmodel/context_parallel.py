@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.sharding import pieces
 
 COORDINATE_BYTES = 4
 COORDINATES = 2
@@ -145,18 +146,29 @@ def message_bytes(row_bytes: int, tokens: int) -> int:
 
 
 def sent_bytes(
-    method: str, shape: AttentionShape, *, new: Sequence[int], kept: Sequence[int], rank: int
+    method: str,
+    shape: AttentionShape,
+    *,
+    new: Sequence[int],
+    kept: Sequence[int],
+    rank: int,
+    cached: Sequence[int] | None = None,
+    chunk_tokens: int | None = None,
 ) -> dict[str, int]:
     """Bytes that a rank sends for one layer, by operation, exactly.
 
     Parameters
     ----------
     method : str
-        ``pass_kv``, ``pass_q``, ``all_gather`` or ``replicated``.
+        ``pass_kv``, ``pass_q``, ``all_gather``, ``replicated``, ``runahead``, ``tsp`` or ``tsp_causal``.
     shape : AttentionShape
     new, kept : sequence of int
         Per rank, the tokens whose queries it computes, and those whose keys and values it holds after the pass.
     rank : int
+    cached : sequence of int, optional
+        Per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
+    chunk_tokens : int, optional
+        Tokens of the longest message of ``runahead``; None: a rank's tokens are one message.
 
     Returns
     -------
@@ -167,19 +179,64 @@ def sent_bytes(
     size = len(kept)
     if size == 1:
         return {}
+    if method == "runahead":
+        return _chain_bytes(shape, new=new, kept=kept, rank=rank, cached=cached or [0] * size, chunk=chunk_tokens)
     if method in ("pass_kv", "pass_q"):
-        # A rank forwards every shard but the one that the next rank started with.
         tokens, row = (kept, shape.kv_row_bytes) if method == "pass_kv" else (new, shape.query_row_bytes)
-        forwarded = [count for source, count in enumerate(tokens) if source != (rank + 1) % size]
-        sent = {
-            method: sum(count * row for count in forwarded),
-            "positions": sum(header_bytes(count * row, count) for count in forwarded),
-        }
+        sent = _ring_bytes(method, row, tokens, rank)
         if method == "pass_q":
             sent["pass_q_return"] = (sum(new) - new[rank]) * shape.partial_row_bytes
         return sent
-    if method == "all_gather":
+    if method in ("all_gather", "tsp", "tsp_causal"):
         largest = max(message_bytes(shape.kv_row_bytes, count) for count in kept)
         header = header_bytes(kept[rank] * shape.kv_row_bytes, kept[rank])
         return {"all_gather": (size - 1) * (largest - header), "positions": (size - 1) * header}
     return {"replicated": (size - 1) * new[rank] * shape.partial_row_bytes}
+
+
+def _ring_bytes(operation: str, row_bytes: int, tokens: Sequence[int], rank: int) -> dict[str, int]:
+    # A rank forwards every shard but the one that the next rank started with.
+    forwarded = [count for source, count in enumerate(tokens) if source != (rank + 1) % len(tokens)]
+    return {
+        operation: sum(count * row_bytes for count in forwarded),
+        "positions": sum(header_bytes(count * row_bytes, count) for count in forwarded),
+    }
+
+
+def _chain_bytes(
+    shape: AttentionShape,
+    *,
+    new: Sequence[int],
+    kept: Sequence[int],
+    rank: int,
+    cached: Sequence[int],
+    chunk: int | None,
+) -> dict[str, int]:
+    """KV-Runahead, Equations 6 and 7: a rank sends the prefix up to its own tokens, if a rank behind wants it."""
+    row = shape.kv_row_bytes
+    # Keys and values that one rank of several gathers are wanted there, whoever computed them.
+    end = max(index for index in range(len(new)) if new[index] or kept[index] > cached[index])
+    prefix = new[: rank + 1] if rank < end else ()
+    messages = [stop - start for count in prefix for start, stop in pieces(count, chunk or max(1, count))]
+    sent = {
+        "runahead": sum(prefix) * row,
+        "positions": sum(header_bytes(count * row, count) for count in messages),
+    }
+    if any(cached):
+        ring = _ring_bytes("pass_kv", row, cached, rank)
+        sent["pass_kv"] = ring["pass_kv"]
+        sent["positions"] += ring["positions"]
+    return sent
+
+
+# KV-Runahead, Equations 4 to 7: tokens whose keys and values all ranks together send
+
+
+def tsp_tokens(partition: Sequence[int]) -> int:
+    """Equations 4 and 5: every rank's to all others, ``(p - 1) C`` however the prompt is cut."""
+    return (len(partition) - 1) * sum(partition)
+
+
+def chain_tokens(partition: Sequence[int]) -> int:
+    """Equations 6 and 7: rank i sends the tokens of ranks 0 to i; ``(p - 1) C / 2`` where all have as many."""
+    return sum(sum(partition[: rank + 1]) for rank in range(len(partition) - 1))

@@ -93,6 +93,8 @@ class TrialLayer:
                 AttentionCall(
                     layer=layer,
                     q_HLD=queries,
+                    k_KLD=self._pool.take(shape.kv_heads, rows, shape.key_dim),
+                    v_KLD=self._pool.take(shape.kv_heads, rows, shape.value_dim),
                     layout=layout,
                     scoring=Scoring(scale=shape.key_dim**-0.5, window=shape.window),
                     kv_heads=shape.kv_heads,

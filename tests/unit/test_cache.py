@@ -127,3 +127,19 @@ def test_another_batch_is_refused() -> None:
     cache = grown(2, 0, 2)
     with pytest.raises(ValueError, match="input_ids has 3 rows but the cache holds 2 sequences"):
         cache.begin(balanced(tokens(3, 4, 22), 2), 3)
+
+
+def test_reserved_room_is_written_by_the_caller() -> None:
+    store = DenseStore(2)
+    first, second, third = (rows(n) for n in (7, 20, 2))
+    for piece in (first, second):
+        keys, values = store.reserve(1, piece.shape[1], piece[:, :0], piece[:, :0, :3])
+        assert keys.shape == piece.shape and values.shape == (2, piece.shape[1], 3)
+        keys[:], values[:] = piece, piece[..., :3]
+    twin = store.fork()
+    twin.reserve(1, 2, third, third[..., :3])[0][:] = third
+    assert torch.equal(store.part(1)[0], torch.cat([first, second], dim=1))
+    assert torch.equal(twin.part(1)[0], torch.cat([first, second, third], dim=1))
+    assert torch.equal(store.part(1)[1], torch.cat([first, second], dim=1)[..., :3])
+    store.crop([0, 6])
+    assert torch.equal(store.part(1)[0], first[:, :6])

@@ -1,9 +1,22 @@
 """Shards cover every token once, stay balanced over turns, and keep packed rows in order."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from megakv.sharding import Layout, TokenBlock, balanced, chunk_bounds, contiguous, new_tokens, replicated, round_robin
+from megakv.sharding import (
+    Layout,
+    TokenBlock,
+    balanced,
+    chunk_bounds,
+    contiguous,
+    new_tokens,
+    on_last_rank,
+    pieces,
+    replicated,
+    round_robin,
+)
 
 
 def block(lengths: list[int], first_slot: int = 0) -> TokenBlock:
@@ -73,6 +86,31 @@ def test_contiguous_uneven() -> None:
     layout = contiguous(block([9]), [[4, 3, 2]])
     assert [list(b.slot) for b in layout.tokens] == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
     check_cover(block([9, 2]), contiguous(block([9, 2]), [[9, 0, 0], [0, 1, 1]]))
+
+
+def test_gathered_on_the_last_rank() -> None:
+    new = block([9, 2])
+    layout = contiguous(new, [[4, 3, 2], [0, 2, 0]], gathered=True)
+    check_cover(new, layout)
+    assert [len(b) for b in layout.tokens] == [4, 5, 2] and [len(b) for b in layout.stored] == [0, 0, 11]
+    assert layout.gathered and not contiguous(new, [[4, 3, 2], [0, 2, 0]]).gathered
+
+
+def test_on_last_rank() -> None:
+    new = block([1, 1, 1])
+    layout = on_last_rank(new, 3)
+    assert [len(b) for b in layout.tokens] == [len(b) for b in layout.stored] == [0, 0, 3]
+    check_cover(new, layout)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "sizes"),
+    [(0, 5, []), (1, 5, [1]), (5, 5, [5]), (6, 5, [3, 3]), (11, 5, [4, 4, 3]), (3, 1, [1, 1, 1])],
+)
+def test_pieces_are_few_and_even(tokens: int, longest: int, sizes: list[int]) -> None:
+    found = pieces(tokens, longest)
+    assert [stop - start for start, stop in found] == sizes
+    assert all(stop == start for (_, stop), (start, _) in pairwise([(0, 0), *found]))
 
 
 @pytest.mark.parametrize("sizes", [[4, 3, 3], [10, -1, 0], [0, 0, 0]])

@@ -12,6 +12,7 @@ from megakv.attention.message import KVFormat, QueryFormat
 from megakv.costmodel.context_parallel import (
     Workload,
     attention_flops,
+    chain_tokens,
     context_hiding_queries,
     cp_bytes_per_block,
     flops_per_pair,
@@ -23,6 +24,7 @@ from megakv.costmodel.context_parallel import (
     query_bytes,
     sent_bytes,
     tp_bytes_per_block,
+    tsp_tokens,
 )
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.trial import tokens
@@ -135,6 +137,27 @@ def test_bytes_of_one_rank_and_of_replicated_queries() -> None:
     assert sent_bytes("pass_kv", LLAMA_405B, new=[5], kept=[9], rank=0) == {}
     sent = sent_bytes("replicated", LLAMA_405B, new=[3, 3, 3], kept=[9, 9, 9], rank=2)
     assert sent == {"replicated": 2 * 3 * 128 * 129 * 4}
+
+
+def test_equations_4_to_7_of_kv_runahead() -> None:
+    """Its example, keys and values counted apart: 36 entries for TSP, 22 for the chain; half of TSP's when even."""
+    assert (2 * tsp_tokens((3, 3, 3)), 2 * chain_tokens((4, 3, 2))) == (36, 22)
+    for size in range(1, 9):
+        partition = (random.randint(1, 99),) * size
+        assert 2 * chain_tokens(partition) == tsp_tokens(partition) == (size - 1) * sum(partition)
+
+
+def test_bytes_of_the_chain() -> None:
+    shape = AttentionShape(8, 2, 16, 16, 4)
+    new, row = [4, 3, 0, 2, 0], 2 * 32 * 4
+    for kept, ends in ((new, 3), ([0, 0, 0, 0, 9], 4)):
+        sent = [sent_bytes("runahead", shape, new=new, kept=kept, rank=rank, chunk_tokens=3) for rank in range(5)]
+        assert [found["runahead"] // row for found in sent] == [4, 7, 7, 9, 0][:ends] + [0] * (5 - ends)
+        assert all(8 * found["runahead"] == row * found["positions"] for found in sent)
+    ring = sent_bytes("pass_kv", shape, new=new, kept=[5, 6, 7, 8, 9], rank=1)
+    total = [12, 6, 7, 10, 9]
+    both = sent_bytes("runahead", shape, new=new, kept=total, rank=1, cached=[5, 6, 7, 8, 9])
+    assert both == {"runahead": 7 * row, "pass_kv": ring["pass_kv"], "positions": 7 * 8 + ring["positions"]}
 
 
 def test_headers_align() -> None:

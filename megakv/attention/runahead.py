@@ -1,0 +1,119 @@
+"""KV-Runahead (its Section 4): a chain of ranks, each computing its part on top of what came before it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megakv.attention.chain import ChainLink, ChainPlan
+from megakv.attention.message import KVFormat, Scratch, message_bytes
+from megakv.attention.method import AttentionCall, KVPart, PackedAttention
+from megakv.attention.pass_kv import attend_to_all_shards
+from megakv.errors import MegaKVError
+from megakv.sharding import IntArray, Layout
+
+CHUNK_TOKENS = 1024
+"""Longest message, in tokens."""
+
+
+class Runahead:
+    """Keys and values go down a chain of contiguous shards, point to point, without a barrier.
+
+    In each layer a rank sends the keys and values of its own tokens to the next rank, attends to them while the prefix
+    is in flight, and then takes the prefix as it arrives, nearest rank first: each message is forwarded at once and
+    then attended to. Receives are posted ahead, for the next layer before its projections. Keys and values of earlier
+    turns, however they are spread, are attended to by ring pass-KV.
+
+    Parameters
+    ----------
+    chunk_tokens : int
+        Tokens that are forwarded at a time: small enough for hops to overlap, large enough for few merges.
+    """
+
+    def __init__(self, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._scratch = Scratch()
+        self._link = ChainLink()
+        self._layout: Layout | None = None
+        self._plan: ChainPlan | None = None
+        self._layer: int | None = None
+        self._following: dict[int, tuple[int, int]] = {}
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """As `AttentionMethod` says.
+
+        Raises
+        ------
+        MegaKVError
+            If an earlier pass broke off half-way, or a peer is lost.
+        """
+        attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
+        plan = self._planned(call)
+        messages = KVFormat(call, plan.counts)
+        self._note_order(call.layer, messages.row_bytes)
+        self._link.start_layer(
+            call, [messages.nbytes(index) for index in plan.incoming], self._expected(call.layer, plan)
+        )
+        self._link.send_own(call, plan, messages)
+        collected = _Collected(call) if call.layout.gathered and call.rank == call.size - 1 else None
+        with call.comm.ledger.compute("attention", call.layer):
+            for part in call.new_parts():
+                attention.add(part)
+                if collected is not None:
+                    collected.add(part)
+        counts = call.cached_counts()
+        if counts.any():
+            attend_to_all_shards(call, attention, KVFormat(call, counts), list(call.cached_parts()), self._scratch)
+        for index, message in self._link.arrivals(call, plan, messages):
+            with call.comm.ledger.compute("attention", call.layer):
+                for part in messages.unpack(index, message):
+                    attention.add(part)
+                    if collected is not None:
+                        collected.add(part)
+        return attention.result()
+
+    def _planned(self, call: AttentionCall) -> ChainPlan:
+        """The plan of the pass that this layer belongs to."""
+        if self._plan is None or self._layout is not call.layout:
+            if self._layer in self._following:
+                raise MegaKVError(
+                    f"an earlier pass broke off in layer {self._layer}: what the ranks of the chain still had to send "
+                    "would be taken for this pass's; start them anew"
+                )
+            self._plan = ChainPlan.of(call.layout, call.rank, self._chunk_tokens)
+            self._layout, self._layer = call.layout, None
+            self._link.start_pass(self._plan)
+        return self._plan
+
+    def _note_order(self, layer: int, row_bytes: int) -> None:
+        """Remember which layer follows which: layers may differ in shape, and a posted receive cannot be taken back."""
+        if self._layer is not None:
+            self._following[self._layer] = (layer, row_bytes)
+        self._layer = layer
+
+    def _expected(self, layer: int, plan: ChainPlan) -> list[tuple[int, int]]:
+        """Bytes and layer of what arrives in the next layer; nothing in the first pass, which learns it."""
+        if layer not in self._following:
+            return []
+        following, row_bytes = self._following[layer]
+        return [(message_bytes(int(plan.counts[index].sum()), row_bytes), following) for index in plan.incoming]
+
+
+class _Collected:
+    """Room in the last rank's store for the keys and values of all ranks, filled in slot order as they come."""
+
+    def __init__(self, call: AttentionCall):
+        stored = call.layout.stored[call.rank]
+        self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slots: dict[int, IntArray] = {}
+        for sequence in range(stored.batch):
+            run = stored.run(sequence)
+            if run.stop > run.start:
+                room = call.store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD)
+                self._rooms[sequence], self._slots[sequence] = room, stored.slot[run]
+
+    def add(self, part: KVPart) -> None:
+        """Copy a part, whose tokens follow one another, to its place."""
+        keys, values = self._rooms[part.sequence]
+        start = int(self._slots[part.sequence].searchsorted(part.slots[0]))
+        rows = slice(start, start + len(part.slots))
+        keys[:, rows], values[:, rows] = part.k_KSD, part.v_KSD
