@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
+from megakv.costmodel.shape import ModelShape
 from megakv.errors import MegaKVError
 from megakv.generation import (
     TokenClock,
@@ -29,6 +31,7 @@ from megakv.injection.policy import policy_for
 from megakv.loading import LoadedModel
 from megakv.placement import head_counts
 from megakv.record import RunRecord
+from megakv.runahead.source import PartitionSource
 from megakv.runtime import Runtime
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
@@ -66,7 +69,14 @@ class MegaKVEngine(InferenceEngine):
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         _, heads, kv_heads = head_counts(model.config)
-        self._runtime = Runtime(comm=comm, config=config.megakv.context_parallel, heads=heads, kv_heads=kv_heads)
+        self._runtime = Runtime(
+            comm=comm,
+            config=config.megakv.context_parallel,
+            heads=heads,
+            kv_heads=kv_heads,
+            shape=_known_shape(model, config),
+            runahead=config.megakv.runahead,
+        )
         layers = attach(model, self._runtime, self._policy)
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
@@ -232,6 +242,11 @@ class MegaKVEngine(InferenceEngine):
         if self._hooks is None:
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
 
+    @property
+    def partitions(self) -> PartitionSource:
+        """How prompts are cut for ``"prefill": "runahead"``."""
+        return self._runtime.partitions
+
     # Inside
 
     def _new_cache(self) -> ShardedCache:
@@ -262,3 +277,14 @@ class MegaKVEngine(InferenceEngine):
             yield
         finally:
             self._runtime.cache = None
+
+
+def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:
+    """The model's sizes where something is predicted from them; None where its config does not tell them."""
+    section = config.megakv
+    if section.context_parallel.profile is None and section.runahead.table is None:
+        return None
+    try:
+        return ModelShape.from_config(model.config, dtype=model.dtype)
+    except ValueError:
+        return None

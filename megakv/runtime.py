@@ -11,13 +11,17 @@ from torch import Tensor
 from megakv.attention.choice import METHODS, choose_decode, choose_prefill, load_evidence
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
+from megakv.attention.runahead import Runahead
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
-from megakv.config import ContextParallelConfig
+from megakv.config import ContextParallelConfig, RunaheadConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.injection.interface import add_sinks
-from megakv.sharding import Layout, TokenBlock, balanced, replicated, round_robin
+from megakv.runahead.partition import Partition, even
+from megakv.runahead.source import PartitionSource
+from megakv.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.stores import KVStore
 
 DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
@@ -63,12 +67,20 @@ class Runtime:
     heads, kv_heads : int
         Query and KV heads of the whole model, for the choice of method.
     shape : ModelShape, optional
-        Sizes of the whole model, for the choice of decode method; without them it goes by the batch.
+        Sizes of the whole model, for the cost model; without them decoding goes by the batch, and partitions of
+        KV-Runahead are not predicted.
+    runahead : RunaheadConfig
+        Where the chain's keys and values end, and how it cuts prompts.
+
+    Attributes
+    ----------
+    partitions : PartitionSource
+        How prompts are cut for the chain.
 
     Raises
     ------
     ValueError
-        If a file that the choice of method needs cannot be used.
+        If a file that the choice of method or partition needs cannot be used.
     """
 
     comm: Communicator
@@ -76,6 +88,7 @@ class Runtime:
     heads: int
     kv_heads: int
     shape: ModelShape | None = None
+    runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
@@ -84,11 +97,19 @@ class Runtime:
     def __post_init__(self) -> None:
         dtype = None if self.shape is None else self.shape.dtype
         self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
+        profile = self.evidence.profile
+        self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape, profile=profile)
+        self.methods["runahead"] = Runahead(self.runahead.chunk_tokens)
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> ForwardPass:
         """Decide where the new tokens of a pass go and which method serves it.
 
         Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty.
+
+        Raises
+        ------
+        ValueError
+            If the partition that was asked for does not fit the prompt.
         """
         size = self.comm.mesh.cp_size
         held = cache.table.counts() if cache.length else None
@@ -98,12 +119,44 @@ class Runtime:
         method: str | None = None
         if size == 1:
             layout, method = balanced(new, 1), "pass_kv"
-        elif int(lengths.max(initial=0)) < 2 * size:
-            method = self._decode_method(workload)
-            layout = (replicated if method == "replicated" else round_robin)(new, size, held)
+        elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
+            layout, method = self._decode_layout(new, workload, held)
         else:
-            layout = balanced(new, size, held)
+            layout, method = self._prefill_layout(new, workload, held)
         return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots, workload=workload)
+
+    def _prefill_layout(
+        self, new: TokenBlock, workload: Workload, held: np.ndarray | None
+    ) -> tuple[Layout, str | None]:
+        """Where the tokens of a prompt go, and the method that serves it; None where layers choose."""
+        size, method = workload.size, self.config.prefill
+        lengths = zip(workload.new, workload.cached, strict=True)
+        if method == "runahead":
+            partitions = [self._sizes(*given) for given in lengths]
+            return contiguous(new, partitions, gathered=self.runahead.kv == "last"), method
+        if method in ("tsp", "tsp_causal"):
+            return contiguous(new, [even(tokens, size) for tokens, _ in lengths]), method
+        return balanced(new, size, held), None
+
+    def _sizes(self, new: int, cached: int) -> Partition:
+        """The partition of one sequence; a row of a batch may have no new token."""
+        return self.partitions.sizes(new, cached) if new else (0,) * self.comm.mesh.cp_size
+
+    def _cut_by_user(self, workload: Workload) -> bool:
+        """Whether the user gave token counts for just these prompts, however short they are."""
+        given = self.partitions.given
+        if self.config.prefill != "runahead" or isinstance(given, str) or not all(isinstance(n, int) for n in given):
+            return False
+        # Whole numbers that sum to 1 are fractions; a single token is decoded.
+        return 1 < sum(given) and set(workload.new) == {sum(given)}
+
+    def _decode_layout(self, new: TokenBlock, workload: Workload, held: np.ndarray | None) -> tuple[Layout, str]:
+        """Where the tokens of a step of decoding go, and the method that serves it."""
+        size = workload.size
+        if self.runahead.kv == "last" and (held is None or not held[:-1].any()):
+            return on_last_rank(new, size), "local"
+        method = self._decode_method(workload)
+        return (replicated if method == "replicated" else round_robin)(new, size, held), method
 
     def _decode_method(self, workload: Workload) -> str:
         """The choice for a step of decoding, made anew every `DECODE_STEPS` cached tokens."""
@@ -159,15 +212,13 @@ class Runtime:
         tokens = step.layout.tokens[rank]
         rows = len(tokens)
         store = step.cache.store(layer)
-        kept = self._kept_rows(step)
-        for sequence in range(step.batch):
-            run = step.layout.stored[rank].run(sequence)
-            if run.stop > run.start:
-                index = run if kept is None else torch.from_numpy(kept[run]).to(k_BKSD.device)
-                store.append(sequence, k_BKSD[0][:, index], v_BKSD[0][:, index])
+        if not step.layout.gathered:
+            self._store(step, store, k_BKSD[0], v_BKSD[0])
         call = AttentionCall(
             layer=layer,
             q_HLD=q_BHSD[0, :, :rows],
+            k_KLD=k_BKSD[0, :, :rows],
+            v_KLD=v_BKSD[0, :, :rows],
             layout=step.layout,
             scoring=scoring,
             kv_heads=k_BKSD.shape[1],
@@ -186,6 +237,16 @@ class Runtime:
         result[0, :rows] = out_HLD.transpose(0, 1)
         self.comm.ledger.enter_dense()
         return result
+
+    def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
+        """Append what this rank computed and keeps."""
+        stored = step.layout.stored[self.comm.mesh.cp_rank]
+        kept = self._kept_rows(step)
+        for sequence in range(step.batch):
+            run = stored.run(sequence)
+            if run.stop > run.start:
+                index = run if kept is None else torch.from_numpy(kept[run]).to(k_KLD.device)
+                store.append(sequence, k_KLD[:, index], v_KLD[:, index])
 
     def _method(self, name: str) -> AttentionMethod:
         if name not in self.methods:

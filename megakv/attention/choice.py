@@ -13,6 +13,7 @@ Policies (``megakv.context_parallel.policy``):
 
 The three rules of the paper choose the prefill method; decode is chosen by the cost model or the batch size. Prefill is
 never given to ``all_gather`` by itself: it holds the keys and values of all ranks at once, which a long context cannot.
+Nor to ``tsp`` and ``tsp_causal``, which are there to be measured against.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from typing import Literal
 import torch
 
 from megakv.attention.all_gather import AllGatherKV
+from megakv.attention.local import Local
 from megakv.attention.method import AttentionMethod
 from megakv.attention.pass_kv import PassKV
 from megakv.attention.pass_q import PassQ
 from megakv.attention.replicated import Replicated
+from megakv.attention.runahead import Runahead
+from megakv.attention.tsp import TSP
 from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes, attention_flops_rate, decode_seconds
@@ -47,8 +51,12 @@ METHODS: dict[str, Callable[[], AttentionMethod]] = {
     "pass_q": PassQ,
     "all_gather": AllGatherKV,
     "replicated": Replicated,
+    "local": Local,
+    "runahead": Runahead,
+    "tsp": TSP,
+    "tsp_causal": AllGatherKV,
 }
-PREFILL = ("pass_kv", "pass_q", "all_gather")
+PREFILL = ("pass_kv", "pass_q", "all_gather", "runahead", "tsp", "tsp_causal")
 DECODE = ("pass_q", "replicated")
 PREFILL_CANDIDATES = ("pass_kv", "pass_q")
 PROFILE_SETTING = "megakv.context_parallel.profile"

@@ -51,10 +51,22 @@ def case(launcher: Launcher, mesh: str, victim: int, *, full: bool) -> object:
     ],
 )
 def test_killed_rank_is_named_and_all_end(folder: Path, launcher: Launcher, mesh: str, victim: int) -> None:
+    lose_rank(folder, launcher, mesh, victim, "auto")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "victim"),
+    [("4x1", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("4x1", 0), ("4x1", 3), ("2x2", 2)))],
+)
+def test_killed_link_of_the_chain_is_named_and_all_end(folder: Path, mesh: str, victim: int) -> None:
+    lose_rank(folder, "forked", mesh, victim, "runahead")
+
+
+def lose_rank(folder: Path, launcher: Launcher, mesh: str, victim: int, method: str) -> None:
+    """Kill a rank in a prefill and judge what the others say."""
     cp, tp = (int(part) for part in mesh.split("x"))
-    result = run_ranks(
-        SCRIPT, folder, mesh, str(victim), "kill", str(LONG_TIMEOUT_S), ranks=cp * tp, timeout=180, launcher=launcher
-    )
+    arguments = (folder, mesh, str(victim), "kill", str(LONG_TIMEOUT_S), method)
+    result = run_ranks(SCRIPT, *arguments, ranks=cp * tp, timeout=180, launcher=launcher)
     ended = time.time()
     assert (folder / "lost").exists(), result
     moment, pid = (folder / "lost").read_text().split()
@@ -71,9 +83,9 @@ def test_killed_rank_is_named_and_all_end(folder: Path, launcher: Launcher, mesh
         assert "Traceback" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
-def test_silent_rank_is_named_after_the_time_out(folder: Path, mesh: str) -> None:
-    result = run_ranks(SCRIPT, folder, mesh, "1", "stop", "3", ranks=2, timeout=120)
+@pytest.mark.parametrize(("mesh", "method"), [("2x1", "auto"), ("1x2", "auto"), ("2x1", "runahead")])
+def test_silent_rank_is_named_after_the_time_out(folder: Path, mesh: str, method: str) -> None:
+    result = run_ranks(SCRIPT, folder, mesh, "1", "stop", "3", method, ranks=2, timeout=120)
     assert all(code not in (0, None) for code in result.codes), result
     message = (
         r"^megakv: (error: rank 0: |rank 0 ends because )rank 1 \(host \S+, pid \d+\) did not answer during .*"

@@ -38,6 +38,31 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ),
         ({"megakv": {"context_parallel": {"prefill": "ring"}}}, "prefill = 'ring': allowed: 'auto', 'pass_kv'"),
         ({"megakv": {"context_parallel": {"decode": "pass_kv"}}}, "decode = 'pass_kv': allowed: 'auto', 'pass_q'"),
+        ({"megakv": {"runahead": {"kv": "first"}}}, "megakv.runahead.kv = 'first': allowed: 'sharded' or 'last'"),
+        (
+            {"megakv": {"runahead": {"partition": "odd"}}},
+            "runahead.partition = 'odd': .*allowed: 'auto', 'even', or a list",
+        ),
+        (
+            {"megakv": {"runahead": {"partition": [True]}}},
+            r"partition = \[True\]: .*allowed: 'auto', 'even', or a list",
+        ),
+        ({"megakv": {"runahead": {"partition": [1, 2]}}}, r"partition = \[1, 2\] has 2 parts: allowed: 1"),
+        ({"megakv": {"runahead": {"partition": [-1.0]}}}, r"partition = \[-1.0\]: allowed: numbers of 0 or more"),
+        (
+            {"megakv": {"context_parallel": {"size": 2}, "runahead": {"partition": [0.5, 0.4]}}},
+            r"partition = \[0.5, 0.4\] sums to 0.9: allowed",
+        ),
+        ({"megakv": {"runahead": {"chunk_tokens": 0}}}, "megakv.runahead.chunk_tokens = 0"),
+        (
+            {"megakv": {"runahead": {"table": "t.json", "partition": "even"}}},
+            "runahead.table = 't.json' is for megakv.runahead.partition = 'auto', which is 'even'",
+        ),
+        ({"megakv": {"runahead": {"kv": "last"}}}, "kv = 'last' needs .*prefill = 'runahead', which is 'auto'"),
+        (
+            {"megakv": {"context_parallel": {"prefill": "runahead", "decode": "pass_q"}, "runahead": {"kv": "last"}}},
+            "context_parallel.decode = 'pass_q' contradicts megakv.runahead.kv = 'last'",
+        ),
         ({"megakv": {"load": "pickle"}}, "megakv.load = 'pickle': allowed: 'checkpoint' or 'random'"),
         ({"megakv": {"timeout_s": -1}}, "megakv.timeout_s = -1"),
         ({"dtype": "int8"}, "dtype = torch.int8: allowed: fp32, bf16, fp16"),

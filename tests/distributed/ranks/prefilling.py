@@ -1,8 +1,8 @@
 """Started on every rank: prefills for ever, until one rank is killed, or falls silent, in the middle of it.
 
-Usage: prefilling.py FOLDER CPxTP VICTIM kill|stop TIMEOUT_S. FOLDER holds the model's config. Every rank leaves its pid
-in ``FOLDER/prefilling-RANK`` once it has begun; the victim waits for all, then leaves the time and its pid in
-``FOLDER/lost``.
+Usage: prefilling.py FOLDER CPxTP VICTIM kill|stop TIMEOUT_S [METHOD]. FOLDER holds the model's config. Every rank
+leaves its pid in ``FOLDER/prefilling-RANK`` once it has begun; the victim waits for all, then leaves the time and its
+pid in ``FOLDER/lost``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def main() -> None:
     config = {
         "dtype": "fp32",
         "tensor_parallel": {"tp_size": tp},
-        "megakv": {"context_parallel": {"size": cp}, "load": "random", "timeout_s": float(sys.argv[5])},
+        "megakv": {
+            "context_parallel": {"size": cp, "prefill": (sys.argv[6:] or ["auto"])[0]},
+            "load": "random",
+            "timeout_s": float(sys.argv[5]),
+        },
     }
     torch.set_num_threads(1)
     quiet_libraries()

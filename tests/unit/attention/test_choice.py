@@ -117,7 +117,7 @@ def test_explicit_settings_are_obeyed() -> None:
         assert choose_prefill(ContextParallelConfig(prefill=method), Evidence(), at(0.5), LLAMA_405B) == method
     for method in DECODE:
         assert choose_decode(ContextParallelConfig(decode=method), Evidence(), at(0.5), None, 1) == method
-    assert set(PREFILL) | set(DECODE) == set(METHODS)
+    assert set(PREFILL) | set(DECODE) | {"local"} == set(METHODS)
 
 
 def model(weights: int) -> ModelShape:

@@ -1,0 +1,167 @@
+"""Started on every rank: the chain of KV-Runahead against plain transformers, its traffic, sessions and memory.
+
+Usage: runahead.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `check` (``exact``, ``sessions``, ``restore``,
+``traffic`` or ``memory``), `mesh` as CPxTP, and what the check needs. The result is a list, run by run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+import torch.distributed as dist
+from exactness import compare, make_case, references, save
+from families import FAMILIES, llama
+from sessions import GREEDY, ids_of, long_turns, ragged_turns
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+import megakv
+from megakv.groups import start_distributed
+from megakv.launcher.voice import quiet_libraries
+from megakv.tracking import reset_peak_memory
+
+Run = dict[str, Any]
+Restored = {"prompt": 301, "new": 40, "later": 9}
+
+
+class Ranks:
+    """What the checks of one launch share.
+
+    Parameters
+    ----------
+    work : Path
+        A folder that all ranks reach.
+    """
+
+    def __init__(self, work: Path):
+        self.work = work
+        self._answers: dict[tuple[str, int], Any] = {}
+
+    def folder(self, family: str) -> Path:
+        """A random model on disk."""
+        path = self.work / family
+        if dist.get_rank() == 0 and not path.exists():
+            save(family, path)
+        dist.barrier()
+        return path
+
+    def plain(self, family: str) -> PreTrainedModel:
+        """The plain transformers model."""
+        return AutoModelForCausalLM.from_pretrained(self.folder(family), dtype=torch.float32).eval()
+
+    @contextmanager
+    def engine(self, run: Run, source: Any, method: str = "runahead") -> Iterator[megakv.MegaKVEngine]:
+        """An engine on the run's mesh."""
+        cp, tp = (int(part) for part in run["mesh"].split("x"))
+        section = {"context_parallel": {"size": cp, "prefill": method}}
+        if method == "runahead":
+            section["runahead"] = run.get("runahead", {})
+        config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
+        engine = megakv.init_inference(source, config)
+        yield engine
+        engine.destroy()
+
+    def exact(self, run: Run) -> Any:
+        """Logits and greedy tokens of some cases."""
+        family, decoded = run["family"], run["decoded"]
+        vocabulary = FAMILIES[family]().get_text_config().vocab_size
+        cases = {name: make_case(name, vocabulary) for name in run["cases"]}
+        missing = {name: case for name, case in cases.items() if (family, decoded, name) not in self._answers}
+        for name, answer in references(family, self.folder(family), missing, decoded).items():
+            self._answers[family, decoded, name] = answer
+        with self.engine(run, str(self.folder(family))) as engine:
+            return [
+                compare(engine, case, self._answers[family, decoded, name], decoded) for name, case in cases.items()
+            ]
+
+    def sessions(self, run: Run) -> Any:
+        """Turns of conversations, branches, and a saved folder with what its next turn should give."""
+        plain = self.plain("llama")
+        with self.engine(run, str(self.folder("llama"))) as engine:
+            found = {"long": long_turns(engine, plain), "ragged": ragged_turns(engine, plain)}
+            session = engine.session()
+            session.generate(ids_of(Restored["prompt"], 2), max_new_tokens=3, **GREEDY)
+            counts = [session._cache.table.counts().tolist()]
+            session.cut_back(200)
+            session.generate(ids_of(Restored["new"], 2, seed=2), max_new_tokens=3, **GREEDY)
+            counts.append(session._cache.table.counts().tolist())
+            session.save(self.work / run["saved"])
+            history = session.input_ids
+            later = ids_of(Restored["later"], 2, seed=3)
+            expected = plain.generate(torch.cat([history, later], dim=1), max_new_tokens=12, **GREEDY)
+            after = session.generate(later, max_new_tokens=12, **GREEDY)
+        (self.work / f"{run['saved']}.json").write_text(json.dumps(expected.tolist()))
+        return {**found, "counts": counts, "equal": torch.equal(expected, after)}
+
+    def restore(self, run: Run) -> Any:
+        """Go on from a saved folder."""
+        with self.engine(run, str(self.folder("llama")), run.get("method", "runahead")) as engine:
+            session = engine.restore_session(self.work / run["saved"])
+            found = session.generate(ids_of(Restored["later"], 2, seed=3), max_new_tokens=12, **GREEDY)
+            longer = session.generate(ids_of(64, 2, seed=4), max_new_tokens=5, **GREEDY)
+        expected = json.loads((self.work / f"{run['saved']}.json").read_text())
+        history = torch.cat([torch.tensor(expected), ids_of(64, 2, seed=4)], dim=1)
+        return {
+            "equal": found.tolist() == expected,
+            "longer": torch.equal(longer, self.plain("llama").generate(history, max_new_tokens=5, **GREEDY)),
+        }
+
+    def traffic(self, run: Run) -> Any:
+        """Bytes by operation and layer that all ranks together sent for one prompt, by method."""
+        found = {}
+        for method in run["methods"]:
+            torch.manual_seed(0)
+            with self.engine(run, AutoModelForCausalLM.from_config(llama(), dtype=torch.float32), method) as engine:
+                engine.generate(ids_of(run["tokens"]), max_new_tokens=1, **GREEDY)
+                ranks = engine.report().ranks
+                rows = [(t.operation, t.layer, t.bytes_sent) for rank in ranks for t in rank.traffic]
+                waits = [t.seconds_exposed <= t.seconds for rank in ranks for t in rank.traffic]
+            found[method] = {"rows": rows, "waits": all(waits)}
+        return found
+
+    def memory(self, run: Run) -> Any:
+        """Peak memory that a prompt adds on each rank, by method."""
+        found = {}
+        config = llama(
+            hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=6, intermediate_size=256,
+            max_position_embeddings=16384,
+        )  # fmt: skip
+        for method in ("pass_kv", "runahead"):
+            torch.manual_seed(0)
+            with self.engine(run, AutoModelForCausalLM.from_config(config, dtype=torch.float32), method) as engine:
+                ids = ids_of(run["tokens"])
+                for _ in range(2):
+                    cache = engine._new_cache()
+                    assert reset_peak_memory()
+                    before = engine.report().ranks[engine.mesh.rank].peak_bytes
+                    output = engine(ids, past_key_values=cache, logits_to_keep=1)
+                    added = engine.report().ranks[engine.mesh.rank].peak_bytes - before
+                    del output, cache
+            found[method] = engine._comm.gather_objects(added)
+        return found
+
+
+def main() -> None:
+    """Entry of every rank."""
+    plan, out, work = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    quiet_libraries()
+    disable_progress_bar()
+    start_distributed(tp_only=False, timeout_s=300)
+    ranks = Ranks(work)
+    results = [getattr(ranks, run["check"])(run) for run in plan]
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""KV-Runahead is exact on every partition, mesh and way to end: prompts, decoding, sessions. And what it sends."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megakv.costmodel.context_parallel import chain_tokens, tsp_tokens
+from megakv.runahead.partition import even
+from tests.distributed.launch import run_ranks
+from tests.families import FAMILIES, llama
+
+SCRIPT = Path(__file__).parent / "ranks" / "runahead.py"
+TOLERANCE = 1e-4
+DECODED = 50
+UNEVEN = {
+    2: [0.6, 0.4],
+    3: [0.5, 0.3, 0.2],
+    4: [0.37, 0.28, 0.21, 0.14],
+    8: [0.2, 0.17, 0.14, 0.13, 0.12, 0.1, 0.08, 0.06],
+}
+ABSURD = {
+    2: [[0, 64], [64, 0], [1, 63]],
+    3: [[0, 64, 0], [1, 1, 62]],
+    4: [[0, 63, 0, 1], [1, 0, 1, 62], [64, 0, 0, 0]],
+    8: [[0, 1, 0, 60, 0, 2, 1, 0], [1, 1, 1, 1, 1, 1, 1, 57]],
+}
+CASES = ("greedy 65", "greedy 3", "ragged greedy")
+# A window, a soft cap with windows, sinks, ALiBi in two forms, latent attention, and unlike rotary frequencies.
+SCORINGS = ("mistral", "gemma2", "gpt_oss", "falcon_alibi", "bloom", "deepseek_v3", "phi3_longrope")
+
+
+@dataclass(frozen=True)
+class Exact:
+    """One engine and the prompts it is asked."""
+
+    family: str
+    mesh: str
+    runahead: dict[str, Any]
+    cases: tuple[str, ...] = CASES
+    decoded: int = DECODED
+    check: str = field(default="exact", init=False)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the mesh."""
+        cp, tp = self.mesh.split("x")
+        return int(cp) * int(tp)
+
+    @property
+    def name(self) -> str:
+        """How the run is called in pytest's output."""
+        partition = "-".join(map(str, part)) if isinstance(part := self.runahead["partition"], list) else part
+        return f"{self.family}-{self.mesh}-{self.runahead['kv']}-{partition}"
+
+
+def runs(mesh: str) -> list[Exact]:
+    """Llama with every partition, on one mesh."""
+    size = int(mesh.split("x")[0])
+    found = []
+    for kv in ("sharded", "last"):
+        found.append(Exact("llama", mesh, {"kv": kv, "partition": "even", "chunk_tokens": 7}))
+        found.append(Exact("llama", mesh, {"kv": kv, "partition": UNEVEN[size]}))
+        for index, partition in enumerate(ABSURD[size]):
+            longest = 1000 if index % 2 else 9
+            section = {"kv": kv, "partition": partition, "chunk_tokens": longest}
+            found.append(Exact("llama", mesh, section, ("greedy 64",)))
+    return found
+
+
+def family_runs(mesh: str, families: tuple[str, ...]) -> list[Exact]:
+    """Other families, uneven, by turns with either way to end."""
+    size = int(mesh.split("x")[0])
+    return [
+        Exact(
+            name, mesh, {"kv": ("sharded", "last")[index % 2], "partition": UNEVEN[size], "chunk_tokens": 5}, CASES, 4
+        )
+        for index, name in enumerate(families)
+    ]
+
+
+QUICK = runs("4x1") + family_runs("4x1", SCORINGS) + [run for run in runs("2x2") if "even" in run.name]
+FULL = [
+    *(run for mesh in ("2x1", "3x1", "4x1", "2x2", "8x1") for run in runs(mesh)),
+    *family_runs("4x1", tuple(FAMILIES)),
+    *family_runs("2x2", tuple(name for name in FAMILIES if name not in ("olmo2", "deepseek_v3"))),
+    *QUICK,
+]
+ALL = {run.name: run for run in FULL}
+
+
+def launch(folder: Path, plan: list[dict[str, Any]], ranks: int, timeout: float) -> Any:
+    """What the ranks found, run by run."""
+    (folder / "plan.json").write_text(json.dumps(plan))
+    run_ranks(SCRIPT, folder / "plan.json", folder / "out.json", folder, ranks=ranks, timeout=timeout).check()
+    return json.loads((folder / "out.json").read_text())
+
+
+class Launches:
+    """Results by run; the runs of one size share a launch."""
+
+    def __init__(self, folder: Path, *, full: bool):
+        self._folder = folder
+        self._runs = list(ALL.values()) if full else QUICK
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def result(self, run: Exact) -> Any:
+        """What one run came to."""
+        if run.ranks not in self._rows:
+            self._rows[run.ranks] = {}
+            together = [other for other in self._runs if other.ranks == run.ranks]
+            folder = self._folder / str(run.ranks)
+            folder.mkdir()
+            found = launch(folder, [asdict(other) for other in together], run.ranks, 1500)
+            self._rows[run.ranks] = {other.name: row for other, row in zip(together, found, strict=True)}
+        assert run.name in self._rows[run.ranks], "the launch failed, see the first test that needed it"
+        return self._rows[run.ranks][run.name]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Launches:
+    return Launches(tmp_path_factory.mktemp("runahead"), full=request.config.getoption("--full"))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, id=name, marks=[] if name in {quick.name for quick in QUICK} else pytest.mark.full)
+        for name, run in ALL.items()
+    ],
+)
+def test_tokens_and_logits_are_the_plain_models(launches: Launches, run: Exact) -> None:
+    result = launches.result(run)
+    assert [row["case"] for row in result] == list(run.cases)
+    wrong = [row for row in result if not (row.get("equal") and row["error"] <= TOLERANCE)]
+    assert not wrong, wrong
+
+
+def judge_session(result: dict[str, Any], kv: str, ranks: int) -> None:
+    assert all(result["long"]["equal"]) and len(result["long"]["equal"]) == 5
+    assert all(result["long"]["branches"])
+    assert all(all(turn) for turn in result["ragged"]["equal"])
+    assert result["equal"]
+    for counts, slots in zip(result["counts"], (301 + 2, 200 + 40 + 2), strict=True):
+        # The last token of a turn is computed in the next one.
+        assert [sum(rows) for rows in zip(*counts, strict=True)] == [slots, slots]
+        if kv == "last":
+            assert counts[:-1] == [[0, 0]] * (ranks - 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kv", "others"),
+    [
+        ("4x1", "last", [("4x1", "last", "runahead"), ("4x1", "sharded", "runahead"), ("4x1", "sharded", "pass_kv")]),
+        pytest.param("4x1", "sharded", [("4x1", "last", "runahead")], marks=pytest.mark.full),
+        pytest.param("2x2", "last", [("2x2", "sharded", "runahead")], marks=pytest.mark.full),
+        pytest.param("3x1", "last", [("3x1", "last", "runahead")], marks=pytest.mark.full),
+    ],
+)
+def test_sessions(tmp_path: Path, mesh: str, kv: str, others: list[tuple[str, str, str]]) -> None:
+    """Turns of all lengths, forks, cutting back, saving; then going on with another end or another method."""
+    cp, tp = (int(part) for part in mesh.split("x"))
+    section = {"kv": kv, "partition": UNEVEN[cp], "chunk_tokens": 50}
+    plan = [{"check": "sessions", "mesh": mesh, "runahead": section, "saved": "saved"}]
+    for other, end, method in others:
+        changed = {**section, "kv": end}
+        plan.append({"check": "restore", "mesh": other, "runahead": changed, "saved": "saved", "method": method})
+    first, *restored = launch(tmp_path, plan, cp * tp, 400)
+    judge_session(first, kv, cp)
+    assert all(result["equal"] and result["longer"] for result in restored), restored
+
+
+@pytest.mark.full
+def test_a_session_goes_on_on_fewer_ranks(tmp_path: Path) -> None:
+    section = {"kv": "last", "partition": "even"}
+    launch(tmp_path, [{"check": "sessions", "mesh": "4x1", "runahead": section, "saved": "saved"}], 4, 400)
+    (result,) = launch(tmp_path, [{"check": "restore", "mesh": "2x1", "runahead": section, "saved": "saved"}], 2, 400)
+    assert result["equal"] and result["longer"]
+
+
+def kv_bytes(rows: list[tuple[str, int, int]], operation: str, layer: int) -> int:
+    return sum(nbytes for name, index, nbytes in rows if (name, index) == (operation, layer))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "partition"),
+    [
+        (3, 9, [4, 3, 2]),
+        (4, 96, "even"),
+        (4, 100, [0.4, 0.3, 0.2, 0.1]),
+        pytest.param(2, 50, [49, 1], marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_the_paper(tmp_path: Path, ranks: int, tokens: int, partition: Any) -> None:
+    """Equations 4 to 7, by the ledger: the sum of the prefixes sent, and (p - 1) C for TSP."""
+    plan = {
+        "check": "traffic", "mesh": f"{ranks}x1", "tokens": tokens, "methods": ["runahead", "tsp", "tsp_causal"],
+        "runahead": {"partition": partition, "chunk_tokens": 5},
+    }  # fmt: skip
+    (found,) = launch(tmp_path, [plan], ranks, 120)
+    config = llama()
+    row_bytes = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 4
+    sizes = even(tokens, ranks)
+    if isinstance(partition, list):
+        sizes = tuple(partition if sum(partition) == tokens else [round(part * tokens) for part in partition])
+    for layer in range(config.num_hidden_layers):
+        chain = kv_bytes(found["runahead"]["rows"], "runahead", layer) // row_bytes
+        assert chain == chain_tokens(sizes)
+        assert kv_bytes(found["runahead"]["rows"], "positions", layer) == 8 * chain
+        for method in ("tsp", "tsp_causal"):
+            gathered = kv_bytes(found[method]["rows"], "all_gather", layer) // row_bytes
+            # Messages of a collective are as long as the longest: a token more, at most.
+            assert tsp_tokens(sizes) <= gathered <= tsp_tokens(sizes) + ranks * (ranks - 1)
+            if tokens % ranks == 0:
+                assert gathered == tsp_tokens(sizes)
+            if partition == "even":
+                assert 2 * chain == gathered
+            if partition == [4, 3, 2]:
+                assert (2 * chain, 2 * gathered) == (22, 36)
+    assert all(result["waits"] for result in found.values())
+
+
+def test_peak_memory_is_that_of_pass_kv(tmp_path: Path) -> None:
+    """With ``kv = sharded``, what a prompt adds on the fullest rank is at most 1.1 times pass-KV's."""
+    plan = {"check": "memory", "mesh": "4x1", "tokens": 12288, "runahead": {"partition": "even"}}
+    (found,) = launch(tmp_path, [plan], 4, 300)
+    assert max(found["runahead"]) <= 1.1 * max(found["pass_kv"]), found
