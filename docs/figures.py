@@ -183,6 +183,41 @@ def draw_pass_q() -> Canvas:
     return canvas
 
 
+SHARES = (2.5, 2.1, 1.8, 1.6)
+"""Widths of the parts of a prompt in the chain, earlier ranks' first."""
+
+
+def draw_runahead() -> Canvas:
+    """The chain of KV-Runahead: uneven parts, and the prefix that goes down the ranks."""
+    canvas = Canvas(10.6, 7.3)
+    canvas.text(EDGES[0] + 0.05, 0.35, "A prompt in uneven parts: what comes later sees more", size=11, side="left")
+    left = EDGES[0]
+    for rank, width in enumerate(SHARES):
+        canvas.block(left + width / 2, 0.9, f"Q, KV {rank}", rank, solid=True, width=width)
+        left += width
+    canvas.text(1.8, 0.9, "tokens", color=FAINT, side="right")
+    top = 2.2
+    for rank in range(RANKS):
+        canvas.text(column(rank), 1.65, f"rank {rank}", size=11)
+    for hop in range(RANKS):
+        row = top + 1.05 * hop
+        canvas.band(row - 0.32, 0.64, *EDGES)
+        canvas.text(1.8, row, "its own" if hop == 0 else f"{hop} hop{'s' * (hop > 1)}", color=FAINT, side="right")
+        for rank in range(hop, RANKS):
+            owner = rank - hop
+            canvas.block(column(rank), row, f"KV {owner}", owner, solid=True)
+            if rank + 1 < RANKS:
+                start, end = (column(rank) + 0.3, row + 0.27), (column(rank + 1) - 0.3, row + 1.05 - 0.29)
+                canvas.arrow(start, end, COLORS[owner])
+    end = top + 1.05 * (RANKS - 1) + 0.32
+    for rank in range(RANKS):
+        canvas.arrow((column(rank), top + 1.05 * rank + 0.32), (column(rank), end + 0.3), LINE)
+    merged(canvas, end + 0.62, "merged by\nlog-sum-exp")
+    remark = "each part is sent on the moment it is there, then attended to; no rank waits for a later one"
+    canvas.text(column(0) - 0.9, 7.0, remark, color=FAINT, side="left")
+    return canvas
+
+
 def draw_all_gather() -> Canvas:
     """All-gather pass-KV."""
     canvas = Canvas(10.6, 4.4)
@@ -255,6 +290,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "pass_kv": draw_pass_kv,
     "pass_q": draw_pass_q,
     "all_gather": draw_all_gather,
+    "runahead": draw_runahead,
     "replicated": draw_replicated,
     "mesh": draw_mesh,
 }

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .ranks import TIMED_OUT
+
+if TYPE_CHECKING:
+    from tests.hosts.cluster import Hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE = "free"
@@ -53,11 +58,14 @@ class LimitedLinks:
         Of every host's link in each direction, such as ``1gbit``, or ``unlimited``.
     hosts : int, optional
         How many; by default as many as ranks.
+    spare : int
+        Further hosts, without ranks.
     """
 
-    def __init__(self, rate: str, *, hosts: int | None = None):
+    def __init__(self, rate: str, *, hosts: int | None = None, spare: int = 0):
         self.rate = rate
         self.hosts = hosts
+        self.spare = spare
 
     def __call__(self, arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
         """As `harness.ranks.start_ranks`; what ranks print is shown if they fail."""
@@ -65,15 +73,21 @@ class LimitedLinks:
 
         env = {"OMP_NUM_THREADS": str(arguments.threads)}
         count = self.hosts or ranks
-        with Hosts(count=count, slots=ranks // count, rate=self.rate, env=env) as hosts:
+        made = Hosts(count=count, slots=ranks // count, rate=self.rate, env=env, spare=self.spare)
+        with made as hosts, ExitStack() as stack:
             script = Path(sys.argv[0]).resolve()
-            result = hosts.start_deepspeed(script, *sys.argv[1:], *options).wait(timeout_s)
+            further = self.accompany(hosts, ranks, stack)
+            result = hosts.start_deepspeed(script, *sys.argv[1:], *options, *further).wait(timeout_s)
         if result.returncode is None:
             print(f"{script.name}: not done after {timeout_s:.0f} s; ended. Raise --timeout.", file=sys.stderr)
             return TIMED_OUT
         if result.returncode:
             print(result.stdout[-4000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
         return result.returncode
+
+    def accompany(self, hosts: Hosts, ranks: int, stack: ExitStack) -> list[str]:
+        """Start what runs on the hosts beside the ranks, to end with `stack`; returns further options of the ranks."""
+        return []
 
 
 def _find_hosts() -> None:

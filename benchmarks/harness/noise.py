@@ -1,7 +1,7 @@
 """A noisy neighbour on the link between two hosts: a paced flow in both directions, switched on and off by a file.
 
-KV-Runahead's Section 5, Figure 11. Runs by itself, with no other module:
-``noise.py HERE THERE BITS_PER_S SWITCH NAME`` on each of two hosts; the flow runs while the file SWITCH holds NAME.
+KV-Runahead's Section 5, Figure 11. On each host runs this file by itself, with no other module:
+``noise.py HERE BITS_PER_S SWITCH NAME=THERE ...``. A flow goes THERE while the file SWITCH holds NAME.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PORT = 5600
@@ -17,6 +18,15 @@ CHUNK = bytes(1 << 17)
 POLL_S = 0.02
 QUIET = "quiet"
 """What the switch holds while no flow runs."""
+ELSEWHERE = "elsewhere"
+"""What it holds for a flow between two hosts that no rank is on."""
+LINK = "link"
+"""Stands for a flow between two neighbours of a chain of hosts, in every run others."""
+
+
+def pair_names(ranks: int) -> list[str]:
+    """What it holds for the flow between each two neighbours."""
+    return [f"{rank}-{rank + 1}" for rank in range(ranks - 1)]
 
 
 def switched_to(switch: Path) -> str:
@@ -43,7 +53,7 @@ def _take(link: socket.socket) -> None:
 
 
 def send(there: str, bits_per_s: float, switch: Path, name: str) -> None:
-    """Send at a steady rate while the switch says so, in a connection of its own each time."""
+    """Send at a steady rate while the switch says so, each time through a new connection."""
     step_s = len(CHUNK) * 8 / bits_per_s
     while True:
         if switched_to(switch) != name:
@@ -51,22 +61,27 @@ def send(there: str, bits_per_s: float, switch: Path, name: str) -> None:
             continue
         try:
             with socket.create_connection((there, PORT)) as link:
-                due = polled = time.monotonic()
-                while due - polled < POLL_S or switched_to(switch) == name:
-                    if due - polled >= POLL_S:
-                        polled = due
-                    link.sendall(CHUNK)
-                    # What the link did not take in its time is not made up for.
-                    due = max(due + step_s, time.monotonic() - step_s)
-                    time.sleep(max(0.0, due - time.monotonic()))
+                _pace(link, step_s, max(1, round(POLL_S / step_s)), lambda: switched_to(switch) == name)
         except ConnectionError:
             time.sleep(POLL_S)
 
 
+def _pace(link: socket.socket, step_s: float, chunks: int, going: Callable[[], bool]) -> None:
+    due = time.monotonic()
+    while going():
+        for _ in range(chunks):
+            link.sendall(CHUNK)
+            # What the link did not take in its time is not made up for.
+            due = max(due, time.monotonic() - step_s) + step_s
+            time.sleep(max(0.0, due - time.monotonic()))
+
+
 def main() -> None:
-    """Both directions of one end."""
-    here, there, bits_per_s, switch, name = sys.argv[1:]
-    threading.Thread(target=send, args=(there, float(bits_per_s), Path(switch), name), daemon=True).start()
+    """All flows of one host."""
+    here, bits_per_s, switch, *flows = sys.argv[1:]
+    for flow in flows:
+        name, _, there = flow.partition("=")
+        threading.Thread(target=send, args=(there, float(bits_per_s), Path(switch), name), daemon=True).start()
     listen(here)
 
 

@@ -18,7 +18,7 @@ from tests.families import FAMILIES
 SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
 TOLERANCE = 1e-4
 MESHES = {4: ("4x1", "2x2", "1x4"), 3: ("3x1",), 2: ("2x1",)}
-METHODS = {"prefill": ("pass_kv", "pass_q", "all_gather"), "decode": ("replicated", "pass_q")}
+METHODS = {"prefill": ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal"), "decode": ("replicated", "pass_q")}
 RAGGED = ("ragged greedy", "ragged sampled", "ragged beams")
 ALL_CASES = (*(f"greedy {length}" for length in (1, 2, 3, 5, 7, 64, 127, 1000)), *RAGGED)
 # One token, more tokens than 2N (past every sliding window), and rows of different lengths.

@@ -71,6 +71,8 @@ class Hosts:
     env : dict, optional
         Environment of ranks, on top of the defaults: CPU, one thread, this checkout and this Python first in the
         search paths, gloo and NCCL on the hosts' interface.
+    spare : int
+        Hosts beyond `count` that the hostfile does not name: no rank is started there.
 
     Attributes
     ----------
@@ -95,16 +97,19 @@ class Hosts:
         slots: int = 1,
         rate: str | Sequence[str | None] | None = None,
         env: dict[str, str] | None = None,
+        spare: int = 0,
     ):
-        if not 1 <= count <= MOST_HOSTS:
-            raise ValueError(f"count = {count}: allowed: 1 to {MOST_HOSTS} hosts")
+        if count < 1 or not 0 <= spare <= MOST_HOSTS - count:
+            raise ValueError(f"count = {count} and spare = {spare}: allowed: 1 to {MOST_HOSTS} hosts together")
         if slots < 1:
             raise ValueError(f"slots = {slots}: allowed: 1 or more ranks on each host")
-        self.rates = [rate] * count if rate is None or isinstance(rate, str) else list(rate)
-        if len(self.rates) != count:
-            raise ValueError(f"rate = {rate}: {len(self.rates)} rates for {count} hosts")
-        self.names = [f"host{index + 1}" for index in range(count)]
+        whole = count + spare
+        self.rates = [rate] * whole if rate is None or isinstance(rate, str) else list(rate)
+        if len(self.rates) != whole:
+            raise ValueError(f"rate = {rate}: {len(self.rates)} rates for {whole} hosts")
+        self.names = [f"host{index + 1}" for index in range(whole)]
         self.slots = slots
+        self._count = count
         self._env = env or {}
         self._stack = ExitStack()
         self._machines: list[Namespace] = []
@@ -129,7 +134,7 @@ class Hosts:
         known = [f"{address} {name}" for name, address in zip(self.names, self.addresses, strict=True)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         self.hostfile = self.folder / "hostfile"
-        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names))
+        self.hostfile.write_text("".join(f"{name} slots={self.slots}\n" for name in self.names[: self._count]))
         secure_shell.prepare(self.folder)
         for name in self.names:
             machine = Namespace(SETUP, str(self.folder), name, find("sshd"), find("ip"))
@@ -186,6 +191,10 @@ class Hosts:
                 return Measurement(json.loads(listener.stdout.readline()), json.loads(trip))
             finally:
                 listener.kill()
+
+    def on_network(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command line that runs a command on a host's network, but not among its processes: as equipment would."""
+        return self._machines[host].enter(*command, kinds=("net",))
 
     # Processes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+from collections.abc import Sequence
 from typing import Self
 
 import psutil
@@ -68,9 +69,9 @@ class Namespace:
                 raise RuntimeError(f"a namespace could not be set up: {said.decode(errors='replace').strip()}")
             said += chunk
 
-    def enter(self, *command: str) -> list[str]:
-        """The command line that runs a command inside."""
-        return [find("nsenter"), "--target", str(self.pid), *(f"--{kind}" for kind in KINDS), "--", *command]
+    def enter(self, *command: str, kinds: Sequence[str] = KINDS) -> list[str]:
+        """The command line that runs a command inside, or in some kinds of the namespaces only."""
+        return [find("nsenter"), "--target", str(self.pid), *(f"--{kind}" for kind in kinds), "--", *command]
 
     def run(self, *command: str) -> str:
         """Run a short command inside and return its output.

@@ -19,7 +19,13 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.launcher.voice import quiet_libraries
 
-METHODS = [("pass_kv", "replicated"), ("pass_q", "pass_q"), ("all_gather", "replicated")]
+METHODS = [
+    ("pass_kv", "replicated"),
+    ("pass_q", "pass_q"),
+    ("all_gather", "replicated"),
+    ("tsp", "replicated"),
+    ("tsp_causal", "replicated"),
+]
 TURNS = [(203, 1), (50, 3)]
 
 
