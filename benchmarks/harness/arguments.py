@@ -16,11 +16,13 @@ SHAPE = (
 )
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark takes: its ranks, and where the results go."""
+def add_rank_arguments(parser: argparse.ArgumentParser, *, timeout_s: float = 3600) -> None:
+    """What every benchmark takes: its ranks, how long it may take (by default an hour), and where the results go."""
     parser.add_argument("--ranks", type=int, required=True, help="processes to start on this machine")
     parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds after which all is ended (default 3600)")
+    parser.add_argument(
+        "--timeout", type=float, default=timeout_s, help=f"seconds after which all is ended (default {timeout_s:g})"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results here, and a chart (PNG) beside it")
 
 

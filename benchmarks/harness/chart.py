@@ -55,7 +55,8 @@ def draw_bars(
         )  # fmt: skip
     axes.set_yticks(rows, [label for label, _, _ in bars], fontsize=9.5, color=INK)
     axes.set_ylim(len(bars) - 0.45, -0.55)
-    axes.set_xlim(0, 1.12 * max(value.high for _, value, _ in bars))
+    lowest, highest = min(value.low for _, value, _ in bars), max(value.high for _, value, _ in bars)
+    axes.set_xlim(min(0, 1.12 * lowest), max(0, 1.12 * highest) or 1)
     axes.set_xlabel(unit, fontsize=9, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, colors=INK)

@@ -28,6 +28,8 @@ class Line:
     hollow : sequence of bool, optional
         Which points are drawn as rings.
     dashed : bool
+    colour : str, optional
+        The next one in turn if None.
     """
 
     label: str
@@ -35,6 +37,7 @@ class Line:
     y: Sequence[Interval]
     hollow: Sequence[bool] | None = None
     dashed: bool = False
+    colour: str | None = None
 
 
 def draw_lines(
@@ -65,7 +68,7 @@ def draw_lines(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=150, facecolor="white")
     canvas = FigureCanvasAgg(figure)
@@ -73,7 +76,7 @@ def draw_lines(
     if level is not None:
         axes.axhline(level, color=FAINT, linewidth=1, zorder=1)
     for index, line in enumerate(lines):
-        colour = COLOURS[index % len(COLOURS)]
+        colour = line.colour or COLOURS[index % len(COLOURS)]
         values = [point.value for point in line.y]
         errors = [[point.value - point.low for point in line.y], [point.high - point.value for point in line.y]]
         axes.errorbar(
@@ -90,6 +93,9 @@ def draw_lines(
         axes.xaxis.set_minor_locator(NullLocator())
     if log_y:
         axes.set_yscale("log")
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.tick_params(axis="y", which="minor", labelsize=7, colors=FAINT)
     axes.set_xlabel(x_label, fontsize=9, color=INK)
     axes.set_ylabel(y_label, fontsize=9, color=INK)
     axes.tick_params(labelsize=8, colors=INK)
