@@ -1,5 +1,9 @@
 """Which method serves a pass: the one place where `auto` is decided.
 
+A prefill is decided in two steps. Before the layers run, `plan_prefill` decides how the prompt is spread: with a
+profile, over the ranks of a runahead chain, on one rank, or balanced for the ring, whichever is predicted to have the
+first token first. Where it is balanced, each layer then takes pass-KV or pass-Q by its own shape.
+
 Policies (``megakv.context_parallel.policy``):
 
 ``cost``
@@ -18,13 +22,13 @@ Nor to ``tsp`` and ``tsp_causal``, which are there to be measured against.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from megakv.attention.all_gather import AllGatherKV
+from megakv.attention.evidence import Evidence as Evidence
+from megakv.attention.evidence import load_evidence as load_evidence
 from megakv.attention.local import Local
 from megakv.attention.method import AttentionMethod
 from megakv.attention.pass_kv import PassKV
@@ -32,9 +36,8 @@ from megakv.attention.pass_q import PassQ
 from megakv.attention.replicated import Replicated
 from megakv.attention.runahead import Runahead
 from megakv.attention.tsp import TSP
-from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
-from megakv.costmodel.attention_time import LayerTimes, attention_flops_rate, decode_seconds
+from megakv.costmodel.attention_time import LayerTimes, decode_seconds
 from megakv.costmodel.context_parallel import (
     Workload,
     miss_rate_of_equal_bytes,
@@ -42,9 +45,12 @@ from megakv.costmodel.context_parallel import (
     miss_rate_with_all_to_all,
     new_tokens_hiding_kv,
 )
-from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
-from megakv.costmodel.policy_fit import PolicyFit, load_fit
-from megakv.costmodel.shape import AttentionShape, ModelShape, local_heads
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.kernels import Kernels
+from megakv.costmodel.planner import PrefillPlanner
+from megakv.costmodel.prefill import alone
+from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.runahead.partition import Partition, even
 
 METHODS: dict[str, Callable[[], AttentionMethod]] = {
     "pass_kv": PassKV,
@@ -59,24 +65,67 @@ METHODS: dict[str, Callable[[], AttentionMethod]] = {
 PREFILL = ("pass_kv", "pass_q", "all_gather", "runahead", "tsp", "tsp_causal")
 DECODE = ("pass_q", "replicated")
 PREFILL_CANDIDATES = ("pass_kv", "pass_q")
-PROFILE_SETTING = "megakv.context_parallel.profile"
-FIT_SETTING = "megakv.context_parallel.fit"
+CONTIGUOUS = ("runahead", "tsp", "tsp_causal")
+"""Prefill methods whose ranks compute consecutive tokens."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What `auto` decides from, equal on all ranks.
+class PrefillChoice:
+    """How a prompt is spread over the ranks.
 
     Parameters
     ----------
-    policy : str
-    profile : HardwareProfile, optional
-    fit : PolicyFit, optional
+    method : str, optional
+        That of all layers; None where they choose among those of the balanced layout.
+    partitions : tuple of tuple of int, optional
+        Per sequence, consecutive tokens of every rank; None for the balanced layout.
+    name : str, optional
+        What `auto` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``. None: nothing was predicted.
+    predicted_s : dict
+        The predicted TTFT of every candidate.
     """
 
-    policy: str = "cost"
-    profile: HardwareProfile | None = None
-    fit: PolicyFit | None = None
+    method: str | None = None
+    partitions: tuple[Partition, ...] | None = None
+    name: str | None = None
+    predicted_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def plan_prefill(
+    config: ContextParallelConfig,
+    evidence: Evidence,
+    workload: Workload,
+    *,
+    sizes: Callable[[int, int], Partition],
+    planner: PrefillPlanner | None = None,
+) -> PrefillChoice:
+    """How a pass is spread: as was asked for, or as `auto` has it. Every rank must call it.
+
+    Parameters
+    ----------
+    config : ContextParallelConfig
+    evidence : Evidence
+    workload : Workload
+    sizes : callable
+        Tokens of every rank of the runahead chain, for so many new tokens behind so many cached ones.
+    planner : PrefillPlanner, optional
+        Predictions for this model; None where there is no profile, or the model's sizes are not known.
+    """
+    lengths = list(zip(workload.new, workload.cached, strict=True))
+    if config.prefill in CONTIGUOUS:
+        chain = config.prefill == "runahead"
+        return PrefillChoice(
+            config.prefill, tuple(sizes(t, p) if chain else even(t, workload.size) for t, p in lengths)
+        )
+    if config.prefill != "auto" or planner is None or evidence.policy != "cost" or workload.size == 1:
+        return PrefillChoice()
+    predicted = planner.seconds(workload, sizes)
+    name = min(predicted, key=lambda candidate: predicted[candidate])
+    if name == "runahead":
+        return PrefillChoice("runahead", tuple(sizes(t, p) for t, p in lengths), name, predicted)
+    if name == "single":
+        return PrefillChoice("runahead", alone(workload), name, predicted)
+    return PrefillChoice(None, None, name, predicted)
 
 
 def choose_prefill(config: ContextParallelConfig, evidence: Evidence, workload: Workload, shape: AttentionShape) -> str:
@@ -132,7 +181,7 @@ def auto(
         times = LayerTimes(profile, shape, workload)
         return min(PREFILL_CANDIDATES, key=lambda method: times.predict(method).seconds)
     rule = algorithm_1 if evidence.policy == "alg1" else algorithm_5
-    return rule(workload, shape, flops=attention_flops_rate(profile, shape), bandwidth=profile.bandwidth)
+    return rule(workload, shape, flops=Kernels(profile, shape).flops, bandwidth=profile.bandwidth)
 
 
 def algorithm_1(workload: Workload, shape: AttentionShape, *, flops: float, bandwidth: float) -> str:
@@ -158,86 +207,3 @@ def _decode(profile: HardwareProfile | None, workload: Workload, model: ModelSha
     return min(
         ("replicated", "pass_q"), key=lambda method: decode_seconds(profile, model, workload, method, tp_size=tp_size)
     )
-
-
-def load_evidence(
-    config: ContextParallelConfig, comm: Communicator, *, heads: int, kv_heads: int, dtype: torch.dtype | None
-) -> Evidence:
-    """Read the files that the policy decides from. Every rank must call it.
-
-    Parameters
-    ----------
-    config : ContextParallelConfig
-    comm : Communicator
-    heads, kv_heads : int
-        Of the whole model.
-    dtype : torch.dtype, optional
-        Of the model; None where it is not known.
-
-    Raises
-    ------
-    ValueError
-        If a file that the policy needs was not named, cannot be used, belongs to another machine or model, or differs
-        between ranks.
-    MegaKVError
-        On ranks whose own files are in order.
-    """
-    if config.profile is None and config.fit is None:
-        return Evidence(config.policy)
-    evidence: Evidence | None = None
-    failure: Exception | None = None
-    try:
-        evidence = Evidence(
-            config.policy,
-            None if config.profile is None else load_profile(config.profile, setting=PROFILE_SETTING),
-            None if config.fit is None else load_fit(config.fit, setting=FIT_SETTING),
-        )
-    except ValueError as error:
-        failure = error
-    comm.agree(failure)
-    assert evidence is not None
-    _check_equal(evidence, comm)
-    if not config.accept_foreign_profile:
-        _check_machine(evidence, config, comm, heads, kv_heads, dtype)
-    return evidence
-
-
-def _check_equal(evidence: Evidence, comm: Communicator) -> None:
-    """Ranks that decide from different numbers would wait for each other for ever."""
-    digests = [None if record is None else record.digest() for record in (evidence.profile, evidence.fit)]
-    everyone = comm.gather_objects(digests)
-    for index, setting in enumerate((PROFILE_SETTING, FIT_SETTING)):
-        odd = [rank for rank, theirs in enumerate(everyone) if theirs[index] != everyone[0][index]]
-        if odd:
-            raise ValueError(
-                f"{setting}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host"
-            )
-
-
-def _check_machine(
-    evidence: Evidence,
-    config: ContextParallelConfig,
-    comm: Communicator,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype | None,
-) -> None:
-    remedy = "measure here, or set megakv.context_parallel.accept_foreign_profile = true"
-    here = fingerprint(comm, dtype or torch.float32)
-    for record, setting, path in (
-        (evidence.profile, PROFILE_SETTING, config.profile),
-        (evidence.fit, FIT_SETTING, config.fit),
-    ):
-        if record is None:
-            continue
-        measured = record.fingerprint
-        same_type = here if dtype is not None else here.model_copy(update={"dtype": measured.dtype})
-        if differences := measured.differences(same_type):
-            raise ValueError(f"{setting} = {path!r} was measured elsewhere: {'; '.join(differences)}; {remedy}")
-    fit = evidence.fit
-    wanted = (*local_heads(heads, kv_heads, comm.mesh.tp_size), comm.mesh.cp_size)
-    if fit is not None and (fit.heads, fit.kv_heads, fit.ring_size) != wanted:
-        raise ValueError(
-            f"{FIT_SETTING} = {config.fit!r} was fitted to {fit.heads} query and {fit.kv_heads} KV heads a rank on "
-            f"{fit.ring_size} context-parallel ranks, here {wanted[0]} and {wanted[1]} on {wanted[2]}; {remedy}"
-        )

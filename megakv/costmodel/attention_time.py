@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megakv.attention.backends import PACKED_ROWS
-from megakv.attention.visibility import MASKED_ROWS, SHORT_RUN, WINDOW_ROWS
+from megakv.attention.visibility import SHORT_RUN
 from megakv.costmodel.context_parallel import Workload, message_bytes
-from megakv.costmodel.curves import AttentionTable
+from megakv.costmodel.dense import dense_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
+from megakv.costmodel.kernels import Kernels
+from megakv.costmodel.shape import AttentionShape, ModelShape
 
 Shard = Literal["own", "earlier", "later"]
 OUTPUT_BYTES = 4
@@ -83,10 +83,7 @@ class LayerTimes:
         self.shape = shape
         self.workload = workload
         self.size = workload.size
-        self._dim = max(shape.key_dim, shape.value_dim)
-        self._group = max(1, shape.heads // shape.kv_heads)
-        self._table = _nearest(profile, shape.kernel, self._dim, self._group)
-        self._packed_table = _nearest(profile, shape.kernel, self._dim, 1)
+        self._kernels = Kernels(profile, shape)
 
     def predict(self, method: str) -> Prediction:
         """Seconds of a method; a pass of fewer than 2N tokens a sequence goes the way of decoding."""
@@ -98,6 +95,8 @@ class LayerTimes:
             return self._replicated()
         if max(self.workload.new) < 2 * self.size:
             return self._decoding_pass_q()
+        if method in ("tsp", "tsp_causal"):
+            return self._tsp(method)
         if method == "pass_q":
             return max((self._pass_q(shard) for shard in _SHARDS), key=lambda p: p.seconds)
         chosen = self._all_gather if method == "all_gather" else self._pass_kv
@@ -132,6 +131,16 @@ class LayerTimes:
         self._ring(prediction, steps, 0.0)
         return prediction
 
+    def _tsp(self, method: str) -> Prediction:
+        """Even contiguous shards: the last rank sees all others', and merges most."""
+        prediction = Prediction(method)
+        message = message_bytes(self.shape.kv_row_bytes, self._kept)
+        self._copied(prediction, message)
+        prediction.add("collective", self.profile.all_gather.at(message * (self.size - 1)))
+        steps = [self._shares(method == "tsp"), *[self._shares(False, foreign=True)] * (self.size - 1)]
+        self._ring(prediction, steps, 0.0)
+        return prediction
+
     # Decoding
 
     def _decoding_pass_q(self) -> Prediction:
@@ -141,7 +150,7 @@ class LayerTimes:
         total = 0.0
         for new, cached in self._sequences():
             rows = math.ceil(new / self.size)
-            total += new / rows * self._kernel(rows, (new + cached) / self.size)
+            total += new / rows * self._kernels.block(rows, (new + cached) / self.size)
         # At every step other sequences are at other ranks: together a rank attends to each of them once.
         steps = [_Step(total / self.size)] * self.size
         self._ring(prediction, steps, self.profile.exchange.at(message))
@@ -152,7 +161,7 @@ class LayerTimes:
         prediction = Prediction("replicated")
         rows = self.workload.total_new
         for new, cached in self._sequences():
-            prediction.add("attention", self._kernel(new, (new + cached) / self.size))
+            prediction.add("attention", self._kernels.block(new, (new + cached) / self.size))
         partial = rows * self.shape.partial_row_bytes
         self._copied(prediction, partial)
         self._gathered_last(prediction, self.profile.all_gather.at(partial * (self.size - 1)))
@@ -224,66 +233,42 @@ class LayerTimes:
         rows = 2 * chunk
         window = self.shape.window
         if window is not None and window < new + cached:
-            return self._windowed(rows, window, (new + cached) / self.size)
+            return self._windowed(rows, (new + cached) / self.size)
         if shard == "earlier":
-            return _Step(self._kernel(rows, kept + chunk), rows)
+            return _Step(self._kernels.block(rows, kept + chunk), rows)
         if shard == "later":
             if chunk < SHORT_RUN:
-                return _Step(self._kernel(rows, kept + rows), rows)
-            attention = self._kernel(chunk, kept) + self._kernel(chunk, kept + rows)
+                return _Step(self._kernels.block(rows, kept + rows), rows)
+            attention = self._kernels.block(chunk, kept) + self._kernels.block(chunk, kept + rows)
             seen = rows if cached else chunk
             return _Step(attention, seen, 0.0, seen)
         # In a rank's own shard rows and keys ascend together: one causal square behind the cached keys.
-        return _Step(self._kernel(rows, kept) + self._square(rows), rows, rows if cached else 0.0)
+        return _Step(self._kernels.block(rows, kept) + self._kernels.square(rows), rows, rows if cached else 0.0)
+
+    def _shares(self, rectangle: bool, *, foreign: bool = False) -> _Step:
+        """The last contiguous shard's queries against their own shard or an earlier one."""
+        total = _Step()
+        for new, cached in self._sequences():
+            rows, kept = new / self.size, cached / self.size
+            if foreign:
+                step = _Step(self._kernels.block(rows, kept + rows), rows, rows)
+            else:
+                own = self._kernels.block(rows, rows) if rectangle else self._kernels.square(rows)
+                step = _Step(self._kernels.block(rows, kept) + own, rows, rows if cached else 0.0)
+            total = total + step
+        return total
 
     def _alone(self, new: int, cached: int) -> _Step:
         window = self.shape.window
         if window is not None and window < new + cached:
-            return self._windowed(new, window, new + cached)
-        return _Step(self._kernel(new, cached) + self._square(new), new, new if cached else 0.0)
+            return self._windowed(new, new + cached)
+        return _Step(self._kernels.block(new, cached) + self._kernels.square(new), new, new if cached else 0.0)
 
-    def _windowed(self, rows: float, window: int, kept: float) -> _Step:
-        """Tiles of rows that see a window: of every shard about an N-th of it."""
-        tile = min(rows, max(WINDOW_ROWS, min(window // 4, MASKED_ROWS)))
-        attention = rows / tile * self._kernel(tile, min(kept, (window + tile) / self.size)) if rows else 0.0
-        return _Step(attention, rows, 0.0, rows)
-
-    def _kernel(self, rows: float, keys: float) -> float:
-        if rows <= PACKED_ROWS and self._group > 1 and self.shape.kernel == "flash":
-            return self._scaled(self._packed_table, self.shape.kv_heads, rows * self._group, keys)
-        return self._scaled(self._table, self.shape.heads, rows, keys)
-
-    def _scaled(self, table: AttentionTable, heads: int, rows: float, keys: float) -> float:
-        return table.block(heads * self._dim / table.head_dim, max(rows, 1.0) if rows else 0.0, keys)
-
-    def _square(self, rows: float) -> float:
-        return self._table.square(self.shape.heads * self._dim / self._table.head_dim, rows)
+    def _windowed(self, rows: float, kept: float) -> _Step:
+        return _Step(self._kernels.windowed(rows, kept, parts=self.size), rows, 0.0, rows)
 
 
 _SHARDS: tuple[Shard, Shard] = ("earlier", "later")
-
-
-def _nearest(profile: HardwareProfile, kernel: str, dim: int, group: int) -> AttentionTable:
-    """The measured table that is closest in head dimension, then in the size of the group."""
-    tables = [table for table in profile.attention if table.kernel == kernel]
-    tables = tables or [table for table in profile.attention if table.kernel == "flash"]
-
-    def distance(table: AttentionTable) -> tuple[float, float]:
-        return abs(math.log(table.head_dim / dim)), abs(math.log(table.group / group))
-
-    return min(tables, key=distance)
-
-
-def attention_flops_rate(profile: HardwareProfile, shape: AttentionShape) -> float:
-    """Operations per second of large blocks of this shape: C of the paper's equations."""
-    group = max(1, shape.heads // shape.kv_heads)
-    return _nearest(profile, shape.kernel, max(shape.key_dim, shape.value_dim), group).flops
-
-
-def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
-    """Seconds of a layer's projections and feed-forward for `tokens` tokens on one rank."""
-    touched = layer.touched(tokens)
-    return touched / tp_size * profile.matmul.at(layer.multiplied(tokens) / touched)
 
 
 def decode_seconds(

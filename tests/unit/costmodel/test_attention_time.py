@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megakv.attention.visibility import plan_blocks
-from megakv.costmodel.attention_time import LayerTimes, decode_seconds, dense_seconds
+from megakv.costmodel.attention_time import LayerTimes, decode_seconds
 from megakv.costmodel.context_parallel import Workload, message_bytes
 from megakv.costmodel.curves import Curve
+from megakv.costmodel.dense import dense_seconds
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
 from megakv.costmodel.trial import tokens
 from megakv.sharding import balanced

@@ -1,0 +1,247 @@
+"""Predicted timeline of the runahead chain (KV-Runahead, Section 4.1): what every rank of it does in every layer.
+
+In a layer, rank r projects its own tokens and hands their keys and values to rank r+1, attends to itself while the
+prefix is in flight, then takes the prefix as it arrives, nearest rank first, in chunks: each is handed on and attended
+to. The link to the next rank carries its messages one after another. Rank r needs nothing of later ranks, so the chain
+is worked out rank by rank, all layers of one at once (`megakv.costmodel.timeline`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakv.costmodel.context_parallel import message_bytes
+from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.kernels import Kernels
+from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.timeline import LayerWork, RankEvents, Times, added, in_step, rank_events
+from megakv.sharding import pieces
+
+Message = tuple[int, tuple[int, ...]]
+"""Who computed it, and its tokens of each sequence."""
+
+CHUNK_TOKENS = 1024
+HELD = 2
+"""Messages that a rank makes room for, as `megakv.attention.chain` does."""
+
+
+@dataclass(frozen=True)
+class ChainPrediction:
+    """When the ranks of a chain end their layers.
+
+    Parameters
+    ----------
+    seconds : float
+        TTFT: the last rank's last layer, and the logits.
+    ends_s : array
+        ``[N, layers]`` when each rank has computed each layer.
+    waited_s : array
+        ``[N, layers]`` how long it waited for the prefix in it.
+    """
+
+    seconds: float
+    ends_s: Times
+    waited_s: Times
+
+    @property
+    def busy_s(self) -> list[float]:
+        """``[N]`` how long each rank works, all layers together."""
+        busy: list[float] = (self.ends_s[:, -1] - self.waited_s.sum(axis=1)).tolist()
+        return busy
+
+
+class Chain:
+    """Predictions for all partitions of one model on one machine.
+
+    Parameters
+    ----------
+    profile : HardwareProfile
+    model : ModelShape
+    tp_size : int
+        Tensor-parallel degree of every link of the chain.
+    kv : str
+        ``sharded`` or ``last``, as ``megakv.runahead.kv``.
+    chunk_tokens : int
+        Tokens that are forwarded at a time.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        model: ModelShape,
+        *,
+        tp_size: int = 1,
+        kv: str = "sharded",
+        chunk_tokens: int = CHUNK_TOKENS,
+    ):
+        self._profile = profile
+        self._gathered = kv == "last"
+        self._chunk_tokens = chunk_tokens
+        self._step_s = profile.step_overhead_s.get("pass_kv", 0.0)
+        self._tokens = TokenTimes(profile, model, tp_size=tp_size)
+        self._shapes = {index: model.attention(tp_size=tp_size, layer=index) for index, _ in model.layer_kinds}
+        self._kernels = {index: Kernels(profile, shape) for index, shape in self._shapes.items()}
+        # The kind of every layer, as its place among the kinds.
+        firsts = list(self._shapes)
+        self._kinds = np.array([firsts.index(model.layers.index(layer)) for layer in model.layers])
+        self._row_bytes = self._shapes[0].kv_row_bytes
+
+    def predict(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainPrediction:
+        """The timeline of one prompt.
+
+        Parameters
+        ----------
+        partitions : sequence of sequence of int
+            Per sequence of the batch, the new tokens of every rank.
+        cached : sequence of int
+            Per sequence, the tokens that the ranks hold already, evenly spread.
+        """
+        counts = np.asarray(partitions, dtype=np.int64)
+        ranks = counts.shape[1]
+        totals = counts.sum(axis=0)
+        messages = [self._messages(counts[:, rank]) for rank in range(ranks)]
+        # What nobody behind needs is not sent.
+        last = ranks - 1 if self._gathered else int(np.flatnonzero(totals)[-1])
+        incoming = [
+            [(source, part) for source in range(rank - 1, -1, -1) for part in messages[source]] if rank <= last else []
+            for rank in range(ranks)
+        ]
+        works = [self._work(counts, rank, incoming[rank], cached) for rank in range(ranks)]
+        links = self._link_times(messages, incoming, last)
+        works, links = self._sharing(works, links)
+        if sum(cached):
+            works = in_step(works)
+        events: list[RankEvents] = []
+        handed: Times = np.empty((len(self._kinds), 0))
+        for rank, work in enumerate(works):
+            seconds = links[rank - 1] if incoming[rank] else np.empty(0)
+            events.append(rank_events(work, handed if incoming[rank] else handed[:, :0], seconds, held=HELD))
+            own = np.repeat((events[-1].starts + work.before)[:, None], len(messages[rank]), axis=1)
+            handed = np.concatenate([own, events[-1].pickups], axis=1)
+        ends = np.array([event.ends for event in events])
+        waited = np.array([event.waited for event in events])
+        return ChainPrediction(float(ends[:, -1].max()) + self._tokens.head(len(counts)), ends, waited)
+
+    # Work
+
+    def _messages(self, tokens: NDArray[np.int64]) -> list[tuple[int, ...]]:
+        """Tokens of each sequence in the messages that one rank's keys and values travel in."""
+        bounds = np.concatenate([[0], np.cumsum(tokens)])
+        return [
+            tuple(np.diff(bounds.clip(start, stop)).tolist())
+            for start, stop in pieces(int(bounds[-1]), self._chunk_tokens)
+        ]
+
+    def _work(self, counts: NDArray[np.int64], rank: int, incoming: list[Message], cached: Sequence[int]) -> LayerWork:
+        rows = counts[:, rank].tolist()
+        # A rank without tokens computes one that stands in for them.
+        tokens = max(1, sum(rows))
+        packing = self._profile.copy_bytes.at(message_bytes(self._row_bytes, sum(rows)))
+        keeping = self._keeping(sum(rows)) if rank == counts.shape[1] - 1 else 0.0
+        kinds = list(self._shapes)
+        before = np.array([self._tokens.before(kind, tokens) + packing for kind in kinds])
+        local = np.array([keeping + self._local(kind, rows, cached, counts.shape[1]) for kind in kinds])
+        chunks = np.array([self._chunks(kind, counts, rank, incoming) for kind in kinds]).reshape(len(kinds), -1)
+        after = np.array([self._tokens.after(kind, tokens) for kind in kinds])[self._kinds]
+        after[-1] = self._tokens.after(len(self._kinds) - 1, tokens, wanted=len(rows))
+        return LayerWork(before[self._kinds], local[self._kinds], chunks[self._kinds], after)
+
+    def _local(self, kind: int, rows: Sequence[int], cached: Sequence[int], size: int) -> float:
+        """Seconds of attention to a rank's own tokens, and to what all ranks hold already."""
+        window, kernels = self._shapes[kind].window, self._kernels[kind]
+        squares = sum(
+            kernels.square(count) if window is None or window >= count else kernels.windowed(count, count)
+            for count in rows
+        )
+        return squares + self._step_s + self._ring(kind, rows, cached, size)
+
+    def _keeping(self, tokens: int) -> float:
+        """Seconds of putting keys and values where the last rank keeps all of them."""
+        return self._profile.copy_fresh.at(tokens * self._row_bytes) if self._gathered else 0.0
+
+    def _chunks(self, kind: int, counts: NDArray[np.int64], rank: int, incoming: list[Message]) -> list[float]:
+        """Seconds of attention to every chunk of the prefix."""
+        kept = self._gathered and rank == counts.shape[1] - 1
+        known: dict[Message, float] = {}
+        for source, tokens in incoming:
+            if (source, tokens) not in known:
+                seconds = self._step_s + (self._keeping(sum(tokens)) if kept else 0.0)
+                for row, keys in zip(counts.tolist(), tokens, strict=True):
+                    seconds += self._block(kind, row[rank], keys, between=sum(row[source + 1 : rank]))
+                known[source, tokens] = seconds
+        return [known[message] for message in incoming]
+
+    def _block(self, kind: int, rows: float, keys: float, *, between: int) -> float:
+        """Seconds of attention to keys that are so many tokens older than the first of the rows."""
+        shape = self._shapes[kind]
+        if shape.window is not None:
+            # Rows that still see the newest of the keys, and keys that the first row still sees.
+            reach = max(0, shape.window - 1 - between)
+            rows, keys = min(rows, reach), min(keys, reach)
+        if not rows or not keys:
+            return 0.0
+        return self._kernels[kind].block(rows, keys) + self._profile.merge.at(rows * shape.heads * shape.value_dim)
+
+    def _ring(self, kind: int, rows: Sequence[int], cached: Sequence[int], size: int) -> float:
+        """Seconds of ring pass-KV over what the ranks hold already."""
+        held = sum(cached) / size
+        if not held:
+            return 0.0
+        transfer = self._profile.exchange.at(message_bytes(self._row_bytes, math.ceil(held)))
+        busy = sum(self._block(kind, n, p / size, between=0) for n, p in zip(rows, cached, strict=True))
+        hops = (size - 1) * self._profile.overlapped(busy, transfer)
+        return hops + busy + size * self._step_s
+
+    # Links
+
+    def _link_times(
+        self, messages: list[list[tuple[int, ...]]], incoming: list[list[Message]], last: int
+    ) -> list[Times]:
+        """Per link, seconds of each of its messages in a layer, in the order they are sent."""
+        links: list[Times] = []
+        known: dict[int, float] = {}
+        for rank in range(last):
+            sizes = [sum(tokens) for tokens in messages[rank]] + [sum(tokens) for _, tokens in incoming[rank]]
+            for size in sizes:
+                if size not in known:
+                    known[size] = self._profile.exchange.at(message_bytes(self._row_bytes, size))
+            links.append(np.array([known[size] for size in sizes]))
+        return links
+
+    def _sharing(self, works: list[LayerWork], links: list[Times]) -> tuple[list[LayerWork], list[Times]]:
+        """Work and messages as they slow each other down; see `HardwareProfile.overlapped`.
+
+        An exchange, in which a profile measures it, sends and receives: each of the two counts for half.
+        """
+        transfer, compute = self._profile.exposed_transfer, self._profile.exposed_compute
+        computed = [float(work.total.mean()) for work in works]
+        carried = [float(link.sum()) for link in links] + [0.0] * (len(works) - len(links))
+        slower = [
+            work.slower(1 + added(transfer, (carried[rank] + carried[rank - 1]) / 2, computed[rank], compute))
+            for rank, work in enumerate(works)
+        ]
+        longer = [
+            link * (1 + added(compute, (computed[rank] + computed[rank + 1]) / 2, carried[rank], transfer))
+            for rank, link in enumerate(links)
+        ]
+        return slower, longer
+
+
+def chain_seconds(
+    profile: HardwareProfile,
+    model: ModelShape,
+    partition: Sequence[int],
+    *,
+    cached: int = 0,
+    tp_size: int = 1,
+    kv: str = "sharded",
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> ChainPrediction:
+    """The timeline of one sequence's chain; parameters as `Chain` and `Chain.predict`."""
+    return Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens).predict((partition,), (cached,))

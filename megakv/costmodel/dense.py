@@ -1,0 +1,106 @@
+"""Predicted seconds of what a model computes token by token: projections, feed-forward, and what lies between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.shape import LayerShape, ModelShape
+
+# Passes over memory of a decoder layer as transformers computes it, each writing a new tensor: norms and residuals over
+# the hidden width, rotary embedding over queries and keys, activation and gate over the feed-forward's width.
+HIDDEN_PASSES = 8
+ROTARY_PASSES = 5
+GATE_PASSES = 4
+
+
+def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
+    """Seconds of a layer's projections and feed-forward for `tokens` tokens on one rank."""
+    touched = layer.touched(tokens)
+    return touched / tp_size * profile.matmul.at(layer.multiplied(tokens) / touched)
+
+
+class TokenTimes:
+    """Seconds of one rank outside attention, in a pass over a prompt.
+
+    Sums over tensor-parallel ranks are not in it: a profile does not know their links.
+
+    Parameters
+    ----------
+    profile : HardwareProfile
+    model : ModelShape
+    tp_size : int
+        Ranks that share a layer's weights.
+    """
+
+    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1):
+        self._profile = profile
+        self._model = model
+        self._tp_size = tp_size
+
+    def before(self, layer: int, tokens: float) -> float:
+        """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention."""
+        seconds = self._matrices(layer, self._inputs, tokens)
+        seconds += self._passes(HIDDEN_PASSES / 2, tokens, self._model.hidden)
+        seconds += self._passes(ROTARY_PASSES, tokens, self._query_width / self._tp_size)
+        # Keys only, half of it; then both are stored.
+        return seconds + self._passes(ROTARY_PASSES / 2 + 1, tokens, self._kv_width / self._tp_size)
+
+    def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
+        """Output projection and feed-forward: what follows attention.
+
+        Parameters
+        ----------
+        layer : int
+        tokens : float
+        wanted : float, optional
+            Tokens whose logits are asked for: the last layer's feed-forward leaves out the others, see
+            `megakv.injection.last_layer`.
+        """
+        shape, model = self._model.layers[layer], self._model
+        narrowed = wanted is not None and layer == len(model.layers) - 1 and not shape.experts
+        rows = tokens if wanted is None or not narrowed else wanted
+        rest = replace(shape, dense=max(0, shape.dense - self._inputs - self._outputs))
+        seconds = self._matrices(layer, self._outputs, tokens)
+        if rest.dense or rest.experts:
+            seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
+        seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden)
+        seconds += self._passes(1, tokens, self._query_width / self._tp_size)
+        return seconds + self._passes(GATE_PASSES, rows, model.intermediate * shape.active_experts / self._tp_size)
+
+    def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
+        """All of a layer but its attention."""
+        return self.before(layer, tokens) + self.after(layer, tokens, wanted=wanted)
+
+    def head(self, sequences: int) -> float:
+        """The logits of one token of every sequence."""
+        model = self._model
+        return model.vocab * model.hidden / self._tp_size * self._profile.matmul.at(sequences)
+
+    @property
+    def _query_width(self) -> int:
+        return self._model.heads * self._model.key_dim
+
+    @property
+    def _kv_width(self) -> int:
+        return self._model.kv_heads * (self._model.key_dim + self._model.value_dim)
+
+    @cached_property
+    def _inputs(self) -> int:
+        """Weights of the projections to queries, keys and values; low-rank ones have no more than there are."""
+        return min(self._model.hidden * (self._query_width + self._kv_width), self._least // 2)
+
+    @cached_property
+    def _outputs(self) -> int:
+        return min(self._model.hidden * self._model.heads * self._model.value_dim, self._least // 2)
+
+    @cached_property
+    def _least(self) -> int:
+        return min(layer.dense for layer in self._model.layers)
+
+    def _matrices(self, layer: int, elements: int, tokens: float) -> float:
+        return dense_seconds(self._profile, LayerShape(elements), tokens, tp_size=self._tp_size) if elements else 0.0
+
+    def _passes(self, count: float, tokens: float, width: float) -> float:
+        return count * self._profile.copy_fresh.at(tokens * width * self._model.element_bytes)

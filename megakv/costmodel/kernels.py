@@ -1,0 +1,74 @@
+"""Predicted seconds of the attention kernel's calls for one layer's heads, from the tables of a hardware profile."""
+
+from __future__ import annotations
+
+import math
+
+from megakv.attention.backends import PACKED_ROWS
+from megakv.attention.visibility import MASKED_ROWS, WINDOW_ROWS
+from megakv.costmodel.curves import AttentionTable
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.shape import AttentionShape
+
+
+class Kernels:
+    """Kernel calls of one layer on one rank.
+
+    Parameters
+    ----------
+    profile : HardwareProfile
+    shape : AttentionShape
+        Of the rank with the most heads.
+    """
+
+    def __init__(self, profile: HardwareProfile, shape: AttentionShape):
+        self.shape = shape
+        self._dim = max(shape.key_dim, shape.value_dim)
+        self._group = max(1, shape.heads // shape.kv_heads)
+        self._table = _nearest(profile, shape.kernel, self._dim, self._group)
+        self._packed_table = _nearest(profile, shape.kernel, self._dim, 1)
+
+    @property
+    def flops(self) -> float:
+        """Operations per second of large blocks of this shape: C of the papers' equations."""
+        return self._table.flops
+
+    def block(self, rows: float, keys: float) -> float:
+        """Seconds of a call in which every row sees every key; 0 for an empty one."""
+        if rows <= PACKED_ROWS and self._group > 1 and self.shape.kernel == "flash":
+            return self._scaled(self._packed_table, self.shape.kv_heads, rows * self._group, keys)
+        return self._scaled(self._table, self.shape.heads, rows, keys)
+
+    def square(self, rows: float) -> float:
+        """Seconds of a causal square."""
+        return self._table.square(self.shape.heads * self._dim / self._table.head_dim, rows)
+
+    def windowed(self, rows: float, keys: float, *, parts: int = 1) -> float:
+        """Seconds of rows that each see a window of at most `keys` keys: tiles of rows, each with its own keys.
+
+        Parameters
+        ----------
+        rows, keys : float
+        parts : int
+            Ranks that the keys are spread over, each of which has about an N-th of every window.
+        """
+        window = self.shape.window
+        assert window is not None
+        if rows <= 0:
+            return 0.0
+        tile = min(rows, max(WINDOW_ROWS, min(window // 4, MASKED_ROWS)))
+        return rows / tile * self.block(tile, min(keys, (window + tile) / parts))
+
+    def _scaled(self, table: AttentionTable, heads: int, rows: float, keys: float) -> float:
+        return table.block(heads * self._dim / table.head_dim, max(rows, 1.0) if rows else 0.0, keys)
+
+
+def _nearest(profile: HardwareProfile, kernel: str, dim: int, group: int) -> AttentionTable:
+    """The measured table that is closest in head dimension, then in the size of the group."""
+    tables = [table for table in profile.attention if table.kernel == kernel]
+    tables = tables or [table for table in profile.attention if table.kernel == "flash"]
+
+    def distance(table: AttentionTable) -> tuple[float, float]:
+        return abs(math.log(table.head_dim / dim)), abs(math.log(table.group / group))
+
+    return min(tables, key=distance)

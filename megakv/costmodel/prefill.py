@@ -1,0 +1,88 @@
+"""Predicted TTFT of a whole model by prefill method: attention of all layers, what is computed beside it, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.chain import CHUNK_TOKENS, Chain, ChainPrediction
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.shape import ModelShape
+from megakv.runahead.partition import Partition
+
+
+def alone(workload: Workload) -> tuple[Partition, ...]:
+    """Partitions that give everything to the last rank."""
+    return tuple((0,) * (workload.size - 1) + (tokens,) for tokens in workload.new)
+
+
+class PrefillTimes:
+    """Predictions for one pass over new tokens of one model.
+
+    Parameters
+    ----------
+    profile : HardwareProfile
+    model : ModelShape
+    workload : Workload
+    tp_size : int
+        Tensor-parallel degree of every context-parallel rank.
+    kv : str
+        ``sharded`` or ``last``, as ``megakv.runahead.kv``.
+    chunk_tokens : int
+        As ``megakv.runahead.chunk_tokens``.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        model: ModelShape,
+        workload: Workload,
+        *,
+        tp_size: int = 1,
+        kv: str = "sharded",
+        chunk_tokens: int = CHUNK_TOKENS,
+    ):
+        self.workload = workload
+        self._model = model
+        self._tokens = TokenTimes(profile, model, tp_size=tp_size)
+        self._layers = {
+            index: LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
+            for index, _ in model.layer_kinds
+        }
+        self._chain = Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens)
+
+    def seconds(self, method: str, partitions: Sequence[Partition] | None = None) -> float:
+        """TTFT of a method.
+
+        Parameters
+        ----------
+        method : str
+            ``single``, ``runahead``, ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
+        partitions : sequence of tuple of int, optional
+            For ``runahead``, the tokens of every rank, per sequence.
+        """
+        if method == "single":
+            return self.chain(alone(self.workload)).seconds
+        if method == "runahead":
+            assert partitions is not None
+            return self.chain(partitions).seconds
+        return self._dense + sum(
+            count * self._layers[index].predict(method).seconds for index, count in self._model.layer_kinds
+        )
+
+    def chain(self, partitions: Sequence[Partition]) -> ChainPrediction:
+        """The timeline of the runahead chain."""
+        return self._chain.predict(partitions, self.workload.cached)
+
+    @cached_property
+    def _dense(self) -> float:
+        """All but attention, of the rank with the most tokens where they are spread evenly."""
+        tokens = -(-self.workload.total_new // self.workload.size)
+        sequences = len(self.workload.new)
+        last = len(self._model.layers) - 1
+        layers = sum(count * self._tokens.layer(index, tokens) for index, count in self._model.layer_kinds)
+        saved = self._tokens.layer(last, tokens) - self._tokens.layer(last, tokens, wanted=sequences)
+        return layers - saved + self._tokens.head(sequences)

@@ -1,0 +1,164 @@
+"""Events of one rank of the runahead chain, and of the link behind it, over all layers at once.
+
+A rank's layers follow each other, and each is delayed only by what arrives in it. With W_l the work of layer l, a_lj
+the arrival of chunk j and w_lj the work from it to the end of the layer,
+
+    end_l = max(end_(l-1) + W_l, max_j (a_lj + w_lj)),
+
+whose solution is a running maximum of sums. The same holds for the queue of a link.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Seconds of one rank's layers, by kind of layer.
+
+    Parameters
+    ----------
+    before : array
+        ``[layers]`` projections, and packing what is sent.
+    local : array
+        ``[layers]`` attention to its own tokens.
+    chunks : array
+        ``[layers, J]`` attention to each chunk of the prefix, in order of arrival.
+    after : array
+        ``[layers]`` output projection and feed-forward.
+    """
+
+    before: Times
+    local: Times
+    chunks: Times
+    after: Times
+
+    @property
+    def total(self) -> Times:
+        """``[layers]`` all of it."""
+        whole: Times = self.before + self.local + self.chunks.sum(axis=1) + self.after
+        return whole
+
+    def slower(self, factor: float) -> LayerWork:
+        """The same work beside something that takes part of the processor."""
+        return LayerWork(self.before * factor, self.local * factor, self.chunks * factor, self.after * factor)
+
+
+def added(exposed: float, other_s: float, own_s: float, exposed_other: float) -> float:
+    """What part longer something takes beside another thing of which a part is exposed.
+
+    Both run slower by a constant factor while both run: no more than the whole of the one can be slowed down.
+    """
+    if own_s <= 0.0 or other_s <= 0.0:
+        return 0.0
+    if exposed == exposed_other:
+        most = exposed
+    else:
+        most = exposed * (1 - exposed_other) / (1 - exposed) if exposed < 1 else math.inf
+    return min(exposed * other_s / own_s, most)
+
+
+def in_step(works: list[LayerWork]) -> list[LayerWork]:
+    """Ranks that pass something around in every layer: none is far ahead of the slowest."""
+    slowest = np.max([work.total for work in works], axis=0)
+    slack = [np.append((slowest - work.total)[:-1], 0.0) for work in works]
+    return [replace(work, after=work.after + rest) for work, rest in zip(works, slack, strict=True)]
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """What one rank of the chain does when.
+
+    Parameters
+    ----------
+    starts, ends : array
+        ``[layers]`` when it begins and ends a layer.
+    pickups : array
+        ``[layers, J]`` when it takes up each chunk of the prefix.
+    waited : array
+        ``[layers]`` how long it waits for chunks.
+    """
+
+    starts: Times
+    ends: Times
+    pickups: Times
+    waited: Times
+
+
+def rank_events(work: LayerWork, handed: Times, seconds: Times, *, held: int) -> RankEvents:
+    """Events of a rank whose prefix comes over one link.
+
+    Parameters
+    ----------
+    work : LayerWork
+    handed : array
+        ``[layers, J]`` when the rank before hands each chunk to the link.
+    seconds : array
+        ``[J]`` how long each is on its way.
+    held : int
+        Chunks that the rank makes room for at a time: the next one sets out when one of them was attended to.
+    """
+    # Chunks that take no longer on their way than attention to the one before never find the room occupied.
+    if held >= 2 and (seconds[1:] <= work.chunks[:, :-1]).all():
+        return prompt_events(work, link_queue(handed, seconds))
+    return held_events(work, handed, seconds, held=held)
+
+
+def prompt_events(work: LayerWork, arrivals: Times) -> RankEvents:
+    """Events of a rank whose chunks arrive at the given times, ``[layers, J]``."""
+    done = np.cumsum(work.chunks, axis=1)
+    begun = done - work.chunks
+    lead = work.before + work.local
+    total = work.total
+    elapsed = np.cumsum(total)
+    ends = elapsed
+    if arrivals.shape[1]:
+        # A chunk that comes late delays all that follows it in the layer, and every later layer.
+        late = np.max(arrivals - begun, axis=1) + done[:, -1] + work.after
+        ends = elapsed + np.maximum(np.maximum.accumulate(late - elapsed), 0.0)
+    starts = np.concatenate([[0.0], ends[:-1]])
+    delayed = np.maximum.accumulate(arrivals - begun, axis=1)
+    pickups = begun + np.maximum((starts + lead)[:, None], delayed)
+    return RankEvents(starts, ends, pickups, ends - starts - total)
+
+
+def held_events(work: LayerWork, handed: Times, seconds: Times, *, held: int) -> RankEvents:
+    """Events of a rank with room for some chunks, walked through one by one; parameters as `rank_events`."""
+    layers, count = handed.shape
+    transfers, ready, attention = seconds.tolist(), handed.tolist(), work.chunks.tolist()
+    before, after = (work.before + work.local).tolist(), work.after.tolist()
+    pickups: list[list[float]] = []
+    starts, ends, freed = [0.0] * layers, [0.0] * layers, [0.0] * held
+    clock = arrived = 0.0
+    for layer in range(layers):
+        starts[layer] = clock
+        clock += before[layer]
+        taken = []
+        for chunk in range(count):
+            slot = (layer * count + chunk) % held
+            arrived = max(ready[layer][chunk], arrived, freed[slot]) + transfers[chunk]
+            clock = max(clock, arrived)
+            taken.append(clock)
+            clock += attention[layer][chunk]
+            freed[slot] = clock
+        pickups.append(taken)
+        clock += after[layer]
+        ends[layer] = clock
+    first, last = np.array(starts), np.array(ends)
+    return RankEvents(first, last, np.array(pickups).reshape(handed.shape), last - first - work.total)
+
+
+def link_queue(handed: Times, seconds: Times) -> Times:
+    """When messages ``[layers, J]``, sent one after another over one link, have arrived."""
+    sent = np.cumsum(np.broadcast_to(seconds, handed.shape).reshape(-1)).reshape(handed.shape)
+    before = sent - seconds
+    waited = np.maximum.accumulate((handed - before).reshape(-1)).reshape(handed.shape)
+    arrived: Times = sent + waited
+    return arrived

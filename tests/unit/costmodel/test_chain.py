@@ -1,0 +1,201 @@
+"""The predicted chain against its limits, and against what a person would work out."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megakv.costmodel.bounds import without_links
+from megakv.costmodel.chain import Chain, chain_seconds
+from megakv.costmodel.chain_search import best_partition
+from megakv.costmodel.context_parallel import message_bytes
+from megakv.costmodel.curves import Curve
+from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.shape import LayerShape, ModelShape
+from megakv.runahead.partition import even
+from tests.unit.costmodel.profiles import ideal
+
+HEADS = 8
+PAIR_S = 1e-9
+
+
+def attention_only(layers: int, *, dense: int = 0, window: int | None = None) -> ModelShape:
+    """A model whose time outside attention is that of `dense` weights."""
+    shapes = (LayerShape(dense, window=window),) * layers
+    return ModelShape(64, 0, 1, HEADS, HEADS, 64, 64, shapes, 0, torch.float32)
+
+
+def pairs_s(rows: int, prefix: int) -> float:
+    return HEADS * PAIR_S * (rows * prefix + rows * rows / 2)
+
+
+def random_machine() -> HardwareProfile:
+    return ideal(
+        seconds_per_pair=10 ** random.uniform(-11, -8),
+        exchange=Curve.affine(10 ** random.uniform(-6, -3), 10 ** random.uniform(7, 10)),
+        exposed=(random.random(), random.random()),
+        matmul=Curve(sizes=(1, 101), seconds=(1e-10, 10 ** random.uniform(-10, -8))),
+        merge=Curve.affine(1e-6, 10 ** random.uniform(8, 10)),
+        step_overhead_s={"pass_kv": 10 ** random.uniform(-6, -3)},
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_on_one_rank_is_one_rank(size: int) -> None:
+    tokens, layers = random.randint(500, 3000), random.randint(1, 6)
+    model = attention_only(layers, dense=100_000)
+    profile = ideal(seconds_per_pair=PAIR_S, matmul=Curve(sizes=(1, 101), seconds=(1e-9, 2e-9)))
+    times = TokenTimes(profile, model)
+    dense = layers * times.layer(0, tokens)
+    saved = times.layer(0, tokens) - times.layer(layers - 1, tokens, wanted=1)
+    expected = layers * pairs_s(tokens, 0) + dense - saved + times.head(1)
+    for rank in range(size):
+        partition = tuple(tokens if index == rank else 0 for index in range(size))
+        assert chain_seconds(profile, model, partition).seconds == pytest.approx(expected, rel=2e-3)
+
+
+def test_links_that_take_no_time_leave_the_longest_rank() -> None:
+    """A later rank starts its layer with the others, and its prefix is there by then."""
+    layers = 4
+    for partition in ((700, 400, 300), (500, 500, 500), (100, 100, 1000)):
+        prefix = np.cumsum((0, *partition[:-1])).tolist()
+        slowest = max(pairs_s(rows, before) for rows, before in zip(partition, prefix, strict=True))
+        profile = without_links(ideal(seconds_per_pair=PAIR_S))
+        seconds = chain_seconds(profile, attention_only(layers), partition).seconds
+        assert seconds == pytest.approx(layers * slowest, rel=5e-3)
+
+
+def test_a_long_first_rank_is_waited_for() -> None:
+    """Rank 0 holds nearly all: rank 1 gets a layer's prefix when rank 0 begins that layer."""
+    layers, rows = 5, (2000, 10)
+    profile = without_links(ideal(seconds_per_pair=PAIR_S))
+    found = chain_seconds(profile, attention_only(layers), rows)
+    first = pairs_s(rows[0], 0)
+    assert found.ends_s[0, -1] == pytest.approx(layers * first, rel=1e-3)
+    assert found.ends_s[1, -1] == pytest.approx((layers - 1) * first + pairs_s(rows[1], rows[0]), rel=1e-2)
+    assert found.waited_s[1, 1:].min() > 0.9 * (first - pairs_s(rows[1], rows[0]))
+
+
+def test_links_alone() -> None:
+    """With work that takes no time the last link carries all prefixes of all layers, one after another."""
+    rows, layers = 300, 6
+    model = attention_only(layers)
+    link = Curve.affine(0.0, 1e6)
+    message = message_bytes(model.attention().kv_row_bytes, rows) / 1e6
+    for size in (2, 3, 4):
+        seconds = chain_seconds(ideal(seconds_per_pair=1e-18, exchange=link), model, (rows,) * size).seconds
+        assert seconds == pytest.approx(layers * (size - 1) * message, rel=1e-3)
+
+
+def test_chunks_pipeline_hops() -> None:
+    """A prefix of many chunks reaches the last rank one hop later than the first, but for a chunk per hop."""
+    model, link = attention_only(1), Curve.affine(0.0, 1e6)
+    rows, hops = 800, 3
+    whole = message_bytes(model.attention().kv_row_bytes, rows) / 1e6
+    profile = ideal(seconds_per_pair=1e-18, exchange=link)
+    partition = (rows, 0, 0, 1)
+    stored, forwarded = (
+        chain_seconds(profile, model, partition, chunk_tokens=chunk).seconds for chunk in (rows, rows // 8)
+    )
+    assert stored == pytest.approx(hops * whole, rel=1e-2)
+    assert forwarded == pytest.approx(whole * (1 + (hops - 1) / 8), rel=1e-2)
+
+
+def test_ranks_behind_the_prompt_get_nothing() -> None:
+    """Unless the last rank keeps all keys and values."""
+    model, link = attention_only(3), Curve.affine(10.0, 1e6)
+    profile = ideal(seconds_per_pair=PAIR_S, exchange=link)
+    assert chain_seconds(profile, model, (900, 0, 0)).seconds < 1
+    assert chain_seconds(profile, model, (900, 0, 0), kv="last").seconds > 20
+    assert chain_seconds(profile, model, (0, 0, 900), kv="last").seconds < 1
+
+
+def test_slower_machines_are_slower() -> None:
+    for _ in range(60):
+        profile = random_machine()
+        size, tokens = random.randint(2, 6), random.randint(50, 9000)
+        cuts = sorted(random.choices(range(tokens + 1), k=size - 1))
+        partition = tuple(np.diff([0, *cuts, tokens]).tolist())
+        model = attention_only(random.randint(1, 4), dense=random.choice((0, 50_000)))
+        seconds = chain_seconds(profile, model, partition).seconds
+        assert 0 < seconds < float("inf")
+        for name in ("exchange", "matmul", "merge"):
+            curve = getattr(profile, name)
+            slower = curve.model_copy(update={"seconds": tuple(2 * s for s in curve.seconds)})
+            worse = chain_seconds(profile.model_copy(update={name: slower}), model, partition).seconds
+            # What a link takes from the processor is spread over all work: more of it elsewhere shifts it a little.
+            assert worse >= seconds * (1 - 1e-2), name
+
+
+def test_more_tokens_take_longer() -> None:
+    for _ in range(30):
+        profile, model = random_machine(), attention_only(3, dense=20_000)
+        tokens, size = random.randint(64, 4000), random.randint(2, 5)
+        times = [chain_seconds(profile, model, even(tokens * scale, size)).seconds for scale in (1, 2, 4)]
+        assert times == sorted(times)
+
+
+def test_timeline_is_that_of_the_slowest() -> None:
+    profile, model = random_machine(), attention_only(4, dense=20_000)
+    found = chain_seconds(profile, model, (900, 500, 300, 200))
+    assert found.ends_s.shape == found.waited_s.shape == (4, 4)
+    assert (np.diff(found.ends_s, axis=1) > 0).all()
+    assert (found.waited_s >= -1e-12).all() and np.allclose(found.waited_s[0], 0.0, atol=1e-12)
+    assert found.busy_s == pytest.approx((found.ends_s[:, -1] - found.waited_s.sum(axis=1)).tolist())
+    assert found.seconds == pytest.approx(found.ends_s[:, -1].max(), rel=1e-3)
+
+
+def test_a_batch_is_one_chain() -> None:
+    """Two sequences at once: their work adds up, and their messages travel together."""
+    link = Curve.affine(1e-3, 1e9)
+    profile = ideal(seconds_per_pair=PAIR_S, exchange=link)
+    chain = Chain(profile, attention_only(2))
+    one = chain.predict(((600, 300),), (0,)).seconds
+    two = chain.predict(((600, 300), (600, 300)), (0, 0)).seconds
+    assert one < two < 2 * one
+    ragged = chain.predict(((600, 300), (0, 1)), (0, 0)).seconds
+    assert one <= ragged < 1.01 * one + 1e-3
+
+
+def test_windows_bound_the_prefix() -> None:
+    profile = without_links(ideal(seconds_per_pair=PAIR_S))
+    wide, narrow = (chain_seconds(profile, attention_only(2, window=w), (4000,) * 4).seconds for w in (None, 512))
+    assert narrow < 0.25 * wide
+    unlimited = chain_seconds(profile, attention_only(2, window=16_000), (4000,) * 4).seconds
+    assert unlimited == pytest.approx(wide, rel=1e-6)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(2, 60), (3, 30), (4, 20)])
+def test_best_partition_is_as_good_as_any(size: int, tokens: int) -> None:
+    """Exhaustively: all partitions of few tokens, ranks without any included."""
+    cuts = itertools.combinations_with_replacement(range(tokens + 1), size - 1)
+    every = [tuple(b - a for a, b in itertools.pairwise((0, *cut, tokens))) for cut in cuts]
+    excess = []
+    for _ in range(5):
+        pair_s = 10 ** random.uniform(-6, -3)
+        # From links that are not worth using to such as are never waited for.
+        link = Curve.affine(0.0, 10 ** random.uniform(0, 3.5) / pair_s)
+        profile, model = ideal(seconds_per_pair=pair_s, exchange=link, exposed=(0.2, 0.2)), attention_only(3)
+        fastest = min(chain_seconds(profile, model, partition).seconds for partition in every)
+        chosen = best_partition(profile, model, tokens, size)
+        assert sum(chosen) == tokens and len(chosen) == size
+        excess.append(chain_seconds(profile, model, chosen).seconds / fastest - 1)
+    assert sorted(excess)[2] <= 0.01 and max(excess) <= 0.08
+
+
+def test_best_partition_evens_out_the_work() -> None:
+    """With free links, all ranks end together; earlier ranks take more tokens."""
+    profile, model = without_links(ideal(seconds_per_pair=PAIR_S)), attention_only(8)
+    for size, tokens in ((2, 16_384), (4, 8192), (8, 32_768)):
+        chosen = best_partition(profile, model, tokens, size)
+        assert list(chosen) == sorted(chosen, reverse=True)
+        balanced = 8 * pairs_s(tokens, 0) / size
+        assert chain_seconds(profile, model, chosen).seconds == pytest.approx(balanced, rel=0.03)
+
+
+def test_slow_links_are_left_out() -> None:
+    profile = ideal(seconds_per_pair=PAIR_S, exchange=Curve.affine(1.0, 1e6))
+    assert best_partition(profile, attention_only(4), 2048, 4) == (0, 0, 0, 2048)
