@@ -7,7 +7,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,9 +32,28 @@ def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch
         vocab_size=arguments.vocab,
         max_position_embeddings=positions,
     )
+    return _random(config, arguments, device)
+
+
+def _random(config: PreTrainedConfig, arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.dtype], attn_implementation="sdpa")
     return model.to(device).eval().requires_grad_(False)
+
+
+def random_falcon(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
+    """A Falcon (new decoder: attention and MLP in parallel, an MLP of two layers) otherwise as `random_llama`."""
+    config = FalconConfig(
+        num_hidden_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        ffn_hidden_size=arguments.intermediate,
+        vocab_size=arguments.vocab,
+        max_position_embeddings=positions,
+        new_decoder_architecture=True,
+    )
+    return _random(config, arguments, device)
 
 
 def random_ids(vocab: int, length: int, device: torch.device, batch: int = 1) -> Tensor:
@@ -54,3 +73,6 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     """
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
     return copy.deepcopy(model, shared)
+
+
+MODELS = {"llama": random_llama, "falcon": random_falcon}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -239,7 +240,8 @@ def _windows(text: Any, n_layers: int) -> list[int | None]:
 def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerShape, ...], int]:
     """Weights of every layer, counted on a model without memory, and elements of the whole model."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        # An engine's config may name an attention that only its own modules have; that of the copy is another.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
     if not lists:
         raise ValueError(f"model type {config.model_type!r} has no list of {n_layers} decoder layers")

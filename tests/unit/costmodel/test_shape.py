@@ -130,3 +130,12 @@ def test_every_family_has_a_shape(family: str) -> None:
     assert sum(count for _, count in shape.layer_kinds) == len(shape.layers)
     assert shape.heads % shape.kv_heads == 0
     assert all(0 < layer.multiplied(1) <= layer.dense + layer.experts for layer in shape.layers)
+
+
+def test_config_of_an_engine_is_left_as_it_is() -> None:
+    """Families whose attention is substituted name one in their config that no other model has."""
+    config = FAMILIES["falcon"]()
+    expected = ModelShape.from_config(config)
+    config._attn_implementation = "megakv_substituted"
+    assert ModelShape.from_config(config) == expected
+    assert config._attn_implementation == "megakv_substituted"
