@@ -18,8 +18,6 @@ from megakv.sharding import IntArray, Layout, pieces
 OPERATION = "runahead"
 HELD = 2
 """Received messages that a rank holds, or has posted buffers for, until they were attended to."""
-FORWARDED = 4
-"""Forwarded messages whose buffers may wait for the next rank, beyond those that are held."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,9 @@ class ChainPlan:
         Messages that this rank sends first, and those that it receives, in order.
     sends : bool
         Whether a rank behind this one wants them.
+    queue : int
+        Messages of the rank that has most: as many may wait for the next rank, beside a layer's own. With those held,
+        that is what ring pass-KV has in memory: three shards, where messages are at most half a shard.
     """
 
     counts: IntArray
@@ -46,6 +47,7 @@ class ChainPlan:
     own: list[int]
     incoming: list[int]
     sends: bool
+    queue: int
 
     @classmethod
     def of(cls, layout: Layout, rank: int, chunk_tokens: int) -> ChainPlan:
@@ -72,12 +74,13 @@ class ChainPlan:
         users = [index for index in range(layout.size) if len(layout.tokens[index]) or len(layout.stored[index])]
         end = max(users, default=0)
         incoming = [index for source in reversed(range(rank)) for index in messages[source]] if rank <= end else []
-        return cls(np.concatenate(counts), rows, messages[rank], incoming, sends=rank < end)
+        longest = max(len(own) for own in messages)
+        return cls(np.concatenate(counts), rows, messages[rank], incoming, sends=rank < end, queue=longest)
 
     @property
     def buffers(self) -> int:
         """How many messages this rank may have in memory."""
-        return HELD + (FORWARDED + len(self.own) if self.sends else 0)
+        return (HELD if self.incoming else 0) + (len(self.own) + self.queue if self.sends else 0)
 
 
 @dataclass

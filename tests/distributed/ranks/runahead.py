@@ -6,6 +6,7 @@ Usage: runahead.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `check
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from collections.abc import Iterator
@@ -27,8 +28,9 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.groups import start_distributed
 from megakv.launcher.voice import quiet_libraries
-from megakv.tracking import reset_peak_memory
+from megakv.tracking import peak_memory_bytes, reset_peak_memory
 
+M_MMAP_THRESHOLD = -3
 Run = dict[str, Any]
 Restored = {"prompt": 301, "new": 40, "later": 9}
 
@@ -129,25 +131,25 @@ class Ranks:
         return found
 
     def memory(self, run: Run) -> Any:
-        """Peak memory that a prompt adds on each rank, by method."""
-        found = {}
+        """Peak memory that the first long prompt of a process adds on each rank."""
+        # Freed tensors go back to the system at once: what is resident is what is in use, however the heap was cut up.
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
         config = llama(
-            hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=6, intermediate_size=256,
+            hidden_size=256,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            num_hidden_layers=6,
+            intermediate_size=256,
             max_position_embeddings=16384,
-        )  # fmt: skip
-        for method in ("pass_kv", "runahead"):
-            torch.manual_seed(0)
-            with self.engine(run, AutoModelForCausalLM.from_config(config, dtype=torch.float32), method) as engine:
-                ids = ids_of(run["tokens"])
-                for _ in range(2):
-                    cache = engine._new_cache()
-                    assert reset_peak_memory()
-                    before = engine.report().ranks[engine.mesh.rank].peak_bytes
-                    output = engine(ids, past_key_values=cache, logits_to_keep=1)
-                    added = engine.report().ranks[engine.mesh.rank].peak_bytes - before
-                    del output, cache
-            found[method] = engine._comm.gather_objects(added)
-        return found
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with self.engine(run, model, run["method"]) as engine:
+            engine(ids_of(64), logits_to_keep=1)
+            assert reset_peak_memory()
+            before = peak_memory_bytes()
+            output = engine(ids_of(run["tokens"]), logits_to_keep=1, use_cache=True)
+            added = peak_memory_bytes() - before
+            return {"added": engine._comm.gather_objects(added), "kv": output.past_key_values.nbytes()}
 
 
 def main() -> None:
