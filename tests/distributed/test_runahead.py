@@ -181,6 +181,38 @@ def test_a_session_goes_on_on_fewer_ranks(tmp_path: Path) -> None:
     assert result["equal"] and result["longer"]
 
 
+@pytest.mark.parametrize("kv", [pytest.param("sharded", marks=pytest.mark.full), "last"])
+def test_promises_of_all_engines(tmp_path: Path, kv: str) -> None:
+    """Every kind of input, beams that stop by rank 0's word, and the precision of a single process in bf16."""
+    section = {"kv": kv, "partition": [0.4, 0.0, 0.35, 0.25], "chunk_tokens": 300}
+    checks = ["other_inputs", "rank_zero_decides", *(["bf16_error"] if kv == "sharded" else [])]
+    (found,) = launch(tmp_path, [{"check": "promises", "mesh": "4x1", "runahead": section, "checks": checks}], 4, 300)
+    inputs, decided = found["other_inputs"], found["rank_zero_decides"]
+    assert len(inputs["errors"]) == 7 and max(inputs["errors"].values()) <= 1e-5, inputs
+    assert len(inputs["equal"]) == 4 and all(inputs["equal"].values()), inputs
+    assert decided["sampled"] and decided["ended"]
+    if kv == "sharded":
+        engine, single = (
+            sum(row[column] ** 2 for row in found["bf16_error"]["engine_and_single"]) ** 0.5 for column in (0, 1)
+        )
+        assert 0 < engine <= 1.1 * single
+
+
+def test_the_last_rank_decodes_alone(tmp_path: Path) -> None:
+    """With ``kv = last`` nothing but logits and control travels once the prompt was read."""
+    plan = {
+        "check": "traffic", "mesh": "4x1", "tokens": 100, "decoded": 6, "methods": ["runahead"],
+        "runahead": {"kv": "last", "partition": "even"},
+    }  # fmt: skip
+    (found,) = launch(tmp_path, [plan], 4, 120)
+    rows = found["runahead"]["rows"]
+    assert {operation for operation, _, nbytes in rows if nbytes} == {"runahead", "positions", "logits", "control"}
+    config = llama()
+    row_bytes = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads * 4
+    for layer in range(config.num_hidden_layers):
+        assert kv_bytes(rows, "runahead", layer) == chain_tokens(even(100, 4)) * row_bytes
+
+
 def kv_bytes(rows: list[tuple[str, int, int]], operation: str, layer: int) -> int:
     return sum(nbytes for name, index, nbytes in rows if (name, index) == (operation, layer))
 

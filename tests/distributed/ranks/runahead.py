@@ -1,7 +1,7 @@
 """Started on every rank: the chain of KV-Runahead against plain transformers, its traffic, sessions and memory.
 
-Usage: runahead.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `check` (``exact``, ``sessions``, ``restore``,
-``traffic`` or ``memory``), `mesh` as CPxTP, and what the check needs. The result is a list, run by run.
+Usage: runahead.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `check` (a method of `Ranks`), `mesh` as
+CPxTP, and what the check needs. The result is a list, run by run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from exactness import compare, make_case, references, save
 from families import FAMILIES, llama
+from properties import CHECKS, Context
 from sessions import GREEDY, ids_of, long_turns, ragged_turns
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -33,6 +34,18 @@ from megakv.tracking import peak_memory_bytes, reset_peak_memory
 M_MMAP_THRESHOLD = -3
 Run = dict[str, Any]
 Restored = {"prompt": 301, "new": 40, "later": 9}
+
+
+class ChainContext(Context):
+    """The checks of all engines, on engines with a chain."""
+
+    section: dict[str, Any] = {}
+
+    def engine(self, folder: Path, dtype: str = "fp32", **section: Any) -> megakv.MegaKVEngine:
+        section["context_parallel"] = {"size": self.cp, "prefill": "runahead"}
+        parallel = {"tp_size": self.tp}
+        config = {"dtype": dtype, "tensor_parallel": parallel, "megakv": {**section, "runahead": self.section}}
+        return megakv.init_inference(str(folder), config)
 
 
 class Ranks:
@@ -117,13 +130,19 @@ class Ranks:
             "longer": torch.equal(longer, self.plain("llama").generate(history, max_new_tokens=5, **GREEDY)),
         }
 
+    def promises(self, run: Run) -> Any:
+        """Some of what every engine promises, by check."""
+        context = ChainContext(self.work, run["mesh"])
+        context.section = run["runahead"]
+        return {check.__name__: check(context) for check in CHECKS if check.__name__ in run["checks"]}
+
     def traffic(self, run: Run) -> Any:
-        """Bytes by operation and layer that all ranks together sent for one prompt, by method."""
+        """Bytes by operation and layer that all ranks together sent for one prompt and some steps, by method."""
         found = {}
         for method in run["methods"]:
             torch.manual_seed(0)
             with self.engine(run, AutoModelForCausalLM.from_config(llama(), dtype=torch.float32), method) as engine:
-                engine.generate(ids_of(run["tokens"]), max_new_tokens=1, **GREEDY)
+                engine.generate(ids_of(run["tokens"]), max_new_tokens=run.get("decoded", 1), **GREEDY)
                 ranks = engine.report().ranks
                 rows = [(t.operation, t.layer, t.bytes_sent) for rank in ranks for t in rank.traffic]
                 waits = [t.seconds_exposed <= t.seconds for rank in ranks for t in rank.traffic]
