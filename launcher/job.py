@@ -53,6 +53,7 @@ class Outcome:
             "prompt_tokens": self.report.prompt_tokens,
             "new_tokens": self.report.new_tokens,
             "mesh": self.report.mesh,
+            "prefill": None if self.report.prefill is None else asdict(self.report.prefill),
             "ranks": [
                 {
                     "rank": rank.rank,
@@ -219,6 +220,9 @@ def print_outcome(outcome: Outcome, stream: Any = None) -> None:
     ttft = "-" if report.ttft_s is None else f"{report.ttft_s * 1e3:.1f} ms"
     ttit = "-" if report.ttit_s is None else f"{report.ttit_s * 1e3:.1f} ms"
     print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens", file=stream)
+    if report.prefill is not None:
+        times = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in report.prefill.predicted_s.items())
+        print(f"prefill: {report.prefill.chosen}{f' (predicted: {times})' if times else ''}", file=stream)
     print(
         f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)",
         file=stream,

@@ -172,10 +172,11 @@ class MegaKVEngine(InferenceEngine):
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
         prepared = prepare_options(self.module, options, self._comm, self._record.clock)
+        self._runtime.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         with self._holding(cache if use_cache else None):
             output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
-        self._record.finish(ids, options.get("attention_mask"), cache, output)
+        self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.choice)
         return output
 
     def session(self) -> Session:

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from megakv.attention.choice import PrefillChoice
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.generation import TokenClock
-from megakv.tracking import RankReport, RunReport, Traffic, machine_info, peak_memory_bytes, version_info
+from megakv.tracking import PrefillPlan, RankReport, RunReport, Traffic, machine_info, peak_memory_bytes, version_info
 
 
 @dataclass
@@ -26,6 +27,8 @@ class RunRecord:
         Over the whole batch.
     tokens, kv_bytes : int
         Tokens whose keys and values this rank holds, and their bytes.
+    prefill : PrefillPlan, optional
+        How the prompt was spread.
     """
 
     clock: TokenClock
@@ -33,9 +36,16 @@ class RunRecord:
     new_tokens: int = 0
     tokens: int = 0
     kv_bytes: int = 0
+    prefill: PrefillPlan | None = None
 
-    def finish(self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any) -> None:
-        """Note what came out."""
+    def finish(
+        self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
+    ) -> None:
+        """Note what came out, and how the prompt was spread."""
+        chosen = None if choice is None else choice.name or choice.method
+        if choice is not None and chosen is not None:
+            partitions = None if choice.partitions is None else [list(parts) for parts in choice.partitions]
+            self.prefill = PrefillPlan(chosen, partitions, dict(choice.predicted_s))
         sequences = output if isinstance(output, Tensor) else output.sequences
         length = 0 if ids is None else ids.shape[1]
         if isinstance(mask, Tensor):
@@ -82,4 +92,5 @@ class RunRecord:
             ranks=comm.gather_objects(own),
             versions=version_info(),
             machine=machine_info(),
+            prefill=self.prefill,
         )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.choice import METHODS, choose_decode, choose_prefill, load_evidence
+from megakv.attention.choice import METHODS, PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
@@ -16,9 +16,10 @@ from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig, RunaheadConfig
 from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.injection.interface import add_sinks
-from megakv.runahead.partition import Partition, even
+from megakv.runahead.partition import Partition
 from megakv.runahead.source import PartitionSource
 from megakv.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
 from megakv.stores import KVStore
@@ -74,6 +75,8 @@ class Runtime:
 
     Attributes
     ----------
+    choice : PrefillChoice, optional
+        How the last prompt was spread.
     partitions : PartitionSource
         How prompts are cut for the chain.
 
@@ -90,6 +93,7 @@ class Runtime:
     shape: ModelShape | None = None
     runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
     current: ForwardPass | None = None
+    choice: PrefillChoice | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
@@ -99,6 +103,12 @@ class Runtime:
         self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
         profile = self.evidence.profile
         self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape, profile=profile)
+        self._planner: PrefillPlanner | None = None
+        if profile is not None and self.shape is not None:
+            self._planner = PrefillPlanner.on(
+                self.comm, profile, self.shape, kv=self.runahead.kv, chunk_tokens=self.runahead.chunk_tokens
+            )
+            self.partitions.predict = self._planner.partition
         self.methods["runahead"] = Runahead(self.runahead.chunk_tokens)
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> ForwardPass:
@@ -122,21 +132,14 @@ class Runtime:
         elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
             layout, method = self._decode_layout(new, workload, held)
         else:
-            layout, method = self._prefill_layout(new, workload, held)
+            choice = plan_prefill(self.config, self.evidence, workload, sizes=self._sizes, planner=self._planner)
+            self.choice, method = choice, choice.method
+            if choice.partitions is None:
+                layout = balanced(new, size, held)
+            else:
+                gathered = method == "runahead" and self.runahead.kv == "last"
+                layout = contiguous(new, choice.partitions, gathered=gathered)
         return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots, workload=workload)
-
-    def _prefill_layout(
-        self, new: TokenBlock, workload: Workload, held: np.ndarray | None
-    ) -> tuple[Layout, str | None]:
-        """Where the tokens of a prompt go, and the method that serves it; None where layers choose."""
-        size, method = workload.size, self.config.prefill
-        lengths = zip(workload.new, workload.cached, strict=True)
-        if method == "runahead":
-            partitions = [self._sizes(*given) for given in lengths]
-            return contiguous(new, partitions, gathered=self.runahead.kv == "last"), method
-        if method in ("tsp", "tsp_causal"):
-            return contiguous(new, [even(tokens, size) for tokens, _ in lengths]), method
-        return balanced(new, size, held), None
 
     def _sizes(self, new: int, cached: int) -> Partition:
         """The partition of one sequence; a row of a batch may have no new token."""

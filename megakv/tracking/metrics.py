@@ -65,6 +65,26 @@ class Traffic:
         return self.seconds - self.seconds_exposed
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """How a prompt was spread over the ranks before its layers ran.
+
+    Attributes
+    ----------
+    chosen
+        The method asked for, or what ``auto`` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``.
+    partitions
+        Per sequence, consecutive tokens of every rank; ``None`` where they were spread in balanced chunks.
+    predicted_s
+        Predicted time to first token of everything that ``auto`` chose from.
+    """
+
+    chosen: str
+    partitions: list[list[int]] | None
+    predicted_s: dict[str, float]
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
 @dataclass(slots=True)
 class RankReport:
     """What one rank did.
@@ -132,6 +152,8 @@ class RunReport:
         In rank order, one for each of the ``cp * tp`` ranks.
     versions, machine
         See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
+    prefill
+        How the prompt was spread; ``None`` where nothing was decided before the layers ran.
     """
 
     config: dict[str, Any]
@@ -144,6 +166,7 @@ class RunReport:
     ranks: list[RankReport]
     versions: dict[str, str]
     machine: dict[str, Any]
+    prefill: PrefillPlan | None = None
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def __post_init__(self) -> None:
@@ -171,6 +194,8 @@ class RunReport:
             "kv_bytes_max": max(report.kv_bytes for report in self.ranks),
             "peak_bytes_max": max(report.peak_bytes for report in self.ranks),
         }
+        if self.prefill is not None:
+            values |= {f"ttft_predicted_s/{name}": seconds for name, seconds in self.prefill.predicted_s.items()}
         for operation in sorted({operation for report in self.ranks for operation in report.operations}):
             values[f"bytes_sent/{operation}"] = sum(report.bytes_sent.get(operation, 0) for report in self.ranks)
             values[f"calls/{operation}"] = sum(report.calls.get(operation, 0) for report in self.ranks)

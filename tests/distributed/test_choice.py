@@ -47,6 +47,23 @@ def test_every_policy_yields_the_same_tokens(results: dict[str, Any]) -> None:
     assert all(answer == tokens["pass_kv"] for answer in tokens.values())
 
 
+def test_reports_say_what_was_chosen_and_why(results: dict[str, Any]) -> None:
+    first = results["plans"][0]
+    assert all(plans == first for plans in results["plans"])
+    for policy in ("pass_kv", "nothing", "alg1", "alg5", "fitted"):
+        assert first[policy] == [None, None, None]
+    # The second turn of the conversation is short: after the first one's decoding it may go the way of decoding.
+    for turn, length in ((0, 203), (2, 50)):
+        plan = first["cost"][turn]
+        predicted = plan["predicted_s"]
+        assert set(predicted) == {"runahead", "pass_kv", "pass_q"} | ({"single"} if turn == 0 else set())
+        assert plan["chosen"] == min(predicted, key=predicted.get)
+        if plan["chosen"] in ("single", "runahead"):
+            assert [sum(parts) for parts in plan["partitions"]] == [length + (turn > 0)] * 2
+        else:
+            assert plan["partitions"] is None
+
+
 def test_bad_evidence_is_refused_on_all_ranks(results: dict[str, Any]) -> None:
     for messages in results["refusals"]:
         assert "processor 'another', here" in messages["foreign"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def trials(comm: Communicator, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def engines(work: Path, config: Any) -> dict[str, Any]:
-    """Tokens of a conversation, and bytes by operation, under every policy."""
-    found = {}
+def engines(work: Path, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tokens of a conversation under every policy, and how its turns were spread."""
+    found: dict[str, Any] = {}
+    plans: dict[str, Any] = {}
     files = {"profile": str(work / "profile.json"), "fit": str(work / "fit.json")}
     sections: dict[str, dict[str, Any]] = {
         "pass_kv": {"prefill": "pass_kv", "decode": "replicated"},
@@ -86,13 +88,15 @@ def engines(work: Path, config: Any) -> dict[str, Any]:
             model, {"dtype": "fp32", "megakv": {"context_parallel": {"size": size, **section}}}
         )
         session = engine.session()
-        tokens = []
+        tokens, plans[name] = [], []
         for turn, (length, new) in enumerate(TURNS):
             ids = torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(turn))
             tokens.append(session.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0).tolist())
+            plan = engine.report().prefill
+            plans[name].append(None if plan is None else asdict(plan))
         found[name] = tokens
         engine.destroy()
-    return found
+    return found, plans
 
 
 def refusals(comm: Communicator, work: Path) -> dict[str, str]:
@@ -148,7 +152,8 @@ def main() -> None:
     results["predicted"] = [times.predict(method).seconds for method in METHODS[:3]]
     results["decode"] = comm.gather_objects(decode_choices(comm, work, config))
     results["refusals"] = comm.gather_objects(refusals(comm, work))
-    results["engines"] = engines(work, config)
+    results["engines"], plans = engines(work, config)
+    results["plans"] = comm.gather_objects(plans)
     if comm.mesh.rank == 0:
         out.write_text(json.dumps(results))
 
