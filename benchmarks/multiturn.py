@@ -87,27 +87,6 @@ def new_tokens(context: int, miss_rate: float) -> int:
     return round(context * miss_rate / 100)
 
 
-def deciding(path: str | None, rate: str) -> dict[str, Any]:
-    """The section ``megakv.context_parallel`` of a configuration file; nothing without one.
-
-    Parameters
-    ----------
-    path : str, optional
-        With ``{rate}`` where links of each rate have a file of their own.
-    rate : str
-
-    Raises
-    ------
-    ValueError
-        If the file cannot be read or is not a configuration.
-    """
-    if path is None:
-        return {}
-    from megakv.config import load_config
-
-    return load_config(path.replace("{rate}", rate)).megakv.context_parallel.model_dump(exclude_unset=True)
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure all miss rates over the links of one launch, as one of its ranks.
 
@@ -121,10 +100,11 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.caches import sharded_cache
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin
+    from harness.policies import Policies
     from harness.profiles import measured_profile
     from harness.report import describe_machine
     from harness.sampling import measure
-    from harness.turns import Turn, chosen_method
+    from harness.turns import Turn
     from harness.world import join_world
 
     import megakv
@@ -134,25 +114,24 @@ def run(arguments: argparse.Namespace) -> None:
     model = random_llama(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
 
-    def engine(name: str, **deciding: Any) -> megakv.MegaKVEngine:
-        parallel = {**deciding, "size": world.size, "prefill": name}
-        section = {"context_parallel": parallel, "tracking": {"timeline": "multiturn.png"}}
-        return megakv.init_inference(twin(model), {"megakv": section})
-
-    engines = {name: engine(name) for name in METHODS}
-    if arguments.config is None and arguments.profile_seconds:
+    engines = {}
+    for name in METHODS:
+        section = {"context_parallel": {"size": world.size, "prefill": name}, "tracking": {"timeline": "multiturn.png"}}
+        engines[name] = megakv.init_inference(twin(model), {"megakv": section})
+    policies = Policies(world, model)
+    if arguments.config is not None:
+        policies.use_config(arguments.config.replace("{rate}", arguments.rate))
+    elif arguments.profile_seconds:
         measuring = measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
         with measuring as profile:
-            engines["auto"] = engine("auto", policy="cost", profile=profile)
-    else:
-        engines["auto"] = engine("auto", **deciding(arguments.config, arguments.rate))
+            policies.use_profile(profile)
     rows: list[dict[str, Any]] = []
     for rate in arguments.miss_rates:
         new = new_tokens(arguments.context, rate)
         cached = arguments.context - new
         cache = sharded_cache(model, world, batch=1, tokens=cached)
         turns = {name: Turn(name, engine, ids[:, cached:], cache) for name, engine in engines.items()}
-        chosen = chosen_method(turns.pop("auto"), METHODS)
+        choices = policies.choose(new, cached)
         agreement = Agreement(world, arguments.dtype)
 
         marks = {name: Breakdown(turn.model) for name, turn in turns.items()}
@@ -177,7 +156,8 @@ def run(arguments: argparse.Namespace) -> None:
                 miss_rate=new / arguments.context,
                 new_tokens=new,
                 cached_tokens=cached,
-                auto=chosen,
+                auto=choices[policies.deciding],
+                policies=choices,
                 attention_us=marks[sample.method].microseconds(),
                 load_average=machine["load_average"],
             )

@@ -15,15 +15,16 @@ from .statistics import Interval, median, paired_ratio
 Row = Mapping[str, Any]
 
 
-def cells_of(rows: Sequence[Row]) -> dict[str, list[Cell]]:
-    """The rows as cells, by the rate of the links."""
+def cells_of(rows: Sequence[Row], policy: str | None = None) -> dict[str, list[Cell]]:
+    """The rows as cells, by the rate of the links, with the choice of `auto` or of one policy."""
     grouped: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         grouped.setdefault((row["rate"], row["miss_rate"]), []).append(row)
     cells: dict[str, list[Cell]] = {}
     for (rate, miss_rate), pair in grouped.items():
         seconds = {row["method"]: row["seconds"] for row in pair}
-        cells.setdefault(rate, []).append(Cell(miss_rate, seconds, pair[0]["auto"]))
+        chosen = pair[0]["auto"] if policy is None else pair[0]["policies"][policy]
+        cells.setdefault(rate, []).append(Cell(miss_rate, seconds, chosen))
     return cells
 
 
@@ -42,6 +43,7 @@ def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str])
     dict
         What `harness.choices.judge` says over all cells; ``rates``: rate -> the same, with ``speed_ratio``: per cell
         the speed of pass-KV over that of pass-Q, median over the rounds, with its interval; ``crossover_miss_rate``.
+        ``policies``: policy -> what `judge` says of its choices.
     """
     cells = cells_of(rows)
     rates: dict[str, Any] = {}
@@ -57,6 +59,10 @@ def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str])
         rates[rate] = {**judge(group), "crossover_miss_rate": crossover(group), "speed_ratio": ratios}
     return {
         **judge([cell for group in cells.values() for cell in group]),
+        "policies": {
+            policy: judge([cell for group in cells_of(rows, policy).values() for cell in group])
+            for policy in rows[0]["policies"]
+        },
         "equation_1_miss_rate": threshold,
         "rates": rates,
         "not_measured": dict(skipped),
@@ -94,13 +100,18 @@ def show(rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
         else:
             where = f"{point['value']:.2%} [{point['low']:.2%}, {point['high']:.2%}]"
         print(f"{rate}: crossover {where}; {_verdict(found)}")
-    print(f"all: {_verdict(summary)}\n")
+    print(f"all: {_verdict(summary)}")
+    for policy, found in summary["policies"].items():
+        print(f"policy {policy}: {_verdict(found, subject='its choice')}")
+    print()
 
 
-def _verdict(found: Mapping[str, Any]) -> str:
+def _verdict(found: Mapping[str, Any], subject: str = "auto") -> str:
     share, regret = found["auto_right_share"], Interval(**found["intervals"]["auto_mean_regret"])
     differing = f"the {found['differing_cells']} cells of {found['cells']} that differ by more than 2%"
-    right = "no cell differs by more than 2%" if share is None else f"auto is the faster in {share:.0%} of {differing}"
+    right = (
+        "no cell differs by more than 2%" if share is None else f"{subject} is the faster in {share:.0%} of {differing}"
+    )
     return f"{right}, mean regret {regret.value:.2%} [{regret.low:.2%}, {regret.high:.2%}]"
 
 

@@ -37,21 +37,3 @@ class Turn(ContextParallelPrefill):
     @torch.no_grad()
     def run(self) -> Any:
         return self.model(input_ids=self._ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-
-
-def chosen_method(turn: Turn, methods: tuple[str, ...]) -> str:
-    """Which method served a run of a turn whose engine chooses by itself. Every rank must call it.
-
-    Raises
-    ------
-    ValueError
-        If it is none of `methods`, or more than one.
-    """
-    turn.prepare()
-    with turn.counting() as sent:
-        turn.run()
-    turn.prepare()
-    found = [name for name in methods if name in sent]
-    if len(found) != 1:
-        raise ValueError(f"{turn.name} sent {dict(sent)}: exactly one of {', '.join(methods)} was expected")
-    return found[0]

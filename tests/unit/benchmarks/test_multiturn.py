@@ -35,7 +35,9 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert len(row["seconds"]) == 3 and all(0 < value < 60 for value in row["seconds"])
         assert row["seconds"] == [max(values) for values in row["rank_seconds"]]
         assert row["max_logit_difference"] <= 1e-5
-        assert row["auto"] in ("pass_kv", "pass_q")
+        # The file's policy without a profile goes by the bytes: 2 of 8 heads, and the partial results that return.
+        assert row["policies"] == {"no profile": row["auto"]}
+        assert row["auto"] == ("pass_q" if row["miss_rate"] < 2 * 2 * 8 / (8 * 8 + 8 * (8 + 1)) else "pass_kv")
         assert all(0 <= value < 1e7 for value in row["attention_us"].values())
         assert row["attention_us"]["attention"] > 0 and row["attention_us"]["send_recv"] > 0
         assert (row["attention_us"]["collective"] > 0) == (row["method"] == "pass_q")
@@ -57,6 +59,7 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert point["value"] == pytest.approx(speed) and point["low"] <= point["value"] <= point["high"]
         regrets.append(max(0.0, (1 / speed if point["auto"] == "pass_kv" else speed) - 1))
     assert summary["auto_mean_regret"] == pytest.approx(sum(regrets) / 3)
+    assert summary["policies"]["no profile"]["auto_mean_regret"] == summary["auto_mean_regret"]
     bounds = summary["intervals"]["auto_mean_regret"]
     assert 0 <= bounds["low"] <= bounds["high"] < math.inf
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
