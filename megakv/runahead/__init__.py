@@ -1,1 +1,1 @@
-"""How a prompt is cut for the chain of KV-Runahead: partitions, their search, the lookup table and its interpolation."""
+"""How a prompt is cut for the chain of KV-Runahead: partitions, their search, the lookup table."""

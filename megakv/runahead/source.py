@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megakv.comm import Communicator
-from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.hardware import HardwareProfile, fingerprint
 from megakv.costmodel.shape import ModelShape
-from megakv.runahead.partition import Partition, check_partition, even, explicit
+from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
+from megakv.runahead.table import SETTING, ChainIdentity, KVEnd, LookupTable, ModelIdentity, load_table
+
+logger = logging.getLogger(__name__)
+
+Origin = Literal["given", "even", "searched", "interpolated", "predicted", "nearest"]
+KEPT = 1024
 
 
 class PartitionSettings(Protocol):
     """What `PartitionSource` reads of the section ``megakv.runahead``."""
 
     @property
-    def kv(self) -> Literal["sharded", "last"]: ...
+    def kv(self) -> KVEnd: ...
     @property
     def partition(self) -> str | Sequence[float]: ...
     @property
@@ -35,10 +42,21 @@ class PartitionSource:
         Context-parallel degree.
     given : str or sequence of float
         ``auto``, ``even``, or a user's fractions or token counts.
+    table : LookupTable, optional
+        For ``auto``: what was searched.
+    predict : callable, optional
+        For ``auto``: the cost model's partition of so many new tokens behind so many cached ones.
+    speaks : bool
+        Whether this rank logs.
     """
 
     size: int
     given: str | Sequence[float] = "auto"
+    table: LookupTable | None = None
+    predict: Callable[[int, int], Partition] | None = None
+    speaks: bool = False
+    _found: dict[tuple[int, int], tuple[Partition, Origin]] = field(default_factory=dict)
+    _warned: bool = False
 
     @classmethod
     def from_config(
@@ -68,9 +86,26 @@ class PartitionSource:
             On ranks whose own files are in order.
         """
         size = comm.mesh.cp_size
+        source = cls(size, settings.partition, speaks=comm.mesh.rank == 0)
         if not isinstance(settings.partition, str):
             check_partition(settings.partition, size)
-        return cls(size, settings.partition)
+        elif settings.partition == "auto" and settings.table is not None:
+            source.table = shared_table(settings.table, comm)
+            check_chain(source.table, settings, comm, model)
+        return source
+
+    def use(self, partition: str | Sequence[float]) -> None:
+        """From now on, go by this: ``auto``, ``even``, fractions or token counts.
+
+        Raises
+        ------
+        ValueError
+            If it is no partition for this number of ranks.
+        """
+        if not isinstance(partition, str):
+            check_partition(partition, self.size)
+        self.given = partition
+        self._found.clear()
 
     def sizes(self, new: int, cached: int = 0) -> Partition:
         """Tokens of each context-parallel rank.
@@ -85,6 +120,99 @@ class PartitionSource:
         ValueError
             If the user's token counts do not sum to `new`.
         """
-        if isinstance(self.given, str):
-            return even(new, self.size)
-        return explicit(self.given, new, self.size)
+        return self.find(new, cached)[0]
+
+    def find(self, new: int, cached: int = 0) -> tuple[Partition, Origin]:
+        """`sizes`, and where they come from."""
+        if not isinstance(self.given, str):
+            return explicit(self.given, new, self.size), "given"
+        if self.given == "even" or self.size == 1:
+            return even(new, self.size), "even"
+        if (new, cached) not in self._found:
+            if len(self._found) >= KEPT:
+                self._found.clear()
+            self._found[new, cached] = self._auto(new, cached)
+        return self._found[new, cached]
+
+    def _auto(self, new: int, cached: int) -> tuple[Partition, Origin]:
+        """KVR-S where the table has the prompt, KVR-P between its entries (Section 4.2), else the cost model."""
+        # Tables are of prompts without a past: cached tokens make every new one dearer, which calls for evener parts.
+        if self.table is not None and not (cached and self.predict):
+            fractions = self.table.fractions(new)
+            if fractions is not None:
+                searched = any(entry.context == new for entry in self.table.entries)
+                return from_fractions(fractions, new), "searched" if searched else "interpolated"
+            self._warn(self.table, new)
+        if self.predict is not None:
+            return self.predict(new, cached), "predicted"
+        if self.table is not None:
+            return from_fractions(self.table.nearest(new).fractions, new), "nearest"
+        return even(new, self.size), "even"
+
+    def _warn(self, table: LookupTable, new: int) -> None:
+        if self.speaks and not self._warned:
+            instead = "the cost model's partition is" if self.predict else "the shares of the nearest entry are"
+            shortest, longest = table.contexts
+            logger.warning(
+                "%s covers %d to %d tokens, the prompt has %d: %s used for such prompts; "
+                "megakv search-partition --contexts %d adds it",
+                SETTING, shortest, longest, new, instead, new,
+            )  # fmt: skip
+        self._warned = True
+
+
+def shared_table(path: str, comm: Communicator) -> LookupTable:
+    """The table of ``megakv.runahead.table``, the same on all ranks. Every rank must call it.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be used, or differs between ranks.
+    MegaKVError
+        On ranks whose own file is in order.
+    """
+    table: LookupTable | None = None
+    failure: Exception | None = None
+    try:
+        table = load_table(path)
+    except ValueError as error:
+        failure = error
+    comm.agree(failure)
+    assert table is not None
+    digests = comm.gather_objects(table.digest())
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ValueError(f"{SETTING}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host")
+    return table
+
+
+def check_chain(table: LookupTable, settings: PartitionSettings, comm: Communicator, model: ModelShape | None) -> None:
+    """Refuse a table of another chain. Every rank must call it.
+
+    Raises
+    ------
+    ValueError
+        Saying what differs, unless ``megakv.runahead.accept_foreign_table`` allows it; another number of ranks cannot
+        be allowed.
+    """
+    named = f"{SETTING} = {settings.table!r}"
+    size = comm.mesh.cp_size
+    if table.chain.ranks != size:
+        raise ValueError(
+            f"{named} has partitions for {table.chain.ranks} context-parallel ranks, here are {size}; search here with "
+            f"megakv search-partition, or set megakv.context_parallel.size = {table.chain.ranks}"
+        )
+    if settings.accept_foreign_table:
+        return
+    remedy = "search here with megakv search-partition --table FILE, or set megakv.runahead.accept_foreign_table = true"
+    if model is None:
+        raise ValueError(f"{named}: whether it is of this model is not known, for its config names no sizes; {remedy}")
+    here = ChainIdentity(
+        model=ModelIdentity.of(model),
+        fingerprint=fingerprint(comm, model.dtype),
+        ranks=size,
+        tp=comm.mesh.tp_size,
+        kv=settings.kv,
+    )
+    if differences := table.chain.differences(here):
+        raise ValueError(f"{named} was searched elsewhere: {'; '.join(differences)}; {remedy}")

@@ -1,0 +1,96 @@
+"""The journal of a search: every measurement at once on disk, so that stopping it loses one at most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megakv.costmodel.records import Record
+from megakv.runahead.partition import Partition
+from megakv.runahead.search import Trial
+from megakv.runahead.table import ChainIdentity, load_short_record
+
+SUFFIX = ".journal"
+
+
+class ContextTrials(BaseModel):
+    """What was measured for one length of prompt.
+
+    Parameters
+    ----------
+    context : int
+        Tokens of the prompt.
+    seeds : tuple of Partition
+        What the search began with: a search that goes on must begin with the same.
+    trials : tuple of Trial
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    context: int = Field(ge=1)
+    seeds: tuple[Partition, ...] = ()
+    trials: tuple[Trial, ...] = ()
+
+
+class Journal(Record):
+    """All measurements of a search that is not finished.
+
+    Parameters
+    ----------
+    chain : ChainIdentity
+        Which model and machine they were made on.
+    contexts : tuple of ContextTrials
+    """
+
+    format: Literal["megakv partition search"] = "megakv partition search"
+    version: Literal[1] = 1
+    chain: ChainIdentity
+    contexts: tuple[ContextTrials, ...] = ()
+
+
+class JournalFile:
+    """The file of a journal; it is written anew, whole, after every measurement.
+
+    Parameters
+    ----------
+    path : path
+        Where a stopped search may have left one.
+    chain : ChainIdentity
+        What is searched now.
+
+    Raises
+    ------
+    ValueError
+        If what is there is no journal, or one of another model or machine.
+    """
+
+    def __init__(self, path: str | Path, chain: ChainIdentity):
+        self.path = Path(path)
+        self._contexts: dict[int, ContextTrials] = {}
+        self._chain = chain
+        if self.path.exists():
+            for entry in self._load().contexts:
+                self._contexts[entry.context] = entry
+
+    def _load(self) -> Journal:
+        setting, remedy = "the journal of a stopped search", "delete it to begin anew"
+        journal = load_short_record(Journal, self.path, setting=setting, remedy=remedy)
+        if differences := journal.chain.differences(self._chain):
+            raise ValueError(f"{setting} = {str(self.path)!r} is of another: {'; '.join(differences)}; {remedy}")
+        return journal
+
+    def begin(self, context: int, seeds: tuple[Partition, ...]) -> ContextTrials:
+        """What is known of a context; its seeds are those it was begun with, or else these."""
+        return self._contexts.setdefault(context, ContextTrials(context=context, seeds=seeds))
+
+    def add(self, context: int, trial: Trial) -> None:
+        """Note a measurement, and write it."""
+        entry = self._contexts[context]
+        self._contexts[context] = entry.model_copy(update={"trials": (*entry.trials, trial)})
+        Journal(chain=self._chain, contexts=tuple(self._contexts.values())).save(self.path)
+
+    def remove(self) -> None:
+        """The search is finished: its results are in the table."""
+        self.path.unlink(missing_ok=True)

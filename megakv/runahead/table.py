@@ -1,0 +1,231 @@
+"""The lookup table of searched partitions, and their interpolation (KV-Runahead, Sections 4.2 and 4.3)."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megakv.costmodel.curves import Positive
+from megakv.costmodel.hardware import Fingerprint, Share
+from megakv.costmodel.records import R, Record, load_record
+from megakv.costmodel.shape import ModelShape
+from megakv.runahead.partition import TOLERANCE
+
+SETTING = "megakv.runahead.table"
+REMEDY = "write a new one with megakv search-partition --table FILE"
+MOST_BYTES = 1 << 24
+"""A table of thousands of contexts stays far below."""
+
+KVEnd = Literal["sharded", "last"]
+
+
+class ModelIdentity(BaseModel):
+    """What of a model decides how long its layers take.
+
+    Parameters
+    ----------
+    hidden, intermediate, vocab, heads, kv_heads, key_dim, value_dim : int
+        As in `ModelShape`.
+    layers, parameters : int
+        Decoder layers, and elements of all weights.
+    windows : tuple of int, optional
+        Attention window of each layer, None for full attention; empty where no layer has one.
+    dtype : str
+        Of weights and cache, as in ``float32``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hidden: int = Field(ge=1)
+    intermediate: int = Field(ge=0)
+    vocab: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    key_dim: int = Field(ge=1)
+    value_dim: int = Field(ge=1)
+    layers: int = Field(ge=1)
+    parameters: int = Field(ge=1)
+    windows: tuple[int | None, ...] = ()
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> ModelIdentity:
+        """That of a model."""
+        windows = tuple(layer.window for layer in shape.layers)
+        return cls(
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            vocab=shape.vocab,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            layers=len(shape.layers),
+            parameters=shape.parameters,
+            windows=windows if any(windows) else (),
+            dtype=str(shape.dtype).removeprefix("torch."),
+        )
+
+
+class ChainIdentity(BaseModel):
+    """What searched partitions belong to.
+
+    Parameters
+    ----------
+    model : ModelIdentity
+    fingerprint : Fingerprint
+        The machine and the world.
+    ranks, tp : int
+        Links of the chain (context-parallel degree), and tensor-parallel ranks of each.
+    kv : str
+        How the chain ends: ``sharded`` or ``last``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelIdentity
+    fingerprint: Fingerprint
+    ranks: int = Field(ge=2)
+    tp: int = Field(ge=1)
+    kv: KVEnd
+
+    def differences(self, here: ChainIdentity) -> list[str]:
+        """What another chain has otherwise, in words."""
+        found = []
+        for name in ("ranks", "tp", "kv"):
+            mine, theirs = getattr(self, name), getattr(here, name)
+            if mine != theirs:
+                found.append(f"{name} {mine!r}, here {theirs!r}")
+        model, other = self.model.model_dump(), here.model.model_dump()
+        found += [
+            f"model's {name} {model[name]!r}, here {other[name]!r}" for name in model if model[name] != other[name]
+        ]
+        return found + self.fingerprint.differences(here.fingerprint)
+
+
+class TableEntry(BaseModel):
+    """The best partition found for one length of prompt.
+
+    Parameters
+    ----------
+    context : int
+        Tokens of the prompt.
+    fractions : tuple of float
+        Share of each rank, rank 0 first.
+    ttft_s, even_ttft_s : float
+        Time to first token with it, and with even shares.
+    evaluations : int
+        Partitions that were measured to find it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    context: int = Field(ge=1, le=1 << 40)
+    fractions: tuple[Share, ...]
+    ttft_s: Positive
+    even_ttft_s: Positive
+    evaluations: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> Self:
+        if abs(math.fsum(self.fractions) - 1) > TOLERANCE:
+            raise ValueError(f"fractions of context {self.context} sum to {math.fsum(self.fractions):g}, not 1")
+        return self
+
+
+class LookupTable(Record):
+    """Searched partitions of one model on one machine, contexts ascending.
+
+    Parameters
+    ----------
+    chain : ChainIdentity
+    entries : tuple of TableEntry
+    """
+
+    format: Literal["megakv partition table"] = "megakv partition table"
+    version: Literal[1] = 1
+    chain: ChainIdentity
+    entries: tuple[TableEntry, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        contexts = [entry.context for entry in self.entries]
+        if contexts != sorted(set(contexts)):
+            raise ValueError("entries must have ascending contexts, each once")
+        for entry in self.entries:
+            if len(entry.fractions) != self.chain.ranks:
+                raise ValueError(
+                    f"context {entry.context} has {len(entry.fractions)} fractions for {self.chain.ranks} ranks"
+                )
+        return self
+
+    @property
+    def contexts(self) -> tuple[int, int]:
+        """The shortest and the longest."""
+        return self.entries[0].context, self.entries[-1].context
+
+    def fractions(self, tokens: int) -> tuple[float, ...] | None:
+        """Shares of the ranks for a prompt: those of its own entry, or between its two neighbours (Section 4.3).
+
+        Parameters
+        ----------
+        tokens : int
+            Of the prompt.
+
+        Returns
+        -------
+        tuple of float, optional
+            None for prompts shorter or longer than all entries.
+        """
+        shortest, longest = self.contexts
+        if not shortest <= tokens <= longest:
+            return None
+        index = bisect.bisect_left(self.entries, tokens, key=lambda entry: entry.context)
+        after = self.entries[index]
+        if after.context == tokens:
+            return after.fractions
+        before = self.entries[index - 1]
+        weight = (tokens - before.context) / (after.context - before.context)
+        pairs = zip(before.fractions, after.fractions, strict=True)
+        return tuple((1 - weight) * low + weight * high for low, high in pairs)
+
+    def nearest(self, tokens: int) -> TableEntry:
+        """The entry whose context is closest."""
+        return min(self.entries, key=lambda entry: abs(entry.context - tokens))
+
+    def with_entry(self, entry: TableEntry) -> LookupTable:
+        """This table with one entry more, in place of one for the same context."""
+        others = [other for other in self.entries if other.context != entry.context]
+        entries = tuple(sorted([*others, entry], key=lambda each: each.context))
+        return self.model_copy(update={"entries": entries})
+
+
+def load_table(path: str | Path, *, setting: str = SETTING) -> LookupTable:
+    """Read and check a table.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read, is cut short or far too large, is no table, or holds an impossible value: names the
+        setting, the file and the field.
+    """
+    return load_short_record(LookupTable, path, setting=setting, remedy=REMEDY)
+
+
+def load_short_record(kind: type[R], path: str | Path, *, setting: str, remedy: str) -> R:
+    """As `load_record`, which a huge or deeply nested file would keep busy or break."""
+    source = f"{setting} = {str(path)!r}"
+    try:
+        length = Path(path).stat().st_size
+    except OSError:
+        length = 0  # the reader says why
+    if length > MOST_BYTES:
+        raise ValueError(f"{source} has {length} bytes, more than the {MOST_BYTES} that it may have; {remedy}")
+    try:
+        return load_record(kind, path, setting=setting, remedy=remedy)
+    except RecursionError as error:
+        raise ValueError(f"{source} is nested too deeply; {remedy}") from error

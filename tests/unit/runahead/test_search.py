@@ -1,0 +1,187 @@
+"""The search finds what measuring everything finds, in a fraction of the evaluations, and can be stopped anywhere."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megakv.runahead.grid import Grid
+from megakv.runahead.partition import Partition, even
+from megakv.runahead.search import PartitionSearch, SearchResult, Trial
+from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
+
+PAPER = Grid(96, 4, 2)
+EVERY = all_partitions(96, 4, 2)
+MOST_EVALUATIONS = 810
+MODELS = 15
+PATIENCE = 40
+
+
+def excess(chain: SimulatedChain, result: SearchResult, every: np.ndarray) -> float:
+    """How much slower than the best of all partitions the found one is."""
+    return float(chain.seconds(np.array([result.partition]))[0] / chain.seconds(every).min() - 1)
+
+
+def test_within_a_hundredth_of_the_exhaustive_best() -> None:
+    for _ in range(MODELS):
+        seed = random.randrange(10**9)
+        chain = SimulatedChain.any(96, random.Random(seed))
+        ask = chain.evaluator()
+        result = PartitionSearch(PAPER, ask, patience=PATIENCE).run()
+        assert len(ask.asked) == len(set(ask.asked)) == result.evaluations <= MOST_EVALUATIONS, seed
+        assert excess(chain, result, EVERY) <= 0.01, seed
+        assert result.seconds == ask(result.partition) and result.even_seconds == ask((24, 24, 24, 24))
+
+
+def test_the_published_grid_measures_every_point_of_its_cells() -> None:
+    slower = []
+    for _ in range(MODELS):
+        chain = SimulatedChain.any(96, random.Random())
+        ask = chain.evaluator()
+        result = PartitionSearch(PAPER, ask, full_grid=True).run()
+        assert len(ask.asked) == len(set(ask.asked)) == result.evaluations <= MOST_EVALUATIONS
+        assert sum(trial.stride == 8 for trial in result.trials) == 165 - 1, "even was measured before"
+        for stride in (4, 2):
+            seen = {trial.partition for trial in result.trials if trial.stride >= stride or trial.stride == 0}
+            best = min((trial for trial in result.trials if trial.partition in seen), key=lambda trial: trial.seconds)
+            cell = {PAPER.partition(row) for row in PAPER.around(PAPER.bounds(best.partition), stride)}
+            assert len(cell & seen) >= len(cell) // 3
+        slower.append(excess(chain, result, EVERY))
+    assert np.mean(slower) < 0.01
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_other_numbers_of_ranks(size: int) -> None:
+    tokens, unit = {2: (1000, 7), 3: (301, 3), 5: (96, 4)}[size]
+    every = all_partitions(tokens, size, unit)
+    every[:, -1] += tokens - every.sum(axis=1)
+    for _ in range(10):
+        seed = random.randrange(10**9)
+        chain = SimulatedChain.any(tokens, random.Random(seed))
+        result = PartitionSearch(Grid(tokens, size, unit), chain.evaluator()).run()
+        assert excess(chain, result, every) <= 0.01, seed
+
+
+def test_many_ranks_cost_few_evaluations() -> None:
+    grid = Grid(16384, 8, 128)
+    for _ in range(3):
+        seed = random.randrange(10**9)
+        chain = SimulatedChain.any(16384, random.Random(seed))
+        result = PartitionSearch(grid, chain.evaluator()).run()
+        assert result.evaluations <= 250
+        assert result.seconds <= result.even_seconds
+        assert sum(result.partition) == 16384
+
+
+def test_a_good_seed_saves_evaluations() -> None:
+    saved = []
+    for _ in range(10):
+        chain = SimulatedChain.any(96, random.Random())
+        plain = PartitionSearch(PAPER, chain.evaluator()).run()
+        seeded = PartitionSearch(PAPER, chain.evaluator(), seeds=[plain.partition]).run()
+        assert seeded.seconds <= plain.seconds
+        assert seeded.trials[1].partition == plain.partition
+        saved.append(plain.evaluations - seeded.evaluations)
+    assert sum(saved) > 0
+
+
+def test_noise_is_measured_again() -> None:
+    slower = []
+    for _ in range(20):
+        rng = random.Random()
+        chain = SimulatedChain.any(96, rng)
+        ask = chain.evaluator(0.03, rng)
+        result = PartitionSearch(PAPER, ask, finalists=3, rounds=3).run()
+        again = [trial for trial in result.trials if trial.round]
+        assert len(ask.asked) == result.evaluations + len(again)
+        assert {trial.round for trial in again} == {1, 2, 3}
+        finalists = {trial.partition for trial in again}
+        assert result.partition in finalists and (24, 24, 24, 24) in finalists and len(finalists) in (3, 4)
+        times = sorted(trial.seconds for trial in again if trial.partition == result.partition)
+        assert result.seconds == times[1]
+        slower.append(excess(chain, result, EVERY))
+    assert np.mean(slower) < 0.03
+
+
+class StoppedError(Exception):
+    """As Ctrl-C."""
+
+
+class Bench:
+    """Noisy measurements that are stopped after some, and the journal that outlives them."""
+
+    def __init__(self, ask: Counter, rng: random.Random):
+        self._ask = ask
+        self._rng = rng
+        self.journal: list[Trial] = []
+        self._left = 0
+
+    def _evaluate(self, partition: Partition) -> float:
+        if self._left == 0:
+            raise StoppedError
+        self._left -= 1
+        return self._ask(partition)
+
+    def run(self, most: int, *, full_grid: bool) -> SearchResult:
+        """One run of the search, stopped after up to `most` measurements."""
+        self._left = self._rng.randint(1, most)
+        known = {(trial.partition, trial.round) for trial in self.journal}
+
+        def note(trial: Trial, _: int) -> None:
+            if (trial.partition, trial.round) not in known:
+                self.journal.append(trial)
+
+        options = {"full_grid": full_grid, "finalists": 2, "rounds": 2}
+        return PartitionSearch(PAPER, self._evaluate, known=tuple(self.journal), record=note, **options).run()
+
+
+@pytest.mark.parametrize("full_grid", [False, True])
+def test_a_stopped_search_goes_on_where_it_was(full_grid: bool) -> None:
+    rng = random.Random()
+    ask = SimulatedChain.any(96, rng).evaluator(0.02, rng)
+    bench = Bench(ask, rng)
+    stops = 0
+    while True:
+        try:
+            result = bench.run(200 if full_grid else 10, full_grid=full_grid)
+            break
+        except StoppedError:
+            stops += 1
+    assert stops > 1
+    # Nothing was measured twice, and the same measurements without a stop lead to the same end.
+    assert list(result.trials) == bench.journal and len(ask.asked) == len(bench.journal)
+    times = {(trial.partition, trial.round): trial.seconds for trial in bench.journal}
+    again = PartitionSearch(
+        PAPER, lambda _: 1 / 0, full_grid=full_grid, finalists=2, rounds=2, known=bench.journal
+    ).run()
+    assert again == result and len(times) == len(bench.journal)
+
+
+def test_what_is_left_is_estimated() -> None:
+    left: list[int] = []
+    chain = SimulatedChain.any(96, random.Random())
+    for full_grid in (False, True):
+        left.clear()
+        PartitionSearch(
+            PAPER,
+            chain.evaluator(),
+            full_grid=full_grid,
+            finalists=3,
+            rounds=2,
+            record=lambda _, rest: left.append(rest),
+        ).run()
+        assert left[-1] == 0 and min(left) == 0
+        assert 10 < left[0] < 810
+
+
+def test_impossible_times_are_refused() -> None:
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a positive time was expected"):
+            PartitionSearch(PAPER, lambda _, seconds=seconds: seconds).run()  # type: ignore[misc]
+
+
+def test_prompts_that_leave_no_choice() -> None:
+    for tokens, size in ((4, 4), (5, 4), (2, 2), (9, 8)):
+        result = PartitionSearch(Grid(tokens, size, 1), lambda _: 1.0).run()
+        assert sum(result.partition) == tokens and min(result.partition) >= 1
+        assert result.partition == even(tokens, size)
