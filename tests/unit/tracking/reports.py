@@ -2,7 +2,7 @@
 
 import random
 
-from megakv.tracking import Event, RankReport, RunReport, Traffic
+from megakv.tracking import Event, PrefillPlan, RankReport, RunReport, Traffic
 
 
 def random_report(
@@ -37,4 +37,5 @@ def random_report(
         config={"megakv": {"context_parallel": {"size": cp}}}, model="some/tiny-llama", mesh={"cp": cp, "tp": tp},
         ttft_s=ttft, ttit_s=ttit, prompt_tokens=sum(rank.tokens for rank in ranks), new_tokens=new_tokens, ranks=ranks,
         versions={"torch": "2.13.0"}, machine={"cores": 4},
+        prefill=PrefillPlan("runahead", [[5] * cp], {"single": 0.75, "runahead": 0.5}),
     )  # fmt: skip

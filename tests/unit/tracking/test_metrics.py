@@ -29,6 +29,7 @@ def test_scalars_add_up_over_ranks(report):
     assert scalars["calls/broadcast"] == 4
     assert scalars["seconds_exposed_max/ring"] == max(rank.seconds_exposed["ring"] for rank in report.ranks)
     assert scalars["seconds_exposed_max/broadcast"] == 0
+    assert scalars["ttft_predicted_s/runahead"] == 0.5
     assert scalars["prompt_tokens_per_s"] == pytest.approx(report.prompt_tokens / report.ttft_s)
 
 
@@ -44,6 +45,7 @@ def _without_versions(data):
         (lambda data: data.update(prompt_tokens="12"), "prompt_tokens: Input should be a valid integer"),
         (lambda data: data.update(ttft_s=-1.0), "ttft_s is -1.0"),
         (lambda data: data.update(mesh={"cp": 2}), "it must give cp and tp"),
+        (lambda data: data["prefill"].update(chosen=None), "prefill.chosen: Input should be a valid string"),
         (lambda data: data["ranks"].pop(), "ranks 0 to 3 in order, found [0, 1, 2]"),
         (lambda data: data["ranks"].reverse(), "found [3, 2, 1, 0]"),
         (lambda data: data["ranks"][1].update(kv_bytes=-5), "rank 1 reports kv_bytes = -5"),
