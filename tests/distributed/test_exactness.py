@@ -1,7 +1,7 @@
 """Every family on every mesh gives the plain model's tokens and, to 1e-4, its logits.
 
-One launch of ranks runs many families. The quick set has every family on one mesh of four ranks, and Llama on all of
-them with all methods; `--full` has all families, meshes, lengths and kinds of generation.
+One launch of ranks runs many families. The quick set has every family on a mesh of four ranks, and Llama on all of them
+with all methods; `--full` has all families, meshes, lengths and kinds of generation.
 """
 
 import json
@@ -24,6 +24,8 @@ ALL_CASES = (*(f"greedy {length}" for length in (1, 2, 3, 5, 7, 64, 127, 1000)),
 # One token, more tokens than 2N (past every sliding window), and rows of different lengths.
 SHORT_CASES = ("greedy 1", "greedy 65", "ragged beams")
 LONG_FAMILIES = ("mistral", "llama_dynamic_rope", "falcon_alibi", "phi3_longrope")
+# Fewer KV heads than four tensor-parallel ranks.
+FEW_KV_HEADS = ("llama_tied", "llama_mqa", "falcon_mqa", "glm4")
 
 # What is refused: families that tensor parallelism cannot split, and what is said of them.
 REFUSED_WITH_TP = {
@@ -69,16 +71,16 @@ def method_runs(mesh: str, cases: tuple[str, ...], decoded: int) -> list[Run]:
 
 
 def quick_runs() -> list[Run]:
-    """Llama on every mesh, every other family on one."""
+    """Llama on every mesh, every other family on one with context parallelism."""
     runs = [Run("llama", mesh, decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
     runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams"), decoded=4)
     others = [family for family in FAMILIES if family != "llama"]
     for index, family in enumerate(others):
         cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES
-        mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x2", "1x4")[index % 3]
+        mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x2", "4x1")[index % 3]
         runs.append(Run(family, mesh, cases, decoded=4))
     runs += [Run(family, "2x2", SHORT_CASES, decoded=4) for family in REFUSED_WITH_TP]
-    return runs
+    return runs + [Run(family, "1x4", SHORT_CASES, decoded=4) for family in FEW_KV_HEADS]
 
 
 def full_runs() -> list[Run]:
