@@ -72,6 +72,25 @@ def fit_policy(arguments: argparse.Namespace) -> dict[str, Any]:
     return summary(load_fit(arguments.json, setting="--json"))
 
 
+def search_partition(arguments: argparse.Namespace) -> None:
+    """Search on real ranks for the partitions with which KV-Runahead is fastest, and keep them in a lookup table."""
+    from megakv.launcher.ranks import command_line, start_ranks
+    from megakv.launcher.search_arguments import check_search, journal_path, search_config
+
+    config = search_config(arguments, arguments.ranks)
+    check_search(arguments, config)
+    names = ["model", "config", "contexts", "table", "profile", "threads", "step", "patience", "repeats", "png"]
+    words = command_line(arguments, names) + ["--full-grid"] * arguments.full_grid
+    try:
+        start_ranks("search.py", config.cp_size * config.tp_size, arguments.threads, words)
+    except KeyboardInterrupt:
+        print(
+            f"megakv: stopped; what was measured is in {journal_path(arguments)}: the same command goes on from there",
+            file=sys.stderr,
+        )
+        raise
+
+
 def _measure(script: str, arguments: argparse.Namespace, names: list[str]) -> None:
     from megakv.launcher.hardware import layer_shape
     from megakv.launcher.ranks import check_rank_arguments, command_line, start_ranks
@@ -82,7 +101,9 @@ def _measure(script: str, arguments: argparse.Namespace, names: list[str]) -> No
     start_ranks(script, arguments.ranks, arguments.threads, command_line(arguments, names))
 
 
-def _describe(commands: Any, function: Callable[[argparse.Namespace], dict[str, Any]]) -> argparse.ArgumentParser:
+def _describe(
+    commands: Any, function: Callable[[argparse.Namespace], dict[str, Any] | None]
+) -> argparse.ArgumentParser:
     summary = (function.__doc__ or "").splitlines()[0]
     command: argparse.ArgumentParser = commands.add_parser(
         function.__name__.replace("_", "-"), help=summary, description=summary
@@ -94,6 +115,7 @@ def _describe(commands: Any, function: Callable[[argparse.Namespace], dict[str, 
 def _parser() -> argparse.ArgumentParser:
     from megakv.launcher.fit import add_fit_arguments
     from megakv.launcher.hardware import add_profile_arguments
+    from megakv.launcher.search_arguments import add_search_arguments
 
     parser = argparse.ArgumentParser(prog="megakv", description="Long-context inference: its tools.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -110,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
         measuring.add_argument("--ranks", type=int, default=2, help="processes to start on this machine (default 2)")
         add_arguments(measuring)
         measuring.set_defaults(ranks_write=True)
+    searching = _describe(commands, search_partition)
+    searching.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
+    add_search_arguments(searching)
+    searching.set_defaults(ranks_write=True)
     return parser
 
 
@@ -118,6 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         result = arguments.function(arguments)
+        if result is None:
+            return 0
         text = json.dumps(result, indent=2)
         if arguments.json and not arguments.ranks_write:
             from megakv.tracking.files import write_whole

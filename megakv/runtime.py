@@ -102,7 +102,7 @@ class Runtime:
         dtype = None if self.shape is None else self.shape.dtype
         self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
         profile = self.evidence.profile
-        self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape, profile=profile)
+        self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape)
         self._planner: PrefillPlanner | None = None
         if profile is not None and self.shape is not None:
             self._planner = PrefillPlanner.on(

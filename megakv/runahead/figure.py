@@ -60,7 +60,8 @@ def _draw_course(axes: Axes, result: SearchResult, trials: Sequence[Trial], colo
     for stride, color in colors.items():
         points = [(index, trial.seconds) for index, trial in enumerate(trials, start=1) if trial.stride == stride]
         label = f"stride {stride}" if stride else "to begin with"
-        axes.scatter(*zip(*points, strict=True), s=16, color=color, label=label, zorder=3)
+        xs, ys = zip(*points, strict=True)
+        axes.scatter(xs, ys, s=16, color=color, label=label, zorder=3)
     best = list(accumulate((trial.seconds for trial in trials), min))
     axes.step(range(1, len(best) + 1), best, where="post", color=BEST, linewidth=1, label="best so far", zorder=2)
     axes.axhline(result.even_seconds, color=FAINT, linewidth=0.9, linestyle=":", label="even", zorder=1)
@@ -75,8 +76,10 @@ def _draw_place(axes: Axes, result: SearchResult, trials: Sequence[Trial], color
     flat = len(result.partition) == 2
     for stride, color in colors.items():
         points = [_place(trial.partition, trial.seconds) for trial in trials if trial.stride == stride]
-        axes.scatter(*zip(*points, strict=True), s=16, color=color, zorder=2)
-    axes.scatter(*_place(result.partition, result.seconds), s=48, color=BEST, zorder=4)
+        xs, ys = zip(*points, strict=True)
+        axes.scatter(xs, ys, s=16, color=color, zorder=2)
+    x, y = _place(result.partition, result.seconds)
+    axes.scatter([x], [y], s=48, color=BEST, zorder=4)
     axes.set_title(f"best: {' / '.join(map(str, result.partition))}", fontsize=9.5, color=INK)
     axes.set_xlabel("tokens of rank 0", fontsize=9, color=INK)
     axes.set_ylabel("time to first token, s" if flat else "tokens of ranks 0 and 1", fontsize=9, color=INK)

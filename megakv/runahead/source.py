@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megakv.comm import Communicator
-from megakv.costmodel.hardware import HardwareProfile, fingerprint
+from megakv.costmodel.hardware import fingerprint
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
 from megakv.runahead.table import SETTING, ChainIdentity, KVEnd, LookupTable, ModelIdentity, load_table
@@ -65,7 +65,6 @@ class PartitionSource:
         *,
         comm: Communicator,
         model: ModelShape | None,
-        profile: HardwareProfile | None = None,
     ) -> PartitionSource:
         """Read what the section ``megakv.runahead`` names. Every rank must call it.
 
@@ -75,8 +74,6 @@ class PartitionSource:
         comm : Communicator
         model : ModelShape, optional
             Of the whole model; None where it is not known.
-        profile : HardwareProfile, optional
-            What ``megakv.context_parallel.profile`` names, for the cost model.
 
         Raises
         ------

@@ -1,0 +1,219 @@
+"""Search for the best partitions of prompts: what every rank of ``megakv search-partition`` runs.
+
+On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/search.py --model DIR --config X.json ...``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import megakv
+from megakv.comm import Communicator
+from megakv.config import MegaKVConfig
+from megakv.costmodel.chain_search import best_partition
+from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
+from megakv.costmodel.shape import ModelShape
+from megakv.launcher.environment import adopt_slurm, own_rank
+from megakv.launcher.passes import TimedPasses
+from megakv.launcher.search_arguments import (
+    add_search_arguments,
+    check_search,
+    default_unit,
+    journal_path,
+    picture_path,
+    read_contexts,
+    search_config,
+)
+from megakv.launcher.voice import one_voice, quiet_libraries
+from megakv.ledger import Ledger
+from megakv.runahead.figure import draw_searches
+from megakv.runahead.grid import Grid
+from megakv.runahead.journal import JournalFile
+from megakv.runahead.partition import Partition, from_fractions, to_fractions
+from megakv.runahead.search import PartitionSearch, SearchResult, Trial
+from megakv.runahead.table import ChainIdentity, LookupTable, ModelIdentity, TableEntry, load_table
+
+FINALISTS, ROUNDS = 3, 3
+
+
+class Desk:
+    """Rank 0's part: it searches, notes and writes.
+
+    Parameters
+    ----------
+    arguments : Namespace
+    chain : ChainIdentity
+        What is searched.
+    shape : ModelShape
+    passes : TimedPasses
+    chunk_tokens : int
+        As ``megakv.runahead.chunk_tokens``, for the cost model.
+
+    Raises
+    ------
+    ValueError
+        If the table or the journal is of another model or machine.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        chain: ChainIdentity,
+        shape: ModelShape,
+        passes: TimedPasses,
+        chunk_tokens: int,
+    ):
+        self._arguments = arguments
+        self._chunk_tokens = chunk_tokens
+        self._chain = chain
+        self._shape = shape
+        self._passes = passes
+        self._profile: HardwareProfile | None = None
+        if arguments.profile is not None:
+            self._profile = load_profile(arguments.profile, setting="--profile")
+        self._journal = JournalFile(journal_path(arguments), chain)
+        self._table: LookupTable | None = None
+        if Path(arguments.table).exists():
+            self._table = load_table(arguments.table, setting="--table")
+            if differences := self._table.chain.differences(chain):
+                raise ValueError(
+                    f"--table {arguments.table} was searched elsewhere: {'; '.join(differences)}: name another file"
+                )
+
+    def run(self, contexts: Sequence[int]) -> list[SearchResult]:
+        """Search for all lengths, writing the table after each; then the picture."""
+        results = []
+        for number, context in enumerate(contexts, start=1):
+            results.append(self._search(context, f"{context} tokens ({number} of {len(contexts)})"))
+            entry = _entry(results[-1])
+            table = self._table or LookupTable(chain=self._chain, entries=(entry,))
+            self._table = table.with_entry(entry)
+            self._table.save(self._arguments.table)
+        draw_searches(
+            picture_path(self._arguments), results, title=f"Partition search, {self._arguments.model}, "
+            f"{self._chain.ranks} ranks, kv {self._chain.kv}",
+        )  # fmt: skip
+        self._journal.remove()
+        return results
+
+    def _search(self, context: int, name: str) -> SearchResult:
+        known = self._journal.begin(context, self._seeds(context))
+        measured = {(trial.partition, trial.round) for trial in known.trials}
+        self._passes.begin(context, min((trial.seconds for trial in known.trials), default=float("inf")))
+        with tqdm(desc=name, unit="partition", smoothing=0.1) as bar:
+            best = float("inf")
+
+            def record(trial: Trial, left: int) -> None:
+                nonlocal best
+                best = min(best, trial.seconds)
+                if (trial.partition, trial.round) not in measured:
+                    self._journal.add(context, trial)
+                    bar.total = bar.n + 1 + left
+                    bar.update(1)
+                    bar.set_postfix_str(f"best {best:.3f} s, stride {trial.stride}")
+
+            return PartitionSearch(
+                Grid(context, self._chain.ranks, self._arguments.step or default_unit(context, self._chain.ranks)),
+                self._passes.seconds,
+                seeds=known.seeds,
+                full_grid=self._arguments.full_grid,
+                patience=self._arguments.patience,
+                finalists=FINALISTS,
+                rounds=ROUNDS,
+                known=known.trials,
+                record=record,
+            ).run()
+
+    def _seeds(self, context: int) -> tuple[Partition, ...]:
+        """Where the best is expected: by the cost model, and by the neighbours that the table has."""
+        seeds: list[Partition] = []
+        if self._profile is not None:
+            chain = self._chain
+            seeds.append(
+                best_partition(
+                    self._profile,
+                    self._shape,
+                    context,
+                    chain.ranks,
+                    tp_size=chain.tp,
+                    kv=chain.kv,
+                    chunk_tokens=self._chunk_tokens,
+                )
+            )
+        if self._table is not None:
+            fractions = self._table.fractions(context) or self._table.nearest(context).fractions
+            seeds.append(from_fractions(fractions, context))
+        return tuple(seeds)
+
+
+def _entry(result: SearchResult) -> TableEntry:
+    return TableEntry(
+        context=sum(result.partition),
+        fractions=to_fractions(result.partition),
+        ttft_s=result.seconds,
+        even_ttft_s=result.even_seconds,
+        evaluations=result.evaluations,
+    )
+
+
+def print_results(results: Sequence[SearchResult]) -> None:
+    """The table that a user sees at the end."""
+    print(f"{'tokens':>8} {'TTFT s':>9} {'even s':>9} {'gain':>6} {'measured':>9}  partition", flush=True)
+    for result in results:
+        gain = result.even_seconds / result.seconds
+        parts = " / ".join(map(str, result.partition))
+        print(
+            f"{sum(result.partition):>8} {result.seconds:>9.4f} {result.even_seconds:>9.4f} {gain:>6.2f} "
+            f"{result.evaluations:>9}  {parts}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Entry of every rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_search_arguments(parser)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with one_voice():
+        adopt_slurm()
+        torch.set_num_threads(arguments.threads)
+        config = search_config(arguments, int(os.environ.get("WORLD_SIZE", "1")))
+        if own_rank() == 0:
+            # The files are on its host, maybe on no other.
+            check_search(arguments, config)
+        engine = megakv.init_inference(arguments.model, config)
+        search(engine, config, arguments)
+
+
+def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argparse.Namespace) -> None:
+    """Search on an engine, and print what was found. Every rank must call it."""
+    comm = Communicator(engine.mesh, Ledger())
+    dtype: Any = engine.module.dtype
+    shape = ModelShape.from_config(engine.module.config, dtype=dtype)
+    chain = ChainIdentity(
+        model=ModelIdentity.of(shape),
+        fingerprint=fingerprint(comm, dtype),
+        ranks=engine.mesh.cp_size,
+        tp=engine.mesh.tp_size,
+        kv=config.megakv.runahead.kv,
+    )
+    passes = TimedPasses(engine, comm, arguments.repeats)
+    if own_rank() != 0:
+        passes.follow()
+        return
+    desk = Desk(arguments, chain, shape, passes, config.megakv.runahead.chunk_tokens)
+    results = desk.run(read_contexts(arguments.contexts))
+    passes.end()
+    print_results(results)
+
+
+if __name__ == "__main__":
+    main()

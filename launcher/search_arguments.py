@@ -1,0 +1,155 @@
+"""What ``megakv search-partition`` is asked for, and whether it can work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.hardware import load_profile
+from megakv.runahead.journal import SUFFIX
+from megakv.runahead.table import load_table
+from megakv.tracking import TrackingConfig
+
+UNITS = 128
+"""Units of a prompt unless --step says otherwise."""
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a rank of ``megakv search-partition`` takes."""
+    parser.add_argument("--model", required=True, help="directory or hub id of the model")
+    parser.add_argument("--config", required=True, help="JSON of the run that the partitions are for")
+    parser.add_argument(
+        "--contexts",
+        required=True,
+        nargs="+",
+        metavar="TOKENS",
+        help="lengths of prompts: 4096,8192 or 4096 8192",
+    )
+    parser.add_argument("--table", metavar="FILE", help="lookup table to write or extend (default: the config's)")
+    parser.add_argument("--profile", metavar="FILE", help="of megakv profile: its prediction is where a search begins")
+    parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
+    parser.add_argument("--step", type=int, help=f"tokens of the finest stride (default about 1/{UNITS} of the prompt)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        help="partitions without progress that end a stride (default 4 for each bound)",
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="passes of a promising partition (default 2)")
+    parser.add_argument(
+        "--full-grid",
+        action="store_true",
+        help="measure all points of every cell, as published: hundreds",
+    )
+    parser.add_argument("--png", metavar="FILE", help="picture of the search (default: beside the table)")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def read_contexts(words: Sequence[str]) -> list[int]:
+    """The lengths of --contexts, ascending.
+
+    Raises
+    ------
+    ValueError
+        Where one is no whole number.
+    """
+    parts = [part for word in words for part in word.split(",") if part]
+    for part in parts:
+        if not part.isdecimal():
+            raise ValueError(f"--contexts {part}: allowed: whole numbers of tokens, as in 4096,8192")
+    if not parts:
+        raise ValueError("--contexts names no length: allowed: whole numbers of tokens, as in 4096,8192")
+    return sorted({int(part) for part in parts})
+
+
+def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
+    """The run's JSON, with runahead as its method and whatever is to be searched left open.
+
+    Parameters
+    ----------
+    arguments : Namespace
+    ranks : int, optional
+        All ranks of the world; by default those that the JSON wants.
+
+    Raises
+    ------
+    ValueError
+        If the JSON cannot be used, or the ranks do not fit it.
+    """
+    config = load_config(arguments.config)
+    parallel = config.megakv.context_parallel
+    if ranks is not None:
+        if ranks % config.tp_size:
+            raise ValueError(f"--ranks {ranks}: allowed: multiples of tensor_parallel.tp_size = {config.tp_size}")
+        parallel.size = ranks // config.tp_size
+    if parallel.size < 2:
+        raise ValueError(
+            f"{arguments.config}: megakv.context_parallel.size = {parallel.size}: a chain has 2 ranks or more; "
+            "set it, or give --ranks"
+        )
+    arguments.table = arguments.table or config.megakv.runahead.table
+    if arguments.table is None:
+        raise ValueError("--table is missing: no megakv.runahead.table in the config says where the result goes")
+    arguments.profile = arguments.profile or parallel.profile
+    parallel.prefill = "runahead"
+    parallel.profile = None
+    config.megakv.runahead.partition = "even"
+    config.megakv.runahead.table = None
+    config.megakv.tracking = TrackingConfig()
+    return config
+
+
+def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
+    """Refuse what cannot work before any rank starts.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, its value and what is allowed.
+    """
+    for name in ("threads", "repeats", "step", "patience"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: allowed: 1 or more")
+    size = config.cp_size
+    for context in read_contexts(arguments.contexts):
+        if context < 2 * size:
+            raise ValueError(f"--contexts {context}: allowed: {2 * size} or more, two tokens for each of {size} ranks")
+        if arguments.step is not None and arguments.step * size > context:
+            raise ValueError(
+                f"--step {arguments.step}: allowed: {context // size} or less, for {context} tokens on {size} ranks"
+            )
+    for name, path in (("table", arguments.table), ("png", picture_path(arguments))):
+        folder = Path(path).resolve().parent
+        if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"--{name} {path}: cannot be written: the folder must exist and be writable")
+    if arguments.profile is not None:
+        load_profile(arguments.profile, setting="--profile")
+    if Path(arguments.table).exists():
+        chain = load_table(arguments.table, setting="--table").chain
+        here = (size, config.tp_size, config.megakv.runahead.kv)
+        if (chain.ranks, chain.tp, chain.kv) != here:
+            raise ValueError(
+                f"--table {arguments.table} is of {chain.ranks} ranks, tp {chain.tp}, kv {chain.kv!r}; this search "
+                f"is of {here[0]} ranks, tp {here[1]}, kv {here[2]!r}: name another file"
+            )
+
+
+def picture_path(arguments: argparse.Namespace) -> str:
+    """Where the picture goes."""
+    return arguments.png or str(Path(arguments.table).with_suffix(".png"))
+
+
+def journal_path(arguments: argparse.Namespace) -> str:
+    """Where measurements are kept until the search is finished."""
+    return f"{arguments.table}{SUFFIX}"
+
+
+def default_unit(context: int, size: int) -> int:
+    """A power of two, about a 128th of the prompt, that leaves every rank one or more."""
+    unit = 1
+    while 2 * unit * UNITS <= context and 2 * unit * size <= context:
+        unit *= 2
+    return unit

@@ -1,0 +1,135 @@
+"""``megakv search-partition`` from end to end: stopped by Ctrl-C, continued, and its table used by a run."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megakv.runahead.partition import even, from_fractions
+from megakv.runahead.table import load_table
+from tests.distributed.launch import GRACE_S, ROOT, run_ranks
+from tests.distributed.models import prose, save_model
+
+RANKS = 3
+SHORT, LONG = 96, 160
+BEST = (50, 30, 16)
+
+
+class Search:
+    """A model, the JSON of a run, and the files of a search for it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.model = save_model(folder / "model")
+        self.config = folder / "config.json"
+        self.table = folder / "table.json"
+        self.journal = folder / "table.json.journal"
+        self.configure()
+
+    def configure(self, **runahead: Any) -> None:
+        """Write the JSON."""
+        parallel = {"size": RANKS, "prefill": "runahead"}
+        section = {"context_parallel": parallel, "runahead": runahead}
+        self.config.write_text(json.dumps({"dtype": "fp32", "megakv": section}))
+
+    def arguments(self, *more: str | Path) -> list[str | Path]:
+        plain: list[str | Path] = ["--model", self.model, "--config", self.config, "--table", self.table]
+        return [*plain, "--contexts", f"{SHORT},{LONG}", "--step", "8", "--repeats", "1", *more]
+
+    def read(self, tokens: int) -> dict[str, Any]:
+        """A run with a prompt of so many tokens: what it wrote."""
+        prompt, out = self.folder / "prompt.txt", self.folder / "out.json"
+        prompt.write_text(prose(tokens))
+        arguments = ["--model", self.model, "--config", self.config, "--prompt-file", prompt, "--json", out]
+        run = run_ranks(ROOT / "launcher" / "run.py", *arguments, "--max-new-tokens", "1", ranks=RANKS, timeout=120)
+        run.check()
+        return {**json.loads(out.read_text()), "stderr": run.stderr}
+
+
+def interrupt_after(search: Search, trials: int) -> tuple[subprocess.Popen[str], str, list[psutil.Process]]:
+    """Start the command, and press Ctrl-C once so many partitions have been measured."""
+    # Slow enough for Ctrl-C to come in between.
+    words = search.arguments("--repeats", "60")
+    command = [sys.executable, "-m", "megakv.launcher.command", "search-partition", *map(str, words)]
+    with open(search.folder / "stderr", "w+") as stderr:
+        process = subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+        deadline = time.monotonic() + 120
+        try:
+            while not search.journal.exists() or search.journal.read_text().count('"seconds"') < trials:
+                assert process.poll() is None and time.monotonic() < deadline, Path(stderr.name).read_text()
+                time.sleep(0.02)
+            started = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+        return process, Path(stderr.name).read_text(), started
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
+    """A search that was stopped, and then continued to its end by other processes."""
+    search = Search(tmp_path_factory.mktemp("search"))
+    process, stderr, started = interrupt_after(search, 3)
+    assert process.returncode == 130, stderr
+    assert f"what was measured is in {search.journal}: the same command goes on from there" in stderr
+    assert len(started) > RANKS
+    _, alive = psutil.wait_procs(started, timeout=GRACE_S)
+    assert not alive and not search.table.exists()
+    journal = json.loads(search.journal.read_text())
+    (short,) = journal["contexts"]
+    assert short["context"] == SHORT and len(short["trials"]) >= 3
+    assert short["trials"][0]["partition"] == list(even(SHORT, RANKS))
+    # What was measured before counts, whatever it is: one partition becomes by far the fastest, again and again.
+    short["seeds"] = [BEST]
+    short["trials"] = [trial for trial in short["trials"] if trial["partition"] != list(BEST)]
+    short["trials"] += [{"partition": BEST, "seconds": 1e-6, "stride": 8, "round": number} for number in range(4)]
+    search.journal.write_text(json.dumps(journal))
+    run = run_ranks(ROOT / "launcher" / "search.py", *search.arguments(), ranks=RANKS, timeout=120).check()
+    assert not search.journal.exists()
+    assert " / ".join(map(str, BEST)) in run.stdout
+    return search
+
+
+def test_the_table_holds_what_was_searched(search: Search) -> None:
+    table = load_table(search.table)
+    assert (table.chain.ranks, table.chain.tp, table.chain.kv) == (RANKS, 1, "sharded")
+    assert table.chain.fingerprint.ranks == RANKS and table.chain.model.dtype == "float32"
+    short, long = table.entries
+    assert (short.context, long.context) == (SHORT, LONG)
+    assert from_fractions(short.fractions, SHORT) == BEST and short.ttft_s == 1e-6
+    for entry in table.entries:
+        assert entry.evaluations >= 3 and 1e-4 < entry.even_ttft_s < 10
+    assert (search.folder / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_cut_their_prompts_by_the_table(search: Search) -> None:
+    table = load_table(search.table)
+    search.configure(table=str(search.table))
+    for tokens in (SHORT, LONG, (SHORT + LONG) // 2):
+        fractions = table.fractions(tokens)
+        assert fractions is not None
+        outcome = search.read(tokens)
+        assert [rank["tokens"] for rank in outcome["ranks"]] == list(from_fractions(fractions, tokens))
+    outcome = search.read(LONG + 1)
+    nearest = from_fractions(table.entries[-1].fractions, LONG + 1)
+    assert [rank["tokens"] for rank in outcome["ranks"]] == list(nearest)
+    assert outcome["stderr"].count(f"covers {SHORT} to {LONG} tokens, the prompt has {LONG + 1}") == 1
+
+
+def test_tables_of_others_are_not_touched(search: Search) -> None:
+    before = search.table.read_bytes()
+    config = json.loads(search.config.read_text())
+    config["dtype"] = "bf16"
+    config["megakv"]["runahead"] = {}
+    search.config.write_text(json.dumps(config))
+    run = run_ranks(ROOT / "launcher" / "search.py", *search.arguments(), ranks=RANKS, timeout=120)
+    assert run.returncode == 1 and not run.leftovers
+    assert "was searched elsewhere: model's dtype 'float32', here 'bfloat16'" in run.stderr
+    assert search.table.read_bytes() == before
