@@ -8,11 +8,14 @@ from functools import cached_property
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
 
-# Passes over memory of a decoder layer as transformers computes it, each writing a new tensor: norms and residuals over
-# the hidden width, rotary embedding over queries and keys, activation and gate over the feed-forward's width.
+# Passes over memory of a decoder layer as transformers computes it: norms and residuals over the hidden width, rotary
+# embedding over queries and keys, activation and gate over the feed-forward's width.
 HIDDEN_PASSES = 8
 ROTARY_PASSES = 5
 GATE_PASSES = 4
+# Tensors of each width that a layer holds at a time.
+HELD_HIDDEN = 3
+HELD_GATE = 3
 
 
 def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
@@ -41,11 +44,12 @@ class TokenTimes:
 
     def before(self, layer: int, tokens: float) -> float:
         """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention."""
+        queries, kv = self._query_width / self._tp_size, self._kv_width / self._tp_size
         seconds = self._matrices(layer, self._inputs, tokens)
         seconds += self._passes(HIDDEN_PASSES / 2, tokens, self._model.hidden)
-        seconds += self._passes(ROTARY_PASSES, tokens, self._query_width / self._tp_size)
-        # Keys only, half of it; then both are stored.
-        return seconds + self._passes(ROTARY_PASSES / 2 + 1, tokens, self._kv_width / self._tp_size)
+        # Of keys and values the keys are rotated; then both are stored.
+        seconds += self._passes(ROTARY_PASSES, tokens, queries) + self._passes(ROTARY_PASSES / 2 + 1, tokens, kv)
+        return seconds + self._pages(tokens, queries + kv)
 
     def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Output projection and feed-forward: what follows attention.
@@ -65,9 +69,10 @@ class TokenTimes:
         seconds = self._matrices(layer, self._outputs, tokens)
         if rest.dense or rest.experts:
             seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
-        seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden)
+        gate = model.intermediate * shape.active_experts / self._tp_size
+        seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden) + self._passes(GATE_PASSES, rows, gate)
         seconds += self._passes(1, tokens, self._query_width / self._tp_size)
-        return seconds + self._passes(GATE_PASSES, rows, model.intermediate * shape.active_experts / self._tp_size)
+        return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + GATE_PASSES * gate)
 
     def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """All of a layer but its attention."""
@@ -103,4 +108,16 @@ class TokenTimes:
         return dense_seconds(self._profile, LayerShape(elements), tokens, tp_size=self._tp_size) if elements else 0.0
 
     def _passes(self, count: float, tokens: float, width: float) -> float:
-        return count * self._profile.copy_fresh.at(tokens * width * self._model.element_bytes)
+        return count * self._profile.copy_bytes.at(tokens * width * self._model.element_bytes)
+
+    def _pages(self, tokens: float, width: float) -> float:
+        """What it costs that results are written to memory newly asked for.
+
+        That grows with all that a layer holds at a time: once a C library has handed so much back to the system, every
+        page of the next tensor is new, however small the tensor.
+        """
+        profile, size = self._profile, self._model.element_bytes
+        widths = HELD_HIDDEN * self._model.hidden + HELD_GATE * self._model.intermediate / self._tp_size
+        held = tokens * widths * size
+        new = max(0.0, profile.copy_fresh.at(held) - profile.copy_bytes.at(held))
+        return new * width / widths

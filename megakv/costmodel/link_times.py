@@ -22,6 +22,8 @@ UNIT_KEYS = 256
 SHORTER = 0.6
 """The shorter of the two that overlap takes this part of the longer."""
 LEAST_OVERLAP_S = 2e-3
+LEAST_OVERLAP_BYTES = 4 << 20
+"""Links let bursts of some hundred kilobytes pass at any speed: shorter exchanges than this say nothing of overlap."""
 
 
 def _bytes(comm: Communicator, count: int) -> Tensor:
@@ -94,7 +96,8 @@ class OverlapCells:
 
     def __post_init__(self) -> None:
         # Long enough for the shorter computation to be several units.
-        self._transfer_s = max(LEAST_OVERLAP_S, min(10 * self.unit_s, self.longest_s))
+        wanted_s = max(10 * self.unit_s, LEAST_OVERLAP_BYTES / self.bandwidth)
+        self._transfer_s = max(LEAST_OVERLAP_S, min(wanted_s, self.longest_s))
         fewer = max(1, round(SHORTER * self._transfer_s / self.unit_s))
         self._units = fewer, max(fewer + 1, round(self._transfer_s / SHORTER / self.unit_s))
 

@@ -72,6 +72,18 @@ def test_last_layer_computes_wanted_tokens() -> None:
     assert tokens.before(0, 500) == pytest.approx(1e-9 * 500 * projections * 3 / 4)
 
 
+def test_results_of_a_large_layer_are_written_to_new_pages() -> None:
+    """From a million bytes on that a layer holds, the C library keeps nothing for reuse."""
+    fresh = Curve(sizes=(1.0, 1e6, 2e6), seconds=(1e-15, 2e-15, 1.0))
+    tokens = TokenTimes(ideal(copy_fresh=fresh), attention_only(2))
+    # A layer of this model holds three tensors of 64 wide; queries, keys and values are 1,536 wide.
+    small, large = int(0.999e6 / (3 * 64 * 4)), int(2e6 / (3 * 64 * 4))
+    assert tokens.before(0, small) < 1e-6
+    assert tokens.before(0, large) == pytest.approx(1536 / (3 * 64), rel=1e-2)
+    assert tokens.after(0, large) == pytest.approx(2 * 64 / (3 * 64), rel=1e-2)
+    assert tokens.after(1, large, wanted=1) == pytest.approx(64 / (3 * 64), rel=1e-2)
+
+
 def test_cached_tokens_keep_the_chain_in_step() -> None:
     """Every rank's queries see all cached keys; an uneven chain is as slow as its slowest rank in every layer."""
     cached = 30_000
