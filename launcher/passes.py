@@ -13,7 +13,7 @@ from megakv.comm import Communicator
 from megakv.runahead.partition import Partition, even
 
 HOPELESS = 1.1
-"""A pass that takes so much longer than the best partition's is not repeated."""
+"""A partition whose first pass takes so much longer than the best is not given another."""
 SEED = 20240
 
 
@@ -54,16 +54,15 @@ class TimedPasses:
             raise ValueError(f"--contexts {context}: {error}") from error
 
     def seconds(self, partition: Partition) -> float:
-        """Time to first token with a partition of the length begun. Rank 0 calls it.
+        """Time to first token with a partition of the length begun, the fastest of some passes. Rank 0 calls it.
 
-        The first time, the fastest of some passes that follow each other; once more, a single pass.
+        The first time that a partition is measured, one pass tells whether it is worth more.
         """
         found = self._order(partition)
-        if partition not in self._seen:
-            self._seen.add(partition)
-            for _ in range(self._repeats - 1):
-                if found < HOPELESS * self._best:
-                    found = min(found, self._order(partition))
+        for _ in range(self._repeats - 1):
+            if partition in self._seen or found < HOPELESS * self._best:
+                found = min(found, self._order(partition))
+        self._seen.add(partition)
         self._best = min(self._best, found)
         return found
 

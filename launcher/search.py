@@ -40,7 +40,7 @@ from megakv.runahead.partition import Partition, from_fractions, to_fractions
 from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from megakv.runahead.table import ChainIdentity, LookupTable, ModelIdentity, TableEntry, load_table
 
-FINALISTS, ROUNDS = 3, 3
+FINALISTS, ROUNDS = 2, 3
 
 
 class Desk:

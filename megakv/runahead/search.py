@@ -43,7 +43,7 @@ class Trial(BaseModel):
     stride : int
         Of the level that it was measured in; 0 for the partitions that a search begins with.
     round : int
-        0 in the search itself; from 1 on it is one of the best, measured again.
+        How often the partition had been measured before.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,7 +63,7 @@ class SearchResult:
     partition : tuple of int
         The best.
     seconds : float
-        Its time: the median of the rounds in which the best were measured again, if there were any.
+        Its time: the median of the last rounds, if there were any.
     even_seconds : float
         The same of the even partition.
     evaluations : int
@@ -97,7 +97,8 @@ class PartitionSearch:
         Measurements of a level without progress after which it is left; four for each bound if None. It grows where
         measurements turn out otherwise than expected.
     finalists, rounds : int
-        So many of the best, and even, are measured again so many times, in turn, before one is chosen.
+        So many of the best, and even, are measured again so many times, in turn, before one is chosen. Without rounds
+        times are taken as exact; with them the best is also measured again after every level, until it stays the best.
     known : iterable of Trial
         Of an earlier run of the same search that was stopped: it is followed without measuring.
     record : callable, optional
@@ -117,6 +118,7 @@ class PartitionSearch:
     def __post_init__(self) -> None:
         self._known = {(trial.partition, trial.round): trial.seconds for trial in self.known}
         self._trials: list[Trial] = []
+        self._times: dict[Partition, list[float]] = {}
         self._seconds: dict[Partition, float] = {}
         self._broken: list[float] = []
         self._trend = Trend(self.grid.tokens, self.grid.size)
@@ -157,6 +159,7 @@ class PartitionSearch:
                 # At the edge of its cell, the best may have better neighbours outside.
                 if np.abs(self._best() - center).max() < self.grid.reach * stride:
                     break
+            self._challenge()
 
     def _measure_all(self, rows: Bounds, stride: int, below: Sequence[int]) -> None:
         for index, row in enumerate(rows):
@@ -168,6 +171,7 @@ class PartitionSearch:
         strides = self.grid.strides
         for level, stride in enumerate(strides):
             self._cell([stride], MARGIN, self._ahead(level + 1))
+            self._challenge()
         # Whatever a level overlooked: points near and far that promise to be better than the best.
         self._cell(strides, -GAIN, self._repeats)
 
@@ -185,7 +189,7 @@ class PartitionSearch:
         calm = 0
         while calm < self._patience() and (found := self._next(strides, margin)) is not None:
             before, (partition, stride, promised) = min(self._seconds.values()), found
-            self._measure(partition, stride, left=self._calm - calm - 1 + ahead)
+            self._measure(partition, stride, left=max(0, self._calm - calm - 1) + ahead)
             self._broken.append(abs(promised / self._seconds[partition] - 1))
             calm = 0 if min(self._seconds.values()) < (1 - GAIN) * before else calm + 1
 
@@ -226,35 +230,45 @@ class PartitionSearch:
                 break
         return rows, promised
 
+    def _challenge(self) -> None:
+        """Measure the best again, until it stays the best: the fastest of many noisy times was lucky too."""
+        for _ in range(self.rounds):
+            best = min(self._seconds, key=lambda partition: self._seconds[partition])
+            self._time(best, self.grid.unit, self._repeats)
+            if self._seconds[best] <= min(self._seconds.values()):
+                break
+
     def _repeat(self, first: Partition) -> dict[Partition, float]:
-        """Medians of measuring the best again: the fastest of many noisy times was lucky too."""
+        """Medians of measuring the best again."""
         if not self._repeats:
             return {}
         ranked = sorted(self._seconds, key=lambda partition: self._seconds[partition])
         chosen = list(dict.fromkeys([*ranked[: self.finalists], first]))
-        times: dict[Partition, list[float]] = {partition: [] for partition in chosen}
         left = len(chosen) * self.rounds
-        for number in range(1, self.rounds + 1):
+        for _ in range(self.rounds):
             for partition in chosen:
                 left -= 1
-                times[partition].append(self._time(partition, self.grid.unit, number, left))
-        return {partition: statistics.median(some) for partition, some in times.items()}
+                self._time(partition, self.grid.unit, left)
+        return {partition: statistics.median(self._times[partition][-self.rounds :]) for partition in chosen}
 
     def _measure(self, partition: Partition, stride: int, *, left: int) -> None:
         if partition not in self._seconds:
-            self._seconds[partition] = self._time(partition, stride, 0, left)
+            self._time(partition, stride, left)
 
-    def _time(self, partition: Partition, stride: int, number: int, left: int) -> float:
+    def _time(self, partition: Partition, stride: int, left: int) -> None:
+        times = self._times.setdefault(partition, [])
+        number = len(times)
         seconds = self._known.get((partition, number))
         if seconds is None:
             seconds = float(self.evaluate(partition))
         if not 0 < seconds < math.inf:
             raise ValueError(f"partition {partition} took {seconds} seconds: a positive time was expected")
         trial = Trial(partition=partition, seconds=seconds, stride=stride, round=number)
+        times.append(seconds)
+        self._seconds[partition] = statistics.median(times)
         self._trials.append(trial)
         if self.record is not None:
             self.record(trial, left)
-        return seconds
 
     def _best(self) -> Bounds:
         """``[N - 1]`` bounds of the best partition, on the grid."""

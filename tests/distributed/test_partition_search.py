@@ -89,7 +89,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     # What was measured before counts, whatever it is: one partition becomes by far the fastest, again and again.
     short["seeds"] = [BEST]
     short["trials"] = [trial for trial in short["trials"] if trial["partition"] != list(BEST)]
-    short["trials"] += [{"partition": BEST, "seconds": 1e-6, "stride": 8, "round": number} for number in range(4)]
+    short["trials"] += [{"partition": BEST, "seconds": 1e-6, "stride": 8, "round": number} for number in range(40)]
     search.journal.write_text(json.dumps(journal))
     run = run_ranks(ROOT / "launcher" / "search.py", *search.arguments(), ranks=RANKS, timeout=120).check()
     assert not search.journal.exists()

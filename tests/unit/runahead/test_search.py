@@ -92,13 +92,11 @@ def test_noise_is_measured_again() -> None:
         chain = SimulatedChain.any(96, rng)
         ask = chain.evaluator(0.03, rng)
         result = PartitionSearch(PAPER, ask, finalists=3, rounds=3).run()
-        again = [trial for trial in result.trials if trial.round]
-        assert len(ask.asked) == result.evaluations + len(again)
-        assert {trial.round for trial in again} == {1, 2, 3}
-        finalists = {trial.partition for trial in again}
+        assert len(ask.asked) == len(result.trials) > result.evaluations + 9
+        finalists = {trial.partition for trial in result.trials[-9:]}
         assert result.partition in finalists and (24, 24, 24, 24) in finalists and len(finalists) in (3, 4)
-        times = sorted(trial.seconds for trial in again if trial.partition == result.partition)
-        assert result.seconds == times[1]
+        times = [trial.seconds for trial in result.trials if trial.partition == result.partition]
+        assert len(times) >= 4 and result.seconds == sorted(times[-3:])[1]
         slower.append(excess(chain, result, EVERY))
     assert np.mean(slower) < 0.03
 
