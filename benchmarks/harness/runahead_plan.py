@@ -1,0 +1,126 @@
+"""What a launch of ranks of `runahead.py` measures, and which of it is measured already. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .links import FREE
+from .noise import LINK, QUIET
+
+SEARCHED = ("kvr_s", "kvr_p", "kvr_silent")
+CHAINS = ("kvr_e", *SEARCHED, "one_rank")
+OWN = ("tsp", "tsp_causal", "pass_kv", "pass_q", *CHAINS, "auto")
+TENSOR_PARALLEL = ("tp", "tp_gloo")
+APART = ("single", "single_masked")
+"""Measured in rounds of their own: bounds follow from them, no claim."""
+METHODS = (*OWN[:2], *TENSOR_PARALLEL, *OWN[2:], *APART)
+NOISY = ("tsp", "tsp_causal", "kvr_e", "kvr_s", "pass_kv")
+"""Also measured beside a competing flow."""
+IDENTITY = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dtype", "threads")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that one launch of ranks measures.
+
+    Parameters
+    ----------
+    ranks, kv_heads : int
+    rate : str
+        Of the links.
+    contexts : tuple of int
+        Ascending.
+    noise : bool
+        Whether there is a competing flow to switch.
+    """
+
+    ranks: int
+    kv_heads: int
+    rate: str
+    contexts: tuple[int, ...]
+    noise: bool = False
+
+    @property
+    def name(self) -> str:
+        """What its files begin with."""
+        return f"r{self.ranks}-kv{self.kv_heads}-{self.rate}"
+
+    def cell(self, context: int) -> str:
+        """The name of a cell."""
+        return f"{self.name}-{context}"
+
+    def methods(self, asked: Sequence[str], context: int, spacing: int) -> list[str]:
+        """Those of the methods asked for that there are here.
+
+        Parameters
+        ----------
+        asked : sequence of str
+        context : int
+        spacing : int
+            Of the table's lengths: prompts of these lengths are not predicted, nor are those below the first.
+        """
+        absent = set()
+        if self.rate != FREE:
+            # DeepSpeed's shared-memory op is for one host.
+            absent.add("tp")
+        if self.kv_heads % self.ranks:
+            absent.update(TENSOR_PARALLEL)
+        if context % spacing == 0 or context < spacing:
+            absent.add("kvr_p")
+        return [name for name in asked if name not in absent]
+
+    def searched(self, asked: Sequence[str], spacing: int) -> list[int]:
+        """The lengths that partitions are searched for: those measured, and the neighbours of those predicted."""
+        lengths: set[int] = set()
+        for context in self.contexts:
+            names = self.methods(asked, context, spacing)
+            if "kvr_s" in names or "kvr_silent" in names:
+                lengths.add(context)
+            if "kvr_p" in names:
+                lengths.update((context // spacing * spacing, (context // spacing + 1) * spacing))
+        return sorted(lengths)
+
+    def narrowed(self, contexts: Sequence[int]) -> Group:
+        """The same with some of the contexts only."""
+        return Group(self.ranks, self.kv_heads, self.rate, tuple(contexts), self.noise)
+
+    def save(self, path: Path) -> None:
+        """Write it for the ranks."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: str) -> Group:
+        """As it was saved."""
+        values = json.loads(Path(path).read_text())
+        return cls(**{**values, "contexts": tuple(values["contexts"])})
+
+
+def groups(arguments: argparse.Namespace) -> list[Group]:
+    """All that is asked for, the free links first."""
+    rates = sorted(arguments.rates, key=lambda rate: rate != FREE)
+    return [
+        Group(size, kv_heads, rate, tuple(arguments.context), arguments.noise and rate != FREE)
+        for rate in rates
+        for kv_heads in sorted(arguments.kv_heads, reverse=True)
+        for size in arguments.sizes
+    ]
+
+
+def identity(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What must be the same for cells to be reported together."""
+    return {name: getattr(arguments, name) for name in IDENTITY}
+
+
+def is_done(part: Mapping[str, Any] | None, methods: Sequence[str], noise: bool, repeats: int) -> bool:
+    """Whether a cell that was kept answers what is asked now."""
+    if part is None:
+        return False
+    wanted = {(name, QUIET) for name in methods}
+    if noise:
+        wanted |= {(name, LINK) for name in methods if name in NOISY}
+    return wanted <= {(row["method"], row["noise"]) for row in part["rows"]} and part["repeats"] >= repeats

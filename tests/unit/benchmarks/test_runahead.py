@@ -1,0 +1,250 @@
+"""benchmarks/runahead.py: a tiny real run that goes on where it was, and verdicts on samples whose truth is known."""
+
+import argparse
+import json
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.harness.chains import SilentLink
+from benchmarks.harness.parts import Parts
+from benchmarks.harness.runahead_charts import draw_all
+from benchmarks.harness.runahead_plan import METHODS, Group, groups, is_done
+from benchmarks.harness.runahead_summary import losses, summarise
+from benchmarks.harness.runahead_tables import show, table_1, table_3
+from megakv.attention.chain import ChainPlan
+from megakv.attention.message import KVFormat
+from megakv.sharding import contiguous, new_tokens
+from tests.unit.benchmarks.running import run_benchmark, tiny
+
+run = partial(run_benchmark, "runahead.py")
+TINY = tiny()
+QUICK = ["--table-spacing", "64", "--repeats", "2", "--profile-seconds", "1", "--search-step", "16"]
+
+
+def test_tiny_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "runahead.json"
+    given = ["--ranks", "2", "--context", "64,96", *QUICK, "--json", path, *TINY]
+    done = run(*given, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
+    assert report["benchmark"] == "runahead" and report["args"]["kv_heads"] == [2]
+    names = [name for name in METHODS if name != "single_masked"]
+    found = {(row["context"], row["method"]): row for row in report["rows"]}
+    # Predicted are only lengths between those of the table.
+    assert set(found) == {(64, name) for name in names if name != "kvr_p"} | {(96, name) for name in names}
+    for (context, name), row in found.items():
+        assert (row["ranks"], row["kv_heads"], row["rate"], row["noise"]) == (2, 2, "free", "quiet")
+        assert len(row["seconds"]) == 2 and all(0 < value < 60 for value in row["seconds"])
+        silent = name == "kvr_silent"
+        assert (row["max_logit_difference"] is None) == silent
+        assert silent or row["max_logit_difference"] <= 1e-5
+        sent = {operation: 0 for rank in row["bytes_sent"] for operation in rank}
+        for rank in row["bytes_sent"]:
+            for operation, count in rank.items():
+                sent[operation] += count
+        row_bytes = 2 * 2 * 2 * 16 * 4
+        if name in ("tsp", "tsp_causal"):
+            # Equations 4 and 5: (p - 1) C.
+            assert sent["all_gather"] == context * row_bytes
+        if name.startswith("kvr") or name == "one_rank":
+            assert sum(row["partition"]) == context and len(row["partition"]) == 2
+            # Equations 6 and 7: what is in front of the last rank.
+            expected = 0 if silent or name == "one_rank" else row["partition"][0] * row_bytes
+            assert sent.get("runahead", 0) == expected
+        if name == "kvr_e":
+            assert row["partition"] == [context / 2] * 2
+        assert (row["auto"] in ("one_rank", "runahead", "pass_kv", "pass_q")) == (name == "auto")
+
+    summary = report["summary"]
+    assert set(summary["searches"]) == {f"r2-kv2-free-{context}" for context in (64, 96, 128)}
+    cell = summary["cells"]["r2-kv2-free-96"]
+    middle = {name: np.array(found[96, name]["seconds"]) for name in names}
+    for peer in ("tsp", "tsp_causal", "tp_gloo", "tp", "pass_kv"):
+        value = cell["speedup"][f"kvr_s/{peer}"]
+        assert value["value"] == pytest.approx(np.median(middle[peer] / middle["kvr_s"]))
+        assert 0 < value["low"] <= value["value"] <= value["high"] < math.inf
+    assert cell["time_ratio"]["kvr_p/kvr_s"]["value"] == pytest.approx(np.median(middle["kvr_p"] / middle["kvr_s"]))
+    assert cell["bounds_s"]["causal"]["value"] == pytest.approx(np.median(middle["single"]) / 2)
+    assert cell["auto"]["regret"]["value"] >= 0 and summary["auto_regret"]["largest"]["cell"] in summary["cells"]
+    for kind in ("ttft", "partitions", "predicted", "search"):
+        assert path.with_suffix(f".{kind}.r2-kv2-free.png").read_bytes().startswith(b"\x89PNG"), kind
+    assert "TSP against KVR-S" in done.stdout and "What auto chose" in done.stdout
+
+    (tmp_path / "runahead.parts" / "r2-kv2-free-96.json").unlink()
+    again = run(*given, timeout=120)
+    assert again.returncode == 0 and "r2-kv2-free: 96 tokens" in again.stdout, again.stderr[-3000:]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row for row in rows if row["context"] == 64] == [row for row in report["rows"] if row["context"] == 64]
+    assert len(rows) == len(report["rows"]) and rows != report["rows"]
+    assert "measured already" in run(*given, timeout=120).stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--ranks", "1"], "--sizes 1"),
+        (["--ranks", "2", "--sizes", "2,4"], "--sizes 2,4"),
+        (["--ranks", "2", "--methods", "tsp,kvr"], "--methods tsp,kvr"),
+        (["--ranks", "2", "--context", "4"], "--context 4"),
+        (["--ranks", "2", "--kv-heads", "3"], "--kv-heads 3"),
+        (["--ranks", "2", "--rates", "free,fast"], "fast"),
+        (["--ranks", "2", "--noise"], "--noise needs limited links"),
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
+    done = run(*argv, timeout=20)
+    assert done.returncode == 2 and named in done.stderr
+
+
+def test_plan_leaves_out_what_a_group_cannot_do() -> None:
+    group = Group(4, 2, "1gbit", (1000, 4096, 5000))
+    assert {"tp", "tp_gloo", "kvr_p"}.isdisjoint(group.methods(METHODS, 4096, 4096))
+    assert "kvr_p" in group.methods(METHODS, 5000, 4096) and "kvr_p" not in group.methods(METHODS, 1000, 4096)
+    assert group.searched(["tsp", "kvr_s"], 4096) == [1000, 4096, 5000]
+    assert group.searched(["tsp", "kvr_p"], 4096) == [4096, 8192]
+    assert group.searched(["tsp", "pass_kv"], 4096) == []
+    assert "tp" in Group(4, 4, "free", (9,)).methods(METHODS, 9, 4096)
+    asked = argparse.Namespace(rates=["1gbit", "free"], kv_heads=[1, 16], sizes=[2, 4], context=[512], noise=True)
+    names = [(each.name, each.noise) for each in groups(asked)]
+    assert names[:2] == [("r2-kv16-free", False), ("r4-kv16-free", False)] and names[-1] == ("r4-kv1-1gbit", True)
+
+
+def test_parts_are_read_by_those_with_the_same_model_only(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "new", {"layers": 2, "dtype": "fp32"})
+    rows = [row("tsp", [1.0]), row("kvr_s", [1.0]), row("tsp", [1.0], noise="link"), row("kvr_s", [1.0], noise="link")]
+    parts.write("r4-kv16-free-512", {"repeats": 3, "rows": rows})
+    part = parts.read("r4-kv16-free-512")
+    assert parts.names("r") == ["r4-kv16-free-512"] and part is not None
+    assert Parts(tmp_path / "new", {"layers": 3, "dtype": "fp32"}).names() == []
+    assert is_done(part, ["tsp"], False, 3) and is_done(part, ["kvr_s", "tsp"], True, 2)
+    assert not is_done(part, ["tsp"], False, 4) and not is_done(part, ["tsp", "auto"], False, 3)
+    assert not is_done(None, [], False, 1)
+    parts.path("r4-kv16-free-512").write_text('{"identity": {"la')
+    assert parts.read("r4-kv16-free-512") is None
+
+
+def row(method: str, seconds: list[float], *, noise: str = "quiet", **given: Any) -> dict[str, Any]:
+    place = {"ranks": 4, "kv_heads": 16, "rate": "free", "context": 8192}
+    facts = {"max_logit_difference": 1e-6, "partition": None, "auto": None, "predicted_s": None}
+    return {"method": method, "seconds": seconds, "noise": noise, **place, **facts, **given}
+
+
+def noisy(seconds: float, rounds: int = 9) -> list[float]:
+    return list(seconds * np.random.default_rng().uniform(0.998, 1.002, rounds))
+
+
+TIMES = {
+    "tsp": 1.5,
+    "tsp_causal": 1.3,
+    "tp_gloo": 1.25,
+    "kvr_e": 1.2,
+    "kvr_s": 1.0,
+    "kvr_silent": 0.95,
+    "pass_kv": 1.02,
+}
+
+
+def test_verdicts_on_known_times() -> None:
+    rows = [row(name, noisy(seconds), partition=[3000, 2000, 1700, 1492]) for name, seconds in TIMES.items()]
+    rows.append(row("kvr_p", noisy(1.01), partition=[2900, 2100, 1700, 1492]))
+    rows.append(row("auto", noisy(1.02), auto="pass_kv", predicted_s={"single": 3.0, "runahead": 1.1, "pass_kv": 1.02}))
+    rows += [row("single", [3.6, 3.6]), row("single_masked", [5.12, 5.12])]
+    rows += [row("tsp", noisy(5.0), rate="1gbit"), row("kvr_s", noisy(2.0), rate="1gbit")]
+    summary = summarise(rows)
+    assert list(summary["cells"]) == ["r4-kv16-free-8192", "r4-kv16-1gbit-8192"]
+    cell, slow = summary["cells"].values()
+    for peer, expected in (("tsp", 1.5), ("tsp_causal", 1.3), ("tp_gloo", 1.25), ("kvr_e", 1.2), ("pass_kv", 1.02)):
+        assert cell["speedup"][f"kvr_s/{peer}"]["value"] == pytest.approx(expected, rel=0.005)
+    assert cell["time_ratio"]["kvr_p/kvr_s"]["value"] == pytest.approx(1.01, rel=0.005)
+    assert cell["time_ratio"]["kvr_s/kvr_silent"]["value"] == pytest.approx(1 / 0.95, rel=0.005)
+    # A quarter of one process; (p + 1) / (2 p^2) of one that computes what is hidden.
+    assert cell["bounds_s"]["causal"]["value"] == pytest.approx(0.9)
+    assert cell["bounds_s"]["masked"]["value"] == pytest.approx(0.8)
+    assert cell["over_bound"]["causal"]["value"] == pytest.approx(1 / 0.9, rel=0.005)
+    assert cell["over_bound"]["masked"]["value"] == pytest.approx(1 / 0.8, rel=0.005)
+    assert cell["auto"]["chose"] == "pass_kv"
+    assert cell["auto"]["regret"]["value"] == pytest.approx(0.02, abs=0.004)
+    assert cell["auto"]["predicted_over_measured"] == {
+        "runahead": pytest.approx(1.1, rel=0.005), "pass_kv": pytest.approx(1.0, rel=0.005)
+    }  # fmt: skip
+    assert summary["auto_regret"]["largest"]["cell"] == "r4-kv16-free-8192"
+    assert slow["speedup"]["kvr_s/tsp"]["value"] == pytest.approx(2.5, rel=0.005) and "auto" not in slow
+    assert slow["bounds_s"] == {} and summary["noise_loss"] == {}
+
+
+def test_losses_tell_the_link_from_the_processor() -> None:
+    rounds = np.linspace(1, 2, 7)  # a machine that becomes slower
+    times = {"kvr_s": 1.0, "kvr_s, elsewhere": 1.05, "kvr_s, link": 1.08, "tsp": 2.0, "tsp, link": 2.4}
+    found = losses({name: list(rounds * seconds) for name, seconds in times.items()})
+    assert {kind: round(value["value"], 6) for kind, value in found["kvr_s"].items()} == {
+        "elsewhere": 0.05, "link": 0.08, "link_alone": round(1.08 / 1.05 - 1, 6)
+    }  # fmt: skip
+    assert found["tsp"]["link"]["value"] == pytest.approx(0.2) and set(found["tsp"]) == {"link"}
+    rows = []
+    for context, loss in ((4096, 0.1), (8192, 0.3)):
+        given = {"rate": "1gbit", "context": context}
+        rows += [row("tsp", noisy(1.0), **given), row("tsp", noisy(1 + loss), noise="link", **given)]
+    mean = summarise(rows)["noise_loss"]["r4-kv16-1gbit"]["tsp"]["link"]
+    assert mean["value"] == pytest.approx(0.2, abs=0.005) and mean["low"] < mean["value"] < mean["high"] < 0.21
+
+
+def test_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for ranks in (2, 4):
+        for context in (4096, 8192):
+            for name, seconds in {**TIMES, "kvr_p": 1.01, "one_rank": 3.5}.items():
+                place = {"ranks": ranks, "context": context, "partition": [context // ranks] * ranks}
+                rows.append(row(name, noisy(seconds * context / ranks), **place))
+    slow = {"rate": "1gbit", "ranks": 2, "context": 4096, "partition": [2048, 2048]}
+    rows += [row("one_rank", [3.5 * 2048], **slow), row("kvr_s", [5.0 * 2048], **slow)]
+    rows += [row("kvr_s", [5.5 * 2048], noise="link", **slow)]
+    summary = summarise(rows)
+    cells = list(summary["cells"].values())
+    header, first, second = table_1(cells)
+    assert header[3:5] == ["TSP on 2", "KVR-S"] and len(first) == len(header) == 9
+    assert float(first[3]) / float(first[4]) == pytest.approx(1.5, rel=0.01) and second[2] == "8,192"
+    header, first, _ = table_3(cells)
+    assert header[3:] == ["2 ranks, free", "4 ranks, free", "2 ranks, 1gbit"]
+    # Two ranks beat one over fast links, not over slow ones.
+    assert first[3].endswith("*") and not first[5].endswith("*")
+    show(summary)
+    assert "Table 3" in capsys.readouterr().out
+    arguments = argparse.Namespace(family="llama", layers=8, hidden=1024, heads=16, dtype="fp32", threads=1)
+    trials = [{"partition": [2, 2], "seconds": 1.0, "stride": 0, "round": 0}]
+    trials.append({"partition": [3, 1], "seconds": 0.9, "stride": 1, "round": 0})
+    search = {"partition": [3, 1], "seconds": 0.9, "even_seconds": 1.0, "evaluations": 2, "trials": trials}
+    drawn = draw_all(tmp_path / "x.json", arguments, summary, {"r2-kv16-free-4096": search})
+    kinds = {file.name.split(".")[1] for file in drawn}
+    assert kinds == {"ttft", "partitions", "predicted", "noise", "search", "ranks", "pass_kv"}
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn) and len(set(drawn)) == len(drawn)
+
+
+def test_silent_chain_attends_to_what_it_would_receive() -> None:
+    lengths = np.array([37, 0, 5])
+    mask = np.arange(37)[None] < lengths[:, None]
+    new = new_tokens(mask, np.broadcast_to(np.arange(37) + 100, mask.shape), 0)
+    layout = contiguous(new, [(20, 0, 10, 7), (0, 0, 0, 0), (1, 0, 4, 0)])
+    shape = {"kv_heads": 2, "key_dim": 4, "value_dim": 6, "q_HLD": torch.zeros(4, 7, 4)}
+    call: Any = SimpleNamespace(layout=layout, rank=3, **shape)
+    plan = ChainPlan.of(layout, 3, 8)
+    messages = KVFormat(call, plan.counts)
+    link = SilentLink()
+    link.start_pass(plan)
+    found = [part for index, message in link.arrivals(call, plan, messages) for part in messages.unpack(index, message)]
+    assert all(part.k_KSD.shape[::2] == (2, 4) and part.v_KSD.shape[::2] == (2, 6) for part in found)
+    for sequence, prefix in ((0, 30), (2, 5)):
+        slots = np.concatenate([part.slots for part in found if part.sequence == sequence])
+        positions = np.concatenate([part.positions for part in found if part.sequence == sequence])
+        assert sorted(slots) == list(range(prefix)) and np.array_equal(positions, slots + 100)
+    # The next pass of the same shape finds its messages made.
+    kept = dict(link.arrivals(call, plan, messages))
+    link.start_pass(ChainPlan.of(layout, 3, 8))
+    assert all(message is kept[index] for index, message in link.arrivals(call, plan, messages))
