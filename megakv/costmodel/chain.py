@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megakv.attention.chain import HELD
+from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.context_parallel import message_bytes
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
@@ -25,10 +27,6 @@ from megakv.sharding import pieces
 
 Message = tuple[int, tuple[int, ...]]
 """Who computed it, and its tokens of each sequence."""
-
-CHUNK_TOKENS = 1024
-HELD = 2
-"""Messages that a rank makes room for, as `megakv.attention.chain` does."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megakv.costmodel.chain import CHUNK_TOKENS, Chain
+from megakv.attention.runahead import CHUNK_TOKENS
+from megakv.costmodel.chain import Chain
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.grid import Grid

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from deepspeed.accelerator import get_accelerator
 
+from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.comm import Communicator
-from megakv.costmodel.chain import CHUNK_TOKENS
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes
-from megakv.costmodel.chain import CHUNK_TOKENS, Chain, ChainPrediction
+from megakv.costmodel.chain import Chain, ChainPrediction
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
