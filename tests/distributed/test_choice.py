@@ -43,7 +43,7 @@ def test_measured_evidence_is_the_same_on_all_ranks(results: dict[str, Any]) -> 
 
 def test_every_policy_yields_the_same_tokens(results: dict[str, Any]) -> None:
     tokens = results["engines"]
-    assert set(tokens) == {"pass_kv", "nothing", "cost", "alg1", "alg5", "fitted"}
+    assert set(tokens) == {"pass_kv", "nothing", "cost", "alg1", "alg5", "fitted", "slow"}
     assert all(answer == tokens["pass_kv"] for answer in tokens.values())
 
 
@@ -52,6 +52,10 @@ def test_reports_say_what_was_chosen_and_why(results: dict[str, Any]) -> None:
     assert all(plans == first for plans in results["plans"])
     for policy in ("pass_kv", "nothing", "alg1", "alg5", "fitted"):
         assert first[policy] == [None, None, None]
+    # On links of ten seconds the prompt stays on one rank; where what is cached lies decides afterwards.
+    alone = first["slow"][0]
+    assert alone["chosen"] == "single"
+    assert alone["partitions"] == [[0] * (len(results["plans"]) - 1) + [203]] * 2
     # The second turn of the conversation is short: after the first one's decoding it may go the way of decoding.
     for turn, length in ((0, 203), (2, 50)):
         plan = first["cost"][turn]

@@ -24,6 +24,7 @@ from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, sent_bytes
+from megakv.costmodel.curves import Curve
 from megakv.costmodel.kernel_times import KernelSizes
 from megakv.costmodel.measurement import measure_profile
 from megakv.costmodel.policy_points import fit_policy
@@ -79,6 +80,7 @@ def engines(work: Path, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "alg1": {"policy": "alg1", "profile": files["profile"]},
         "alg5": {"policy": "alg5", "profile": files["profile"]},
         "fitted": {"policy": "fitted", "fit": files["fit"]},
+        "slow": {"profile": str(work / "slow.json")},
     }
     size = torch.distributed.get_world_size()
     for name, section in sections.items():
@@ -145,6 +147,7 @@ def main() -> None:
     fit = fit_policy(comm, shape, dtype=torch.float32, totals=(128, 512), seconds=1.0)
     if comm.mesh.rank == 0:
         profile.save(work / "profile.json")
+        profile.model_copy(update={"exchange": Curve.affine(10.0, 1e9)}).save(work / "slow.json")
         fit.save(work / "fit.json")
     comm.barrier()
     results["profiles"] = comm.gather_objects([profile.digest(), fit.digest(), len(steps), max(steps)])
