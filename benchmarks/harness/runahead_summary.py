@@ -79,22 +79,24 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``cells``: name such as ``r4-kv16-free-8192`` -> what `summarise_cell` says. ``auto_regret``: over all cells,
-        ``mean`` with its interval and the ``largest`` with its cell. ``noise_loss``: group such as ``r4-kv16-1gbit`` ->
-        method -> mean over the contexts of its losses. ``max_logit_difference``: from the first method's logits.
+        ``cells``: name such as ``r4-kv16-free-8192`` -> what `summarise_cell` says. ``auto_regret`` and
+        ``auto_choice_regret``: over all cells, ``mean`` with its interval and the ``largest`` with its cell.
+        ``noise_loss``: group such as ``r4-kv16-1gbit`` -> method -> mean over the contexts of its losses.
+        ``max_logit_difference``: from the first method's logits.
     """
     cells = cells_of(rows)
     summary: dict[str, Any] = {"cells": {}}
     for setting, found in cells.items():
         summary["cells"][setting.name] = summarise_cell(setting, found)
-    judged = {setting.name: cell for setting, found in cells.items() if (cell := _choice(found)) is not None}
-    if judged:
-        regrets = {name: summary["cells"][name]["auto"]["regret"] for name in judged}
-        worst = max(regrets, key=lambda name: regrets[name]["value"])
-        summary["auto_regret"] = {
-            "mean": judge(list(judged.values()))["intervals"]["auto_mean_regret"],
-            "largest": {"cell": worst, **regrets[worst]},
-        }
+    for kind, of_cell in (("regret", _choice), ("choice_regret", _judged_by_samples)):
+        judged = {setting.name: cell for setting, found in cells.items() if (cell := of_cell(found)) is not None}
+        if judged:
+            regrets = {name: summary["cells"][name]["auto"][kind] for name in judged}
+            worst = max(regrets, key=lambda name: regrets[name]["value"])
+            summary[f"auto_{kind}"] = {
+                "mean": judge(list(judged.values()))["intervals"]["auto_mean_regret"],
+                "largest": {"cell": worst, **regrets[worst]},
+            }
     summary["noise_loss"] = _losses_by_group(cells)
     differences = [row["max_logit_difference"] for row in rows if row["max_logit_difference"] is not None]
     summary["max_logit_difference"] = max(differences)
@@ -109,9 +111,9 @@ def summarise_cell(setting: Setting, rows: Mapping[str, Row]) -> dict[str, Any]:
     dict
         What the cell is; ``ttft_s``: method -> median; ``speedup``: such as ``kvr_s/tsp`` -> the peer's time over the
         method's; ``time_ratio``: ``kvr_p/kvr_s`` and ``kvr_s/kvr_silent``; ``bounds_s`` and ``over_bound``: see
-        `bounds`; ``partition``: method -> tokens of each rank; ``auto``: what it ``chose``, its ``regret``, and of each
-        candidate the predicted time over the measured one; ``noise_loss``: method -> see `losses`. Times, ratios,
-        regret and losses have intervals.
+        `bounds`; ``partition``: method -> tokens of each rank; ``auto``: what it ``chose``, the ``regret`` of its own
+        runs, ``choice_regret`` by the samples of what it chose, and of each candidate the predicted time over the
+        measured one; ``noise_loss``: method -> see `losses`. Times, ratios, regrets and losses have intervals.
     """
     seconds = {name: row["seconds"] for name, row in rows.items()}
     found: dict[str, Any] = {
@@ -134,6 +136,9 @@ def summarise_cell(setting: Setting, rows: Mapping[str, Row]) -> dict[str, Any]:
             "regret": judge([cell])["intervals"]["auto_mean_regret"],
             "predicted_over_measured": _predictions(rows),
         }
+        choice = _judged_by_samples(rows)
+        if choice is not None:
+            found["auto"]["choice_regret"] = judge([choice])["intervals"]["auto_mean_regret"]
     return found
 
 
@@ -234,6 +239,18 @@ def _mean(values: Sequence[Interval]) -> Interval:
     below = float(np.sqrt(sum((each.value - each.low) ** 2 for each in values))) / len(values)
     above = float(np.sqrt(sum((each.high - each.value) ** 2 for each in values))) / len(values)
     return Interval(value, value - below, value + above)
+
+
+def _judged_by_samples(rows: Mapping[str, Row]) -> Cell | None:
+    """The same by the samples of the method that `auto` chose; None where its partition was not measured."""
+    cell = _choice(rows)
+    if cell is None:
+        return None
+    chose, searched = rows["auto"]["auto"], rows.get("kvr_s")
+    if chose == "runahead" and searched is not None and searched["partition"] == rows["auto"]["partition"]:
+        chose = "kvr_s"
+    others = {method: times for method, times in cell.seconds.items() if method != "auto"}
+    return Cell(1.0, others, chose) if chose in others and len(others) > 1 else None
 
 
 def _choice(rows: Mapping[str, Row]) -> Cell | None:

@@ -26,9 +26,10 @@ def show(summary: Mapping[str, Any]) -> None:
     ):
         if len(lines) > 1:
             print(f"\n{title}\n{align(lines)}")
-    if "auto_regret" in summary:
-        mean, worst = summary["auto_regret"]["mean"], summary["auto_regret"]["largest"]
-        print(f"\nauto's regret: mean {_percent(mean)}, largest {_percent(worst)} at {worst['cell']}")
+    for kind, text in (("auto_regret", "auto's own runs"), ("auto_choice_regret", "the samples of what it chose")):
+        if kind in summary:
+            mean, worst = summary[kind]["mean"], summary[kind]["largest"]
+            print(f"\nregret by {text}: mean {_percent(mean)}, largest {_percent(worst)} at {worst['cell']}")
     print(f"\nlargest difference of the last logits: {summary['max_logit_difference']:.1e} of the largest logit")
 
 

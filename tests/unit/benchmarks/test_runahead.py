@@ -176,6 +176,8 @@ def test_verdicts_on_known_times() -> None:
         "runahead": pytest.approx(1.1, rel=0.005), "pass_kv": pytest.approx(1.0, rel=0.005)
     }  # fmt: skip
     assert summary["auto_regret"]["largest"]["cell"] == "r4-kv16-free-8192"
+    assert cell["auto"]["choice_regret"]["value"] == pytest.approx(0.02, abs=0.004)
+    assert summary["auto_choice_regret"]["mean"]["value"] == cell["auto"]["choice_regret"]["value"]
     assert slow["speedup"]["kvr_s/tsp"]["value"] == pytest.approx(2.5, rel=0.005) and "auto" not in slow
     assert slow["bounds_s"] == {} and summary["noise_loss"] == {}
 
