@@ -1,6 +1,7 @@
 """KV-Runahead is exact on every partition, mesh and way to end: prompts, decoding, sessions. And what it sends."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ UNEVEN = {
 ABSURD = {
     2: [[0, 64], [64, 0], [1, 63]],
     3: [[0, 64, 0], [1, 1, 62]],
-    4: [[0, 63, 0, 1], [1, 0, 1, 62], [64, 0, 0, 0]],
+    # Of 5 tokens, fewer than 2N: without token counts they would go the way of decoding.
+    4: [[0, 63, 0, 1], [1, 0, 1, 62], [64, 0, 0, 0], [1, 0, 3, 1]],
     8: [[0, 1, 0, 60, 0, 2, 1, 0], [1, 1, 1, 1, 1, 1, 1, 57]],
 }
 CASES = ("greedy 65", "greedy 3", "ragged greedy")
@@ -66,7 +68,7 @@ def runs(mesh: str) -> list[Exact]:
         for index, partition in enumerate(ABSURD[size]):
             longest = 1000 if index % 2 else 9
             section = {"kv": kv, "partition": partition, "chunk_tokens": longest}
-            found.append(Exact("llama", mesh, section, ("greedy 64",)))
+            found.append(Exact("llama", mesh, section, (f"greedy {sum(partition)}",)))
     return found
 
 
@@ -196,6 +198,14 @@ def test_promises_of_all_engines(tmp_path: Path, kv: str) -> None:
             sum(row[column] ** 2 for row in found["bf16_error"]["engine_and_single"]) ** 0.5 for column in (0, 1)
         )
         assert 0 < engine <= 1.1 * single
+
+
+def test_counts_that_do_not_fit_the_prompt_are_refused(tmp_path: Path) -> None:
+    section = {"partition": [10, 20, 30, 4]}
+    (found,) = launch(tmp_path, [{"check": "refused", "mesh": "4x1", "tokens": 64, "runahead": section}], 4, 120)
+    expected = r"megakv.runahead.partition = \[10, 20, 30, 4\] sums to 64 tokens, but a sequence of the prompt has 65"
+    assert re.match(expected, found["message"]), found
+    assert found["alive"]
 
 
 def test_the_last_rank_decodes_alone(tmp_path: Path) -> None:

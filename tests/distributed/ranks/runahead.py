@@ -136,6 +136,18 @@ class Ranks:
         context.section = run["runahead"]
         return {check.__name__: check(context) for check in CHECKS if check.__name__ in run["checks"]}
 
+    def refused(self, run: Run) -> Any:
+        """What is said of a prompt that token counts do not fit, and whether the engine goes on."""
+        with self.engine(run, str(self.folder("llama"))) as engine:
+            session, message = engine.session(), ""
+            try:
+                session.generate(ids_of(run["tokens"] + 1), max_new_tokens=2, **GREEDY)
+            except ValueError as error:
+                message = str(error)
+            found = session.generate(ids_of(run["tokens"]), max_new_tokens=2, **GREEDY)
+        expected = self.plain("llama").generate(ids_of(run["tokens"]), max_new_tokens=2, **GREEDY)
+        return {"message": message, "alive": torch.equal(found, expected)}
+
     def traffic(self, run: Run) -> Any:
         """Bytes by operation and layer that all ranks together sent for one prompt and some steps, by method."""
         found = {}
