@@ -8,6 +8,9 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+TILED_ROWS = 16
+"""From so many rows on a kernel's time is that of its tiles, which what a call costs by itself no longer hides."""
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -136,7 +139,11 @@ class AttentionTable(BaseModel):
         low, high, weight = _bracket(self.rows, rows)
         seconds = self._line(low, keys)
         if weight:
-            seconds += weight * (self._line(high, keys) - seconds)
+            first, last = seconds, self._line(high, keys)
+            seconds = first + weight * (last - first)
+            if self.rows[low] >= TILED_ROWS:
+                # Kernels take larger, faster tiles from some number of rows on: until then time stays proportional.
+                seconds = max(seconds, min(first * rows / self.rows[low], last))
         return self._scaled(seconds * max(1.0, rows / self.rows[-1]), heads)
 
     def square(self, heads: float, rows: float) -> float:

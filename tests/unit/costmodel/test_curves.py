@@ -90,3 +90,21 @@ def test_impossible_tables(changes: dict) -> None:
     values = pair_table(1.0).model_dump() | changes
     with pytest.raises(ValueError, match="validation error"):
         AttentionTable(**values)
+
+
+def test_rows_between_two_sizes_of_tiles() -> None:
+    """A kernel that takes 16 s for 256 rows and, with larger tiles, 40 s for 1,024: 500 rows are still slow ones."""
+    table = AttentionTable(
+        kernel="flash",
+        head_dim=64,
+        heads=1,
+        group=1,
+        rows=(1, 256, 1024),
+        keys=(1, 10),
+        seconds=((0.001, 0.01), (1.6, 16.0), (4.0, 40.0)),
+        causal=Curve(sizes=(1, 100), seconds=(1.0, 2.0)),
+    )
+    for rows, expected in ((256, 16), (384, 24), (512, 32), (640, 40), (900, 40), (1024, 40), (2048, 80)):
+        assert table.block(1, rows, 10) == pytest.approx(expected, rel=1e-3)
+    # Few rows cost what lies between their neighbours.
+    assert table.block(1, 128.5, 10) == pytest.approx(8, rel=1e-2)
