@@ -87,6 +87,15 @@ METHODS = {
     "pass_kv": "MegaKV, ring pass-KV",
     "pass_q": "MegaKV, ring pass-Q",
     "all_gather": "MegaKV, all-gather",
+    "tsp": "MegaKV, TSP, the whole rectangle under a mask",
+    "tsp_causal": "MegaKV, TSP that skips what is hidden",
+    "kvr_e": "MegaKV, KV-Runahead, even parts",
+    "kvr_s": "MegaKV, KV-Runahead, searched parts",
+    "kvr_p": "MegaKV, KV-Runahead, interpolated parts",
+    "kvr_silent": "the same without communication: a bound",
+    "one_rank": "MegaKV, everything on one rank",
+    "auto": "MegaKV, what `auto` chooses",
+    "single_masked": "plain transformers that computes what is hidden too",
 }
 
 
@@ -106,10 +115,28 @@ def prefill_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def runahead_table() -> str:
+    """Times and traffic of the longest prompt on most ranks over free links in benchmarks/results/runahead.json."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "runahead.json").read_text())
+    free = [cell for cell in results["summary"]["cells"].values() if cell["rate"] == "free"]
+    cell = max(free, key=lambda cell: (cell["ranks"], cell["context"], cell["kv_heads"]))
+    lines = ["| | seconds, median | times KVR-S's time | MiB sent by all ranks |", "|---|---:|---:|---:|"]
+    for row in results["rows"]:
+        if any(row[key] != cell[key] for key in ("rate", "ranks", "context", "kv_heads")) or row["noise"] != "quiet":
+            continue
+        faster = cell["speedup"].get(f"kvr_s/{row['method']}")
+        ratio = "" if faster is None else f"{faster['value']:.2f} ({faster['low']:.2f} to {faster['high']:.2f})"
+        sent = sum(sum(operations.values()) for operations in row["bytes_sent"]) / 2**20
+        cells = [METHODS[row["method"]], f"{statistics.median(row['seconds']):.1f}", ratio, f"{sent:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families_table,
     "accuracy": accuracy_table,
     "prefill": prefill_table,
+    "runahead": runahead_table,
 }
 
 

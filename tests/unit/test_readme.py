@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from docs.figures import DRAWINGS
-from docs.generated import ROOT, documents, figure, refresh
+from docs.generated import ROOT, TABLES, documents, figure, refresh
 from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
 
 README = (ROOT / "README.md").read_text()
@@ -159,3 +159,31 @@ def test_figures_are_read_from_results(tmp_path: Path, monkeypatch: pytest.Monke
     assert refresh(stale) == fresh
     with pytest.raises(ValueError, match="summary.ok is True, no number"):
         figure("x.json", "summary.ok")
+
+
+def test_table_of_the_chain_takes_the_largest_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    place = {"rate": "free", "ranks": 4, "context": 8192, "kv_heads": 16}
+    smaller, slower = {**place, "context": 4096}, {**place, "rate": "1gbit", "context": 16384}
+    speedup = {"kvr_s/tsp": {"value": 1.5, "low": 1.4, "high": 1.62}}
+    cells = {str(index): {**where, "speedup": speedup} for index, where in enumerate((smaller, place, slower))}
+    rows = [
+        {
+            **where,
+            "noise": noise,
+            "method": method,
+            "seconds": [2.0, 9.0, 3.0],
+            "bytes_sent": [{"a": 1 << 20}, {"a": 1 << 21}],
+        }
+        for where in (smaller, place, slower)
+        for noise in ("quiet", "link")
+        for method in ("tsp", "kvr_s")
+    ]
+    (folder / "runahead.json").write_text(json.dumps({"rows": rows, "summary": {"cells": cells}}))
+    monkeypatch.setattr("docs.generated.ROOT", tmp_path)
+    _, _, *lines = TABLES["runahead"]().splitlines()
+    assert lines == [
+        "| MegaKV, TSP, the whole rectangle under a mask | 3.0 | 1.50 (1.40 to 1.62) | 3 |",
+        "| MegaKV, KV-Runahead, searched parts | 3.0 |  | 3 |",
+    ]
