@@ -15,6 +15,7 @@ from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.errors import MegaKVError
+from megakv.fairkv.compression import Compressor
 from megakv.generation import (
     TokenClock,
     check_length,
@@ -66,7 +67,14 @@ class MegaKVEngine(InferenceEngine):
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         _, heads, kv_heads = head_counts(model.config)
-        self._runtime = Runtime(comm=comm, config=config.megakv.context_parallel, heads=heads, kv_heads=kv_heads)
+        fairkv = config.megakv.fairkv
+        self._runtime = Runtime(
+            comm=comm,
+            config=config.megakv.context_parallel,
+            heads=heads,
+            kv_heads=kv_heads,
+            compressor=None if fairkv is None else Compressor(fairkv, loaded.head_map, comm),
+        )
         layers = attach(model, self._runtime, self._policy)
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)

@@ -16,6 +16,7 @@ from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.fairkv.compression import Compressor
 from megakv.injection.interface import add_sinks
 from megakv.sharding import Layout, TokenBlock, balanced, replicated, round_robin
 
@@ -39,6 +40,8 @@ class ForwardPass:
         Rows of the input, and slots of the sequence after this pass.
     workload : Workload
         Its new and cached tokens.
+    compress : bool
+        Whether each layer's cache is compressed after its attention.
     chosen : dict
         What layers of a shape chose.
     """
@@ -49,6 +52,7 @@ class ForwardPass:
     batch: int
     slots: int
     workload: Workload
+    compress: bool = False
     chosen: dict[AttentionShape, str] = field(default_factory=dict)
 
 
@@ -64,6 +68,8 @@ class Runtime:
         Query and KV heads of the whole model, for the choice of method.
     shape : ModelShape, optional
         Sizes of the whole model, for the choice of decode method; without them it goes by the batch.
+    compressor : Compressor, optional
+        Compresses the cache after a prompt.
 
     Raises
     ------
@@ -76,6 +82,7 @@ class Runtime:
     heads: int
     kv_heads: int
     shape: ModelShape | None = None
+    compressor: Compressor | None = None
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
@@ -95,15 +102,25 @@ class Runtime:
         lengths = np.diff(new.bounds)
         cached = np.zeros_like(lengths) if held is None else held.sum(0)
         workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
-        method: str | None = None
+        compress = self.compressor is not None and self.compressor.wanted(lengths, slots, first=cache.length == 0)
+        # What was compressed does not travel: queries come to it.
+        method: str | None = "pass_q" if cache.compressed else None
         if size == 1:
-            layout, method = balanced(new, 1), "pass_kv"
+            layout, method = balanced(new, 1), "replicated" if cache.compressed else "pass_kv"
         elif int(lengths.max(initial=0)) < 2 * size:
             method = self._decode_method(workload)
             layout = (replicated if method == "replicated" else round_robin)(new, size, held)
         else:
             layout = balanced(new, size, held)
-        return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots, workload=workload)
+        return ForwardPass(
+            layout=layout,
+            cache=cache,
+            method=method,
+            batch=new.batch,
+            slots=slots,
+            workload=workload,
+            compress=compress,
+        )
 
     def _decode_method(self, workload: Workload) -> str:
         """The choice for a step of decoding, made anew every `DECODE_STEPS` cached tokens."""
@@ -178,6 +195,10 @@ class Runtime:
             comm=self.comm,
         )
         out_HLD, lse_HL = self._method(step.method or self._prefill_method(step, call))(call)
+        if step.compress:
+            assert self.compressor is not None
+            whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
+            self.compressor.compress(call, whole, step.cache.compressed)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megakv.attention.part import KVPart, Part
+from megakv.sharding import IntArray
 
 GROWTH_DIVISOR = 32
 """A full buffer grows by this fraction of its length, so unused room stays near 3%."""
@@ -20,6 +24,9 @@ class KVStore(Protocol):
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        """All that is held of a sequence, given the coordinates of every token that was ever appended."""
 
     def crop(self, lengths: list[int]) -> None:
         """Cut every sequence back to a number of rows."""
@@ -40,15 +47,16 @@ class _GrowingRows:
     Forks share one buffer until either is appended to.
     """
 
-    def __init__(self, rows: Tensor):
+    def __init__(self, rows: Tensor, least_growth: int = GROWTH_MINIMUM):
         self._buffer = rows.contiguous()
+        self._least_growth = least_growth
         self._shared = False
         self.length = rows.shape[1]
 
     def append(self, rows: Tensor) -> None:
         needed = self.length + rows.shape[1]
         if needed > self._buffer.shape[1] or self._shared:
-            room = needed + max(GROWTH_MINIMUM, needed // GROWTH_DIVISOR)
+            room = needed + max(self._least_growth, needed // GROWTH_DIVISOR)
             grown = rows.new_empty((rows.shape[0], room, rows.shape[2]))
             grown[:, : self.length] = self._buffer[:, : self.length]
             self._buffer = grown
@@ -66,7 +74,7 @@ class _GrowingRows:
         return self._buffer[:, : self.length]
 
     def fork(self) -> _GrowingRows:
-        twin = _GrowingRows(self._buffer)
+        twin = _GrowingRows(self._buffer, self._least_growth)
         twin.length = self.length
         self._shared = twin._shared = True
         return twin
@@ -76,9 +84,18 @@ class _GrowingRows:
 
 
 class DenseStore:
-    """Keys and values in the memory of the model's device, one growing buffer per sequence."""
+    """Keys and values in the memory of the model's device, one growing buffer per sequence.
 
-    def __init__(self, batch: int):
+    Parameters
+    ----------
+    batch : int
+        Number of sequences.
+    least_growth : int
+        Rows that a full buffer grows by at least.
+    """
+
+    def __init__(self, batch: int, least_growth: int = GROWTH_MINIMUM):
+        self._least_growth = least_growth
         self._keys: list[_GrowingRows | None] = [None] * batch
         self._values: list[_GrowingRows | None] = [None] * batch
 
@@ -86,8 +103,8 @@ class DenseStore:
         keys, values = self._keys[sequence], self._values[sequence]
         if keys is None or values is None:
             # A copy, so that the projection's whole output is not kept alive by a view of it.
-            self._keys[sequence] = _GrowingRows(k_KSD.clone(memory_format=torch.contiguous_format))
-            self._values[sequence] = _GrowingRows(v_KSD.clone(memory_format=torch.contiguous_format))
+            for rows, new in ((self._keys, k_KSD), (self._values, v_KSD)):
+                rows[sequence] = _GrowingRows(new.clone(memory_format=torch.contiguous_format), self._least_growth)
         else:
             keys.append(k_KSD)
             values.append(v_KSD)
@@ -96,6 +113,18 @@ class DenseStore:
         keys, values = self._keys[sequence], self._values[sequence]
         assert keys is not None and values is not None
         return keys.view(), values.view()
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        yield KVPart(sequence, *self.part(sequence), slots, positions)
+
+    def rows(self, sequence: int) -> int:
+        """Rows held of a sequence."""
+        keys = self._keys[sequence]
+        return 0 if keys is None else keys.length
+
+    def drop(self, sequence: int) -> None:
+        """Free all rows of a sequence."""
+        self._keys[sequence] = self._values[sequence] = None
 
     def crop(self, lengths: list[int]) -> None:
         for rows in (self._keys, self._values):
@@ -115,7 +144,7 @@ class DenseStore:
                 moved.add(source)
 
     def fork(self) -> DenseStore:
-        twin = DenseStore(0)
+        twin = DenseStore(0, self._least_growth)
         twin._keys = [None if rows is None else rows.fork() for rows in self._keys]
         twin._values = [None if rows is None else rows.fork() for rows in self._values]
         return twin

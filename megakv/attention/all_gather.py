@@ -16,7 +16,7 @@ class AllGatherKV:
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-        parts = list(call.local_parts())
+        parts = call.dense_parts()
         if call.size > 1:
             messages = KVFormat(call)
             largest = max(messages.nbytes(rank) for rank in range(call.size))

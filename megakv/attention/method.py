@@ -9,32 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
-from megakv.sharding import IntArray, Layout, TokenBlock
+from megakv.sharding import Layout, TokenBlock
 from megakv.stores import KVStore
-
-
-@dataclass(frozen=True)
-class KVPart:
-    """Keys and values of one sequence on one rank, with the coordinates that causality is decided from.
-
-    Parameters
-    ----------
-    sequence : int
-        Batch row.
-    k_KSD, v_KSD : Tensor
-        ``[K, S, D]`` and ``[K, S, Dv]``.
-    slots, positions : IntArray
-        ``[S]``, slots ascending.
-    """
-
-    sequence: int
-    k_KSD: Tensor
-    v_KSD: Tensor
-    slots: IntArray
-    positions: IntArray
 
 
 @dataclass(frozen=True)
@@ -86,13 +66,20 @@ class AttentionCall:
         """The tokens of this rank's queries."""
         return self.layout.tokens[self.rank]
 
-    def local_parts(self) -> Iterator[KVPart]:
-        """This rank's keys and values, a part per sequence that has any."""
+    def local_parts(self) -> Iterator[Part]:
+        """This rank's keys and values of all sequences that have any."""
         for sequence in range(self.table.batch):
             slots = self.table.slots(self.rank, sequence)
             if len(slots):
-                keys, values = self.store.part(sequence)
-                yield KVPart(sequence, keys, values, slots, self.table.positions(self.rank, sequence))
+                yield from self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+
+    def dense_parts(self) -> list[KVPart]:
+        """The same for methods that send keys and values to other ranks, which only dense ones are made for."""
+        parts = []
+        for part in self.local_parts():
+            assert isinstance(part, KVPart), "compressed keys and values do not travel"
+            parts.append(part)
+        return parts
 
 
 class AttentionMethod(Protocol):
@@ -126,11 +113,10 @@ class PackedAttention:
                 partial = PartialAttention(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
                 self._runs[sequence] = (run, partial)
 
-    def add(self, part: KVPart) -> None:
+    def add(self, part: Part) -> None:
         """Attend to one part and merge."""
         if part.sequence in self._runs:
-            _, partial = self._runs[part.sequence]
-            partial.add(part.k_KSD, part.v_KSD, part.slots, part.positions)
+            part.add_to(self._runs[part.sequence][1])
 
     def result(self) -> tuple[Tensor, Tensor]:
         """``[H, L, Dv]`` outputs and ``[H, L]`` log-sum-exps so far."""

@@ -17,7 +17,7 @@ class PassKV:
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-        own_parts = list(call.local_parts())
+        own_parts = call.dense_parts()
         messages = KVFormat(call)
         # Alone, nothing is sent: the message stays empty.
         own = self._scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)

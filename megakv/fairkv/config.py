@@ -1,0 +1,64 @@
+"""Section ``megakv.fairkv``: compression of the cache to per-head budgets."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field, StrictFloat, StrictInt, field_validator
+
+GENERAL = ("method", "budget", "min_tokens")
+
+
+class FairKVConfig(DeepSpeedConfigModel):
+    """What is kept of a prompt's keys and values once it is read."""
+
+    method: Literal["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"] = "ada_snapkv"
+    """How tokens are chosen."""
+
+    budget: StrictInt | StrictFloat
+    """Tokens that a KV head keeps on average: an int is a number of tokens, a float a fraction of the prompt's."""
+
+    min_tokens: int = Field(128, ge=2)
+    """A turn is compressed from this many new tokens on; a shorter one, a question, is kept whole."""
+
+    window: int | None = None
+    """Last tokens of the prompt that are observed and kept (snapkv, pyramidkv, ada_snapkv, headkv; 32)."""
+
+    pool: int | None = None
+    """Neighbouring tokens that share the highest of their scores (the same methods; 7)."""
+
+    sinks: int | None = None
+    """First tokens that are kept (streaming_llm; 4)."""
+
+    recent: float | None = None
+    """Fraction of what is kept that goes to the last tokens (h2o; 0.5)."""
+
+    safeguard: float | None = None
+    """Fraction of the mean budget that every head keeps (ada_snapkv; 0.2)."""
+
+    decay: float | None = None
+    """Mean budget over that of the last layer (pyramidkv; 20)."""
+
+    importance: str | None = None
+    """JSON file with the importance of every KV head (headkv)."""
+
+    spread: float | None = None
+    """All tokens over those divided by importance (headkv; 1.2)."""
+
+    @field_validator("budget")
+    @classmethod
+    def _check_budget(cls, value: int | float) -> int | float:
+        if isinstance(value, float) and not 0 < value <= 1:
+            raise ValueError("allowed: a number of tokens such as 1024, or a fraction such as 0.25")
+        if isinstance(value, int) and value < 1:
+            raise ValueError("allowed: 1 token or more, or a fraction such as 0.25")
+        return value
+
+    def method_settings(self) -> dict[str, Any]:
+        """The settings of the method that were given."""
+        return {
+            name: value
+            for name in sorted(self.model_fields_set)
+            if name not in GENERAL and (value := getattr(self, name)) is not None
+        }
