@@ -175,6 +175,17 @@ class Communicator:
             )
         return tensor
 
+    def tp_combine(self, tensor: Tensor, how: Literal["sum", "max"], *, operation: str, layer: int | None) -> Tensor:
+        """``sum`` or ``max`` over the tensor-parallel group, in place."""
+        mesh = self.mesh
+        if mesh.tp_group is not None:
+            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+            sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
+            self._timed(
+                operation, layer, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, op=op, group=mesh.tp_group)
+            )
+        return tensor
+
     # World
 
     def add_counts(self, counts: Tensor, over: Literal["cp", "world"], *, operation: str, layer: int | None) -> Tensor:

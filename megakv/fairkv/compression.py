@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -132,7 +133,7 @@ class Compressor:
     def _masses(self, call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment]) -> list[Tensor | None]:
         if not self.method.observed:
             return [None] * len(segments)
-        masses = attention_mass(call, lse_HL, segments, self.method.observed)
+        masses = attention_mass(call, lse_HL, segments, self.method.observed, self.method.reduce)
         if self._copied(call.layer):
             masses = [self._over_copies(call.layer, mass) for mass in masses]
         if self.method.pool_radius:
@@ -161,11 +162,12 @@ class Compressor:
         return sum(len(shard.groups) for shard in self._heads.layers[layer]) > self._heads.n_kv_heads
 
     def _over_copies(self, layer: int, mass_KS: Tensor) -> Tensor:
-        """Add up what the query heads of a KV head saw on all the ranks that hold it."""
+        """Put together what the query heads of a KV head saw on all the ranks that hold it."""
         heads = torch.tensor(self._heads.shard(layer, self._comm.mesh.tp_rank).kv_heads, device=mass_KS.device)
         whole = mass_KS.new_zeros((self._heads.n_kv_heads, mass_KS.shape[1]))
         whole[heads] = mass_KS
-        return self._comm.tp_all_reduce(whole)[heads]
+        how: Literal["sum", "max"] = "sum" if self.method.reduce == "mean" else "max"
+        return self._comm.tp_combine(whole, how, operation="compression", layer=layer)[heads]
 
 
 def _from(table: TokenTable, rank: int, sequence: int, slot: int) -> IntArray:

@@ -25,6 +25,13 @@ class FairKVConfig(DeepSpeedConfigModel):
     window: int | None = None
     """Last tokens of the prompt that are observed and kept (snapkv, pyramidkv, ada_snapkv, headkv; 32)."""
 
+    observe: Literal["window", "prompt"] | None = None
+    """Whether the window's queries are observed or all of the prompt's (the same methods; window)."""
+
+    reduce: Literal["mean", "peak"] | None = None
+    """What counts of the observed attention (the same methods; mean). Where the question is not known yet, the peak
+    over the whole prompt finds what a question may ask for."""
+
     pool: int | None = None
     """Neighbouring tokens that share the highest of their scores (the same methods; 7)."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import visible_pairs
-from megakv.fairkv.scoring import EVERYTHING, Segment
+from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
 from megakv.sharding import IntArray, TokenBlock
 
 CHUNK_QUERIES = 512
@@ -24,8 +24,10 @@ SCORE_ELEMENTS = 4 << 20
 """Attention weights held at a time (16 MiB in float32)."""
 
 
-def attention_mass(call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment], observed: int) -> list[Tensor]:
-    """Attention that the observed queries give to each token, summed over queries and the heads of a KV group.
+def attention_mass(
+    call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment], observed: int, reduce: Reduce
+) -> list[Tensor]:
+    """Attention that the observed queries give to each token: its sum, or peak, over queries and heads of a KV group.
 
     Parameters
     ----------
@@ -37,6 +39,8 @@ def attention_mass(call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segme
         Of every sequence.
     observed : int
         The last queries of each sequence of this pass, or `EVERYTHING`.
+    reduce : {"mean", "peak"}
+        Sum (all means are over equally many) or maximum.
 
     Returns
     -------
@@ -56,7 +60,7 @@ def attention_mass(call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segme
                 run = tokens.run(segment.sequence)
                 if run.stop > run.start and len(segment.slots):
                     with call.comm.ledger.compute("compression", call.layer):
-                        _add_mass(mass, segment, queries[run], tokens.slot[run], call.scoring)
+                        _add_mass(mass, segment, queries[run], tokens.slot[run], call.scoring, reduce)
     return masses
 
 
@@ -79,8 +83,10 @@ def _exchanged(call: AttentionCall, own: Tensor, most: int) -> Tensor:
     return call.comm.cp_all_gather(padded, operation="compression", layer=call.layer)
 
 
-def _add_mass(mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring) -> None:
-    """Add the weights of ``[L, H, D + 1]`` queries, with their log-sum-exp, in tiles of keys."""
+def _add_mass(
+    mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring, reduce: Reduce
+) -> None:
+    """Count in the weights of ``[L, H, D + 1]`` queries, with their log-sum-exp, in tiles of keys."""
     heads, rows = queries.shape[1], queries.shape[0]
     kv_heads, count, _ = segment.k_KSD.shape
     group = heads // kv_heads
@@ -103,7 +109,10 @@ def _add_mass(mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntAr
             visible = torch.from_numpy(visible_pairs(q_slots, slots, scoring.window)).to(weights.device)
             weights = weights.view(kv_heads, group, rows, -1) * visible
             weights = weights.view(kv_heads, group * rows, -1)
-        mass_KS[:, keys] += weights.sum(1)
+        if reduce == "mean":
+            mass_KS[:, keys] += weights.sum(1)
+        else:
+            mass_KS[:, keys] = torch.maximum(mass_KS[:, keys], weights.amax(1))
 
 
 def pooled_mass(

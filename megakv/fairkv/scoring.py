@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from megakv.sharding import IntArray
 
 EVERYTHING = -1
 """Number of observed queries: all of the pass."""
+Reduce = Literal["mean", "peak"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class CompressionMethod(Protocol):
         As in ``megakv.fairkv.method``.
     observed : int
         Last tokens of a prompt whose queries' attention is measured; 0 for none, `EVERYTHING` for all.
+    reduce : str
+        Over the observed queries and the query heads of a KV head: ``mean`` of their attention, or the ``peak`` of it.
     pool_radius : int
         Neighbours on either side whose attention a token may borrow.
     least : int
@@ -75,6 +78,9 @@ class CompressionMethod(Protocol):
 
     @property
     def observed(self) -> int: ...
+
+    @property
+    def reduce(self) -> Reduce: ...
 
     @property
     def pool_radius(self) -> int: ...
@@ -101,8 +107,8 @@ class CompressionMethod(Protocol):
         ----------
         segment : Segment
         mass_KS : Tensor, optional
-            ``[K, n]`` attention that the observed queries gave to each token, summed over the queries and over the
-            query heads of each KV head, then pooled; None where none are observed.
+            ``[K, n]`` attention that the observed queries gave to each token: their sum, or their peak, over the
+            queries and the query heads of each KV head, then pooled; None where none are observed.
         """
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:

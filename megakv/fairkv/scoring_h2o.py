@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from megakv.fairkv.budgets import HeadBudgets, equal
-from megakv.fairkv.scoring import EVERYTHING, Segment
+from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
 
 
 @dataclass
@@ -26,6 +26,7 @@ class H2O:
 
     name: ClassVar[str] = "h2o"
     observed: ClassVar[int] = EVERYTHING
+    reduce: ClassVar[Reduce] = "mean"
     pool_radius: ClassVar[int] = 0
     least: ClassVar[int] = 2
     recent: float = 0.5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megakv.fairkv.budgets import HeadBudgets, equal
-from megakv.fairkv.scoring import Segment, at_least
+from megakv.fairkv.scoring import Reduce, Segment, at_least
 
 
 @dataclass
@@ -24,6 +24,7 @@ class StreamingLLM:
 
     name: ClassVar[str] = "streaming_llm"
     observed: ClassVar[int] = 0
+    reduce: ClassVar[Reduce] = "mean"
     pool_radius: ClassVar[int] = 0
     sinks: int = 4
 
