@@ -20,7 +20,7 @@ from megakv.sharding import IntArray
 PAGE_SIZES = (512, 64, 8, 1)
 """The largest is what attention is fastest with on a CPU; each divides the one before."""
 
-RowArray = npt.NDArray[np.int32]
+OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,32 @@ class Pages:
     ----------
     k_PSD, v_PSD : Tensor
         ``[P, S, D]`` and ``[P, S, Dv]`` keys and values.
-    heads : IntArray
+    heads : array of uint8
         ``[P]`` local KV head of each page, ascending.
-    rows : RowArray
-        ``[P, S]`` which of this rank's tokens of the sequence each one is; ascending in a page and from page to page.
+    offsets : OffsetArray
+        ``[P, S]`` row of each token, counted from the body's first; ascending in a head.
     """
 
     k_PSD: Tensor
     v_PSD: Tensor
-    heads: IntArray
-    rows: RowArray
+    heads: npt.NDArray[np.uint8]
+    offsets: OffsetArray
 
     @cached_property
     def heads_P(self) -> Tensor:
         """`heads` on the device of the keys."""
-        return torch.from_numpy(self.heads).to(self.k_PSD.device)
+        return torch.from_numpy(self.heads).long().to(self.k_PSD.device)
 
     def nbytes(self) -> int:
         """Bytes held, coordinates included."""
         tensors = self.k_PSD.numel() * self.k_PSD.element_size() + self.v_PSD.numel() * self.v_PSD.element_size()
-        return tensors + self.rows.nbytes + self.heads.nbytes
+        return tensors + self.offsets.nbytes + self.heads.nbytes
 
 
 class RaggedBody:
     """Tokens that were kept of one sequence in one layer. Never changed once made, so that copies share it.
+
+    A token is named by its row: its index among all tokens that this rank was given of the sequence.
 
     Parameters
     ----------
@@ -62,13 +64,15 @@ class RaggedBody:
         In the order of `PAGE_SIZES`, sizes without a page left out. At least one.
     counts : IntArray
         ``[K]`` tokens of each head.
+    first_row, last_row : int
+        The least and greatest row of any head.
     """
 
-    def __init__(self, pages: Sequence[Pages], counts: IntArray):
+    def __init__(self, pages: Sequence[Pages], counts: IntArray, first_row: int, last_row: int):
         self.pages = tuple(pages)
         self.counts = counts
-        self.first_row = min(int(page.rows.min()) for page in self.pages)
-        self.last_row = max(int(page.rows.max()) for page in self.pages)
+        self.first_row = first_row
+        self.last_row = last_row
 
     @classmethod
     def kept(cls, k_KSD: Tensor, v_KSD: Tensor, keep_KS: Tensor, rows: IntArray) -> RaggedBody | None:
@@ -81,30 +85,36 @@ class RaggedBody:
         keep_KS : Tensor
             ``[K, S]`` bool.
         rows : IntArray
-            ``[S]`` which of this rank's tokens of the sequence each one is.
+            ``[S]`` row of each token, ascending.
         """
-        keep = keep_KS.cpu().numpy()
-        chosen = [np.flatnonzero(mask) for mask in keep]
-        counts = np.array([len(index) for index in chosen], dtype=np.int64)
-        sets = []
-        for size, heads, places in _paged(counts):
-            index = np.stack([chosen[head][start : start + size] for head, start in zip(heads, places, strict=True)])
-            where = torch.from_numpy(heads)[:, None].to(k_KSD.device), torch.from_numpy(index).to(k_KSD.device)
-            sets.append(Pages(k_KSD[where], v_KSD[where], heads, rows[index].astype(np.int32)))
-        return cls(sets, counts) if sets else None
+        heads, places = np.nonzero(keep_KS.cpu().numpy())
+        counts = np.bincount(heads, minlength=len(keep_KS)).astype(np.int64)
+        return cls._paged(k_KSD, v_KSD, counts, (heads, places), rows[places])
 
     @classmethod
     def packed(cls, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray) -> RaggedBody | None:
         """The inverse of `flat`."""
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        sets = []
-        for size, heads, places in _paged(counts):
-            index = (starts[heads] + places)[:, None] + np.arange(size)
-            where = torch.from_numpy(index).to(keys.device)
-            sets.append(Pages(keys[where], values[where], heads, rows[index].astype(np.int32)))
-        return cls(sets, counts) if sets else None
+        return cls._paged(keys, values, counts, (np.arange(len(rows)),), rows)
 
-    def pieces(self, head: int) -> Iterator[tuple[Tensor, Tensor, RowArray]]:
+    @classmethod
+    def _paged(
+        cls, keys: Tensor, values: Tensor, counts: IntArray, index: tuple[IntArray, ...], rows: IntArray
+    ) -> RaggedBody | None:
+        """Cut tokens, head after head, into pages; `index` says where each one lies in `keys` and `values`."""
+        if not len(rows):
+            return None
+        first, last = int(rows.min()), int(rows.max())
+        # Two bytes a token where they will do: heads of few dimensions are hardly larger.
+        offsets = (rows - first).astype(np.uint16 if last - first < 1 << 16 else np.uint32)
+        starts = np.cumsum(counts) - counts
+        sets = []
+        for size, heads, places in _page_starts(counts):
+            order = (starts[heads] + places)[:, None] + np.arange(size)
+            where = tuple(torch.from_numpy(part[order]).to(keys.device) for part in index)
+            sets.append(Pages(keys[where], values[where], heads, offsets[order]))
+        return cls(sets, counts, first, last)
+
+    def pieces(self, head: int) -> Iterator[tuple[Tensor, Tensor, IntArray]]:
         """``[1, n, D]`` keys, ``[1, n, Dv]`` values and ``[n]`` rows of a head, a view for each size of page."""
         for page in self.pages:
             first, last = np.searchsorted(page.heads, [head, head + 1])
@@ -112,7 +122,7 @@ class RaggedBody:
                 yield (
                     page.k_PSD[first:last].flatten(0, 1)[None],
                     page.v_PSD[first:last].flatten(0, 1)[None],
-                    page.rows[first:last].reshape(-1),
+                    page.offsets[first:last].reshape(-1).astype(np.int64) + self.first_row,
                 )
 
     def flat(self) -> tuple[Tensor, Tensor, IntArray]:
@@ -121,7 +131,7 @@ class RaggedBody:
         return (
             torch.cat([keys[0] for keys, _, _ in pieces]),
             torch.cat([values[0] for _, values, _ in pieces]),
-            np.concatenate([rows for _, _, rows in pieces]).astype(np.int64),
+            np.concatenate([rows for _, _, rows in pieces]),
         )
 
     def below(self, row: int) -> RaggedBody | None:
@@ -140,12 +150,12 @@ class RaggedBody:
         return sum(page.nbytes() for page in self.pages)
 
 
-def _paged(counts: IntArray) -> Iterator[tuple[int, IntArray, IntArray]]:
+def _page_starts(counts: IntArray) -> Iterator[tuple[int, npt.NDArray[np.uint8], IntArray]]:
     """For every size of page that occurs: the head and the first token of each page."""
     done = np.zeros_like(counts)
     for size in PAGE_SIZES:
         number = (counts - done) // size
-        heads = np.repeat(np.arange(len(counts)), number)
+        heads = np.repeat(np.arange(len(counts)), number).astype(np.uint8)
         if len(heads):
             within = np.concatenate([np.arange(count) for count in number])
             yield size, heads, done[heads] + within * size
