@@ -96,6 +96,8 @@ def _add_mass(
     for a in range(0, count, tile):
         keys = slice(a, min(a + tile, count))
         slots = segment.slots[keys]
+        if slots[0] > q_slots[-1]:
+            break
         scores = torch.bmm(q, segment.k_KSD[:, keys].to(q.dtype).transpose(1, 2))
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -103,12 +105,11 @@ def _add_mass(
             distance = torch.from_numpy(segment.positions[None, keys] - q_slots[:, None]).to(scores)
             bias = scoring.alibi_slopes.to(scores)[:, None, None] * distance
             scores = scores + bias.reshape(kv_heads, group * rows, -1)
-        weights = torch.exp(scores - lse)
+        weights = scores.sub_(lse).exp_()
         hidden = slots[-1] > q_slots[0] or (scoring.window is not None and slots[0] <= q_slots[-1] - scoring.window)
         if hidden:
-            visible = torch.from_numpy(visible_pairs(q_slots, slots, scoring.window)).to(weights.device)
-            weights = weights.view(kv_heads, group, rows, -1) * visible
-            weights = weights.view(kv_heads, group * rows, -1)
+            unseen = torch.from_numpy(~visible_pairs(q_slots, slots, scoring.window)).to(weights.device)
+            weights.view(kv_heads, group, rows, -1).masked_fill_(unseen, 0.0)
         if reduce == "mean":
             mass_KS[:, keys] += weights.sum(1)
         else:
