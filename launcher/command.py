@@ -92,6 +92,7 @@ def _describe(commands: Any, function: Callable[[argparse.Namespace], dict[str, 
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megakv.launcher.fairkv import add_map_arguments, fairkv_map
     from megakv.launcher.fit import add_fit_arguments
     from megakv.launcher.hardware import add_profile_arguments
 
@@ -110,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
         measuring.add_argument("--ranks", type=int, default=2, help="processes to start on this machine (default 2)")
         add_arguments(measuring)
         measuring.set_defaults(ranks_write=True)
+    mapping = _describe(commands, fairkv_map)
+    add_map_arguments(mapping)
+    # It writes its file itself, too: what it prints is a summary.
+    mapping.set_defaults(ranks_write=True)
     return parser
 
 
