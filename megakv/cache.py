@@ -135,8 +135,8 @@ class ShardedCache(Cache):
     ----------
     length : int
         Slots that are cached.
-    compressed : int
-        Slots below this were compressed: not all of their tokens are held any more.
+    compressed : list of tuple
+        Ranges of slots that were compressed, ascending: not all of their tokens are held any more.
     """
 
     is_compileable = False
@@ -146,7 +146,7 @@ class ShardedCache(Cache):
         self.size = size
         self.rank = rank
         self.length = 0
-        self.compressed = 0
+        self.compressed: list[tuple[int, int]] = []
         self.new_store = new_store
         self.table = TokenTable(size, 0)
         self._stores: list[KVStore | None] = [None] * layers
@@ -159,7 +159,7 @@ class ShardedCache(Cache):
         """Register the tokens of a pass in the table, before its layers append their keys and values."""
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
-            self.compressed = 0
+            self.compressed = []
             self._stores = [None] * len(self._stores)
         elif batch != self.table.batch:
             raise ValueError(
@@ -169,10 +169,10 @@ class ShardedCache(Cache):
         self.table.extend(layout)
 
     def commit(self, slots: int, *, compressed: bool = False) -> None:
-        """End a pass: the cache now spans `slots` slots, all of them compressed or no more than before."""
-        self.length = slots
+        """End a pass: the cache now spans `slots` slots, and the new ones were compressed or not."""
         if compressed:
-            self.compressed = slots
+            self.compressed.append((self.length, slots))
+        self.length = slots
 
     def store(self, layer: int) -> KVStore:
         """The store of one layer, created at its first use."""
@@ -184,7 +184,7 @@ class ShardedCache(Cache):
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory until either grows."""
         twin = ShardedCache(len(self._stores), size=self.size, rank=self.rank, new_store=self.new_store)
-        twin.length, twin.compressed = self.length, self.compressed
+        twin.length, twin.compressed = self.length, list(self.compressed)
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin
@@ -199,7 +199,7 @@ class ShardedCache(Cache):
     def cut_back(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way."""
         self.length = min(self.length, slots)
-        self.compressed = min(self.compressed, slots)
+        self.compressed = [(first, min(last, slots)) for first, last in self.compressed if first < slots]
         self.table.crop(slots)
         lengths = self.table.counts()[self.rank].tolist()
         for store in self._stores:

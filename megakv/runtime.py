@@ -198,7 +198,7 @@ class Runtime:
         if step.compress:
             assert self.compressor is not None
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
-            self.compressor.compress(call, whole, step.cache.compressed)
+            self.compressor.compress(call, whole)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]

@@ -28,6 +28,9 @@ class KVStore(Protocol):
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """All that is held of a sequence, given the coordinates of every token that was ever appended."""
 
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+        """What a saved session holds of a sequence, by name."""
+
     def crop(self, lengths: list[int]) -> None:
         """Cut every sequence back to a number of rows."""
 
@@ -117,14 +120,23 @@ class DenseStore:
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         yield KVPart(sequence, *self.part(sequence), slots, positions)
 
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+        if not self.rows(sequence):
+            return {}
+        keys, values = self.part(sequence)
+        return {"k": keys.contiguous(), "v": values.contiguous()}
+
     def rows(self, sequence: int) -> int:
         """Rows held of a sequence."""
         keys = self._keys[sequence]
         return 0 if keys is None else keys.length
 
-    def drop(self, sequence: int) -> None:
-        """Free all rows of a sequence."""
-        self._keys[sequence] = self._values[sequence] = None
+    def shrink(self, sequence: int, length: int) -> None:
+        """Keep the first rows of a sequence, in no more memory than they need."""
+        for rows in (self._keys, self._values):
+            kept = rows[sequence]
+            assert kept is not None
+            rows[sequence] = _GrowingRows(kept.view()[:, :length].clone(), self._least_growth) if length else None
 
     def crop(self, lengths: list[int]) -> None:
         for rows in (self._keys, self._values):

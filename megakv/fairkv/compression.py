@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
-from megakv.cache import TokenTable
 from megakv.comm import Communicator
 from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, tokens_per_head
@@ -75,8 +74,8 @@ class Compressor:
             raise MegaKVError(f"megakv.fairkv is not supported beyond {SLOTS} tokens; the sequence has {slots}")
         return longest >= max(self._config.min_tokens, 2 * self._comm.mesh.cp_size)
 
-    def compress(self, call: AttentionCall, lse_HL: Tensor, since: int) -> None:
-        """Compress what a layer's store holds from slot `since` on.
+    def compress(self, call: AttentionCall, lse_HL: Tensor) -> None:
+        """Compress what a pass added to a layer's store.
 
         Every rank must call it. The kept set is the same however tokens and heads are spread over ranks.
 
@@ -86,12 +85,10 @@ class Compressor:
             The layer's attention, just computed.
         lse_HL : Tensor
             ``[H, L]`` its log-sum-exp, attention sinks included.
-        since : int
-            First slot that is not compressed yet.
         """
         store = call.store
         assert isinstance(store, RaggedStore)
-        segments = [self._segment(call, store, sequence, since) for sequence in range(call.table.batch)]
+        segments = [self._segment(call, store, sequence) for sequence in range(call.table.batch)]
         budgets = [self._budgets(call.layer, segment.length) for segment in segments]
         masses = self._masses(call, lse_HL, segments)
         shard = self._heads.shard(call.layer, self._comm.mesh.tp_rank)
@@ -111,20 +108,19 @@ class Compressor:
             for sequence, mask in enumerate(keep):
                 store.compress(sequence, mask)
 
-    def _segment(self, call: AttentionCall, store: RaggedStore, sequence: int, since: int) -> Segment:
-        slots = [_from(call.table, rank, sequence, since) for rank in range(call.size)]
+    def _segment(self, call: AttentionCall, store: RaggedStore, sequence: int) -> Segment:
+        blocks = call.layout.stored
+        slots = [block.slot[block.run(sequence)] for block in blocks]
         sorted_slots = np.sort(np.concatenate(slots))
         orders = tuple(np.searchsorted(sorted_slots, held) for held in slots)
-        own = slots[call.rank]
-        count = len(own)
-        assert count == store.tail_rows(sequence)
+        own, count = blocks[call.rank], len(slots[call.rank])
         if count:
-            keys, values = store.part(sequence)
+            keys, values = (part[:, part.shape[1] - count :] for part in store.part(sequence))
         else:
             keys = call.q_HLD.new_empty((call.kv_heads, 0, call.key_dim))
             values = call.q_HLD.new_empty((call.kv_heads, 0, call.value_dim))
-        positions = call.table.positions(call.rank, sequence)
-        return Segment(sequence, keys, values, own, positions[len(positions) - count :], orders, call.rank)
+        positions = own.position[own.run(sequence)]
+        return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank)
 
     def _budgets(self, layer: int, length: int) -> HeadBudgets:
         tokens = tokens_per_head(self._config.budget, length, self.method.least)
@@ -168,8 +164,3 @@ class Compressor:
         whole[heads] = mass_KS
         how: Literal["sum", "max"] = "sum" if self.method.reduce == "mean" else "max"
         return self._comm.tp_combine(whole, how, operation="compression", layer=layer)[heads]
-
-
-def _from(table: TokenTable, rank: int, sequence: int, slot: int) -> IntArray:
-    slots = table.slots(rank, sequence)
-    return slots[np.searchsorted(slots, slot) :]

@@ -97,6 +97,57 @@ class RaggedBody:
         return cls._paged(keys, values, counts, (np.arange(len(rows)),), rows)
 
     @classmethod
+    def joined(
+        cls, parts: Sequence[dict[str, Tensor]], slots: IntArray, first_row: int, device: torch.device
+    ) -> RaggedBody | None:
+        """What several ranks' parts, as `saved` gives them, hold of the tokens at some slots.
+
+        Parameters
+        ----------
+        parts : sequence of dict
+            Each with ``counts`` ``[K]``, ``slots`` ``[n]``, ``k`` ``[n, D]`` and ``v`` ``[n, Dv]``.
+        slots : IntArray
+            Those wanted, ascending.
+        first_row : int
+            Row of the first one; the others follow.
+        device : torch.device
+            Where pages go.
+
+        Raises
+        ------
+        ValueError, IndexError
+            If the parts do not fit together.
+        """
+        if not parts:
+            return None
+        heads, found = [], []
+        for part in parts:
+            counts = part["counts"].numpy()
+            if not counts.sum() == len(part["slots"]) == len(part["k"]) == len(part["v"]) or len(counts) != len(
+                parts[0]["counts"]
+            ):
+                raise ValueError("counts, slots, keys and values differ in length")
+            heads.append(np.repeat(np.arange(len(counts)), counts))
+            found.append(part["slots"].numpy())
+        head, slot = np.concatenate(heads), np.concatenate(found)
+        order = np.lexsort((slot, head))
+        order = order[np.isin(slot[order], slots)]
+        counts = np.bincount(head[order], minlength=len(parts[0]["counts"])).astype(np.int64)
+        index = torch.from_numpy(order)
+        keys, values = (torch.cat([part[name] for part in parts])[index].to(device) for name in ("k", "v"))
+        return cls.packed(keys, values, counts, np.searchsorted(slots, slot[order]) + first_row)
+
+    def saved(self, slots: IntArray) -> dict[str, Tensor]:
+        """What a file holds of it, given the slots of all rows; read by `joined`."""
+        keys, values, rows = self.flat()
+        return {
+            "counts": torch.from_numpy(self.counts),
+            "slots": torch.from_numpy(slots[rows]),
+            "k": keys.contiguous(),
+            "v": values.contiguous(),
+        }
+
+    @classmethod
     def _paged(
         cls, keys: Tensor, values: Tensor, counts: IntArray, index: tuple[IntArray, ...], rows: IntArray
     ) -> RaggedBody | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -17,11 +18,32 @@ LEAST_GROWTH = 2
 """Rows that a full buffer of new tokens grows by at least: few, since what was kept may be few too."""
 
 
-class RaggedStore:
-    """Compressed tokens in pages, and behind them, dense, what was appended since (see `megakv.stores.KVStore`).
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows that were compressed together.
 
-    New tokens belong to all heads alike, so they need no pages until they are compressed in turn. Tokens are named by
-    their row among all tokens that this rank was ever given of the sequence: the table of tokens maps rows to slots.
+    Parameters
+    ----------
+    start, stop : int
+        The rows.
+    body : RaggedBody, optional
+        What is left of them; None where it is nothing.
+    """
+
+    start: int
+    stop: int
+    body: RaggedBody | None
+
+    def below(self, row: int) -> Span:
+        """The rows before one that lies behind the start."""
+        return Span(self.start, min(self.stop, row), self.body and self.body.below(row))
+
+
+class RaggedStore:
+    """Compressed tokens in pages, and all others, of any turn, as dense keys and values (see `KVStore`).
+
+    Tokens that were not compressed belong to all heads alike, so they need no pages. Tokens are named by their row
+    among all tokens that this rank was ever given of the sequence: the table of tokens maps rows to slots.
 
     Parameters
     ----------
@@ -30,88 +52,99 @@ class RaggedStore:
     """
 
     def __init__(self, batch: int):
-        self._bodies: list[tuple[RaggedBody, ...]] = [()] * batch
-        self._tail = DenseStore(batch, LEAST_GROWTH)
-        # Rows that came before the tail, kept or not.
-        self._past = [0] * batch
+        self._spans: list[tuple[Span, ...]] = [()] * batch
+        self._dense = DenseStore(batch, LEAST_GROWTH)
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """See `KVStore`."""
-        self._tail.append(sequence, k_KSD, v_KSD)
+        self._dense.append(sequence, k_KSD, v_KSD)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """``[K, n, D]`` and ``[K, n, Dv]`` of the tokens that are not compressed yet."""
-        return self._tail.part(sequence)
+        """``[K, n, D]`` and ``[K, n, Dv]`` of the tokens that are not compressed."""
+        return self._dense.part(sequence)
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """See `KVStore`."""
-        past = self._past[sequence]
-        for body in self._bodies[sequence]:
+        for body in self.bodies(sequence):
             yield RaggedPart(sequence, body, slots, positions)
-        if self._tail.rows(sequence):
-            yield from self._tail.parts(sequence, slots[past:], positions[past:])
+        if self._dense.rows(sequence):
+            yield from self._dense.parts(
+                sequence, self._uncompressed(sequence, slots), self._uncompressed(sequence, positions)
+            )
 
-    def tail_rows(self, sequence: int) -> int:
-        """Tokens that are not compressed yet."""
-        return self._tail.rows(sequence)
+    def _uncompressed(self, sequence: int, values: IntArray) -> IntArray:
+        """Of values for all rows, those of the rows that are not compressed."""
+        edges = [0, *(edge for span in self._spans[sequence] for edge in (span.start, span.stop)), len(values)]
+        runs = [values[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+        # One run, the usual case, is not copied.
+        return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
-        """Keep a part of the tokens that are not compressed yet, and free the others.
+        """Keep a part of the latest tokens and free the others.
 
         Parameters
         ----------
         sequence : int
         keep_KS : Tensor
-            ``[K, n]`` bool, what each head keeps.
+            ``[K, n]`` bool, what each head keeps of the last n tokens.
         """
-        count = self._tail.rows(sequence)
+        count = keep_KS.shape[1]
         if not count:
             return
-        rows = np.arange(self._past[sequence], self._past[sequence] + count)
-        body = RaggedBody.kept(*self._tail.part(sequence), keep_KS, rows)
-        self.add_body(sequence, body, count)
-        self._tail.drop(sequence)
+        before = self._dense.rows(sequence) - count
+        start = before + sum(span.stop - span.start for span in self._spans[sequence])
+        keys, values = self._dense.part(sequence)
+        body = RaggedBody.kept(keys[:, before:], values[:, before:], keep_KS, np.arange(start, start + count))
+        del keys, values
+        self.add_span(sequence, Span(start, start + count, body))
+        self._dense.shrink(sequence, before)
 
-    def add_body(self, sequence: int, body: RaggedBody | None, rows: int) -> None:
-        """Put compressed tokens, what is left of `rows` ones, behind those that are there."""
-        self._bodies[sequence] += () if body is None else (body,)
-        self._past[sequence] += rows
+    def add_span(self, sequence: int, span: Span) -> None:
+        """Put compressed tokens behind those that are there."""
+        self._spans[sequence] += (span,)
 
     def bodies(self, sequence: int) -> tuple[RaggedBody, ...]:
-        """The compressed tokens, oldest first."""
-        return self._bodies[sequence]
+        """What is kept of the compressed tokens, oldest first."""
+        return tuple(span.body for span in self._spans[sequence] if span.body is not None)
 
     def kept(self, sequence: int) -> IntArray:
         """``[K]`` tokens that each head holds; empty where nothing is held."""
-        tail = self._tail.rows(sequence)
-        counts = [body.counts for body in self._bodies[sequence]]
-        if tail:
-            counts.append(np.full(self._tail.part(sequence)[0].shape[0], tail, dtype=np.int64))
+        counts = [body.counts for body in self.bodies(sequence)]
+        if rows := self._dense.rows(sequence):
+            counts.append(np.full(self._dense.part(sequence)[0].shape[0], rows, dtype=np.int64))
         return np.sum(counts, axis=0) if counts else np.empty(0, dtype=np.int64)
 
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+        """See `KVStore`: beside what is dense, the tokens kept by each head, span by span."""
+        tensors = self._dense.saved(sequence, slots)
+        for number, span in enumerate(self._spans[sequence]):
+            if span.body is not None:
+                found = span.body.saved(slots)
+                tensors |= {f"kept{number}.{name}": tensor for name, tensor in found.items()}
+        return tensors
+
     def crop(self, lengths: list[int]) -> None:
-        """See `KVStore`. Tokens of a compressed part that come later are forgotten, the others are what was kept."""
-        self._tail.crop([max(length - past, 0) for length, past in zip(lengths, self._past, strict=True)])
+        """See `KVStore`. Of a span that is cut, what was kept before the cut stays."""
+        dense = []
         for sequence, length in enumerate(lengths):
-            if length < self._past[sequence]:
-                left: Sequence[RaggedBody | None] = [body.below(length) for body in self._bodies[sequence]]
-                self._bodies[sequence] = tuple(body for body in left if body is not None)
-                self._past[sequence] = length
+            spans = tuple(span.below(length) for span in self._spans[sequence] if span.start < length)
+            self._spans[sequence] = spans
+            dense.append(length - sum(span.stop - span.start for span in spans))
+        self._dense.crop(dense)
 
     def reorder(self, index: list[int]) -> None:
         """See `KVStore`."""
-        self._bodies = [self._bodies[source] for source in index]
-        self._past = [self._past[source] for source in index]
-        self._tail.reorder(index)
+        self._spans = [self._spans[source] for source in index]
+        self._dense.reorder(index)
 
     def fork(self) -> RaggedStore:
         """See `KVStore`."""
         twin = RaggedStore(0)
-        twin._bodies, twin._past = list(self._bodies), list(self._past)
-        twin._tail = self._tail.fork()
+        twin._spans = list(self._spans)
+        twin._dense = self._dense.fork()
         return twin
 
     def nbytes(self) -> int:
         """See `KVStore`; bodies that several sequences share count once."""
-        bodies = {id(body): body for bodies in self._bodies for body in bodies}
-        return self._tail.nbytes() + sum(body.nbytes() for body in bodies.values())
+        bodies = {id(body): body for sequence in range(len(self._spans)) for body in self.bodies(sequence)}
+        return self._dense.nbytes() + sum(body.nbytes() for body in bodies.values())

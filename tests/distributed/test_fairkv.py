@@ -45,3 +45,25 @@ def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest
         judge(launch(tmp_path, "1x2,2x1", 2, 300), alone)
         judge(launch(tmp_path, "4x1", 4, 300), alone)
         judge(launch(tmp_path, "1x8,2x4", 8, 10), alone)
+
+
+SESSIONS = Path(__file__).parent / "ranks" / "fairkv_sessions.py"
+
+
+def converse(folder: Path, mesh: str, stage: str) -> dict[str, Any]:
+    cp, tp = (int(part) for part in mesh.split("x"))
+    out = folder / f"{stage}.json"
+    run_ranks(SESSIONS, out, folder, mesh, stage, ranks=cp * tp, timeout=200).check()
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("saved", "restored"), [("2x2", "1x2"), pytest.param("2x1", "4x1", marks=pytest.mark.full)])
+def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: str) -> None:
+    before = converse(tmp_path, saved, "save")
+    assert before["fork"] and before["intact"]
+    assert "out of memory, say" in before["broken"]
+    after = converse(tmp_path, restored, "restore")
+    assert after["compressing"]["equal"] and after["compressing"]["kept"]
+    assert "compressed must be ascending ranges of slots" in after["compressing"]["message"]
+    # An engine that does not compress goes on from what was kept, and keeps all that comes.
+    assert after["plain"]["first"]

@@ -87,24 +87,23 @@ def reference(plain: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
     return logits
 
 
-def masks_of(kept: Kept, history: list[tuple[int, int]], sequence: int, first: int, total: int) -> Tensor:
+def masks_of(kept: Kept, spans: list[tuple[int, int]], sequence: int, first: int, total: int) -> Tensor:
     """``[layer, KV head, S, S]`` what every query of a sequence saw, from its first real slot on.
 
-    `history` holds, per pass, the slot where it began and the slots that were compressed by then.
+    `spans` are the slots of the passes that were compressed: their own queries still saw all of them.
     """
     slots = torch.arange(first, total)
-    began = torch.zeros(total, dtype=torch.long)
-    for start, compressed in history:
-        began[start:] = compressed
-    bound = began[slots][:, None]
     causal = slots[None] <= slots[:, None]
+    gone = torch.zeros_like(causal)
+    for start, stop in spans:
+        gone |= ((slots >= start) & (slots < stop))[None] & (slots >= stop)[:, None]
     result = []
     for layer in kept:
         heads = []
         for found in layer[sequence]:
             held = torch.zeros(total, dtype=torch.bool)
             held[torch.tensor(found, dtype=torch.long)] = True
-            heads.append(causal & ((slots[None] >= bound) | held[slots][None]))
+            heads.append(causal & (~gone | held[slots][None]))
         result.append(torch.stack(heads))
     return torch.stack(result)
 
@@ -118,11 +117,10 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
         mask[row, width - length :] = 1
     passes = [width, QUESTION, SECOND] + [1] * steps
     ids = ids_of(sum(passes), batch, 7)
-    cache, found, history, start = None, [], [], 0
+    cache, found, start = None, [], 0
     whole = torch.cat([mask, torch.ones(batch, sum(passes) - width, dtype=torch.long)], dim=1)
     for length in passes:
         stop = start + length
-        history.append((start, 0 if cache is None else cache.compressed))
         positions = (whole[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
         out = engine(ids[:, start:stop], attention_mask=whole[:, :stop], position_ids=positions, past_key_values=cache)
         cache = out.past_key_values
@@ -139,7 +137,7 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
         logits = torch.cat(found, dim=1)
         for row, length in enumerate(lengths):
             first = width - length
-            expected = reference(plain, ids[row, first:], masks_of(kept, history, row, first, start))
+            expected = reference(plain, ids[row, first:], masks_of(kept, cache.compressed, row, first, start))
             difference = (logits[row, first:].double() - expected).abs().max() / expected.abs().max()
             worst = max(worst, float(difference))
     return {

@@ -68,7 +68,7 @@ def keep(section: dict[str, Any], lengths: list[int], layer: int, scoring: Scori
     comm: Any = Alone()
     compressor = Compressor(FairKVConfig(**section), heads, comm)
     call = AttentionCall(layer, q, layout, scoring, KV_HEADS, DIM, DIM, store, table, comm)
-    compressor.compress(call, lse, 0)
+    compressor.compress(call, lse)
     kept = []
     for sequence, length in enumerate(lengths):
         (body,) = store.bodies(sequence)
