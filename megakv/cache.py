@@ -193,6 +193,17 @@ class ShardedCache(Cache):
         """Bytes of keys and values held on this rank."""
         return sum(store.nbytes() for store in self._stores if store is not None)
 
+    def head_tokens(self) -> list[list[int]]:
+        """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if none was compressed."""
+        if not self.compressed:
+            return []
+        result: list[list[int]] = []
+        for store in self._stores:
+            held = [] if store is None else [store.kept(row) for row in range(self.table.batch)]
+            held = [counts for counts in held if len(counts)]
+            result.append(np.sum(held, axis=0).tolist() if held else [])
+        return result
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 

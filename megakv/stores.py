@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,9 @@ class KVStore(Protocol):
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """All that is held of a sequence, given the coordinates of every token that was ever appended."""
+
+    def kept(self, sequence: int) -> IntArray:
+        """``[K]`` tokens that each head holds of a sequence; empty where nothing is held."""
 
     def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
         """What a saved session holds of a sequence, by name."""
@@ -119,6 +123,10 @@ class DenseStore:
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         yield KVPart(sequence, *self.part(sequence), slots, positions)
+
+    def kept(self, sequence: int) -> IntArray:
+        keys = self._keys[sequence]
+        return np.full(0 if keys is None else keys.view().shape[0], self.rows(sequence), dtype=np.int64)
 
     def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
         if not self.rows(sequence):

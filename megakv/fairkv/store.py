@@ -108,10 +108,10 @@ class RaggedStore:
         return tuple(span.body for span in self._spans[sequence] if span.body is not None)
 
     def kept(self, sequence: int) -> IntArray:
-        """``[K]`` tokens that each head holds; empty where nothing is held."""
+        """See `KVStore`."""
         counts = [body.counts for body in self.bodies(sequence)]
-        if rows := self._dense.rows(sequence):
-            counts.append(np.full(self._dense.part(sequence)[0].shape[0], rows, dtype=np.int64))
+        if self._dense.rows(sequence):
+            counts.append(self._dense.kept(sequence))
         return np.sum(counts, axis=0) if counts else np.empty(0, dtype=np.int64)
 
     def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
