@@ -14,6 +14,10 @@ TOLERANCE = 1e-9
 """Relative; two loads closer than this are equal."""
 NODES = 20_000
 """Of a search tree, after which the best found so far is taken: 8 KV heads never need as many, 32 may."""
+MANY_HEADS = 16
+"""KV heads per layer above which searches are cut off early: they prove nothing any more, and find little."""
+LEAST = 1e-8
+"""Of all budgets together: what a head counts at least, so that no rank is left with nothing at all."""
 FIRST_SIZES = 64
 """Ways to divide the ranks among groups from which the search starts."""
 
@@ -38,6 +42,13 @@ class Grouping:
     ranks: list[int]
     slowest: float
     bound: float
+
+
+def positive(weights: Sequence[float]) -> list[float]:
+    """The same with a little for heads that keep nothing."""
+    total = sum(weights)
+    least = total * LEAST if total > 0 else 1.0
+    return [max(weight, least) for weight in weights]
 
 
 def lower_bound(weights: Sequence[float], n_groups: int, n_ranks: int) -> float:

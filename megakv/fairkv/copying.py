@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megakv.fairkv.assignment import NODES, TOLERANCE, group_heads
+from megakv.fairkv.assignment import NODES, TOLERANCE, group_heads, positive
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.schemes import place_evenly
@@ -77,19 +77,14 @@ def copy_freely(weights: Sequence[float], limits: CopyLimits, *, nodes: int = NO
     Exact where neither R_max nor CH rules the optimum out; then the better of two that keep them: smaller groups, and
     the best with equal shares, its shares made the best for that placement.
     """
-    size, positive = limits.tp_size, _positive(weights)
-    grouping = group_heads(positive, max(1, size - limits.copies), size, nodes=nodes)
-    mapping = _cut(positive, grouping.members, grouping.ranks)
+    size, raised = limits.tp_size, positive(weights)
+    grouping = group_heads(raised, max(1, size - limits.copies), size, nodes=nodes)
+    mapping = _cut(raised, grouping.members, grouping.ranks)
+    # What was added to heads that keep nothing is no part of the bound.
+    bound = max(0.0, grouping.bound - (sum(raised) - sum(weights)))
     if not limits.allow([len(held) for held in mapping.ranks]):
-        return _within_limits(weights, limits, grouping.bound, nodes)
-    return LayerSolution(mapping, max(mapping.loads(weights, size)), grouping.bound if sum(weights) > 0 else 0.0)
-
-
-def _positive(weights: Sequence[float]) -> list[float]:
-    """Heads without any budget count a little, so that no rank is left with nothing at all."""
-    total = sum(weights)
-    least = total * 1e-7 if total > 0 else 1.0
-    return [max(weight, least) for weight in weights]
+        return _within_limits(weights, limits, bound, nodes)
+    return LayerSolution(mapping, max(mapping.loads(weights, size)), bound)
 
 
 def _cut(weights: Sequence[float], members: Sequence[Sequence[int]], ranks: Sequence[int]) -> LayerMapping:
@@ -105,7 +100,7 @@ def _cut(weights: Sequence[float], members: Sequence[Sequence[int]], ranks: Sequ
 
 
 def _within_limits(weights: Sequence[float], limits: CopyLimits, bound: float, nodes: int) -> LayerSolution:
-    size, positive = limits.tp_size, _positive(weights)
+    size, raised = limits.tp_size, positive(weights)
     even = place_evenly(weights, limits, nodes=nodes)
     level, parts = split_heads(weights, even.ranks, size)
     best = LayerSolution(LayerMapping.even(even.ranks).with_shares(parts), level, bound)
@@ -113,8 +108,8 @@ def _within_limits(weights: Sequence[float], limits: CopyLimits, bound: float, n
         groups = size - cuts
         if groups > len(weights):
             break
-        grouping = group_heads(positive, groups, size, nodes=nodes)
-        mapping = _cut(positive, grouping.members, grouping.ranks)
+        grouping = group_heads(raised, groups, size, nodes=nodes)
+        mapping = _cut(raised, grouping.members, grouping.ranks)
         slowest = max(mapping.loads(weights, size))
         if slowest < best.slowest * (1 - TOLERANCE) and limits.allow([len(held) for held in mapping.ranks]):
             best = LayerSolution(mapping, slowest, bound)

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 
 from megakv.fairkv.arrangement import arrange
-from megakv.fairkv.assignment import NODES
+from megakv.fairkv.assignment import MANY_HEADS, NODES
 from megakv.fairkv.copying import Split
 from megakv.fairkv.efficiency import barrier_utilisation, busy_rates, efficiency
 from megakv.fairkv.layer import LayerMapping, contiguous_layer
@@ -19,9 +19,6 @@ from megakv.fairkv.memory import check_cap, map_layers
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.requests import imagined_requests, place_for_requests
 from megakv.fairkv.totals import Weights, least_total
-
-MANY_HEADS = 16
-"""KV heads per layer above which the search is cut off early: it proves nothing any more, and finds little."""
 
 
 def balance(layers: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> Balance:

@@ -15,7 +15,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.fairkv.assignment import NODES, TOLERANCE
+from megakv.fairkv.assignment import NODES, TOLERANCE, positive
 from megakv.fairkv.limits import CopyLimits
 
 MOST_SCHEMES = 12_000
@@ -191,10 +191,8 @@ def place_evenly(weights: Sequence[float], limits: CopyLimits, *, nodes: int = N
     nodes : int
     """
     size, total = limits.tp_size, sum(weights)
-    # Heads without any budget count a little, so that no rank is left with nothing at all.
-    least = total * 1e-7 if total > 0 else 1.0
     heads = sorted(range(len(weights)), key=lambda head: -weights[head])
-    ordered = np.maximum(np.array([weights[head] for head in heads], dtype=np.float64), least)
+    ordered = np.array(sorted(positive(weights), reverse=True))
     table, complete = _scheme_table(len(weights), limits)
     sizes = ordered / table
     reached, order = _largest_first(sizes, table, size)
@@ -211,7 +209,7 @@ def place_evenly(weights: Sequence[float], limits: CopyLimits, *, nodes: int = N
         if bounds[row] < search.best * (1 - TOLERANCE):
             search.run(*_scheme(int(row), order, sizes, table))
     ranks: list[tuple[int, ...]] = [()] * len(weights)
-    for head, places in zip(heads, search.found, strict=True):
+    for head, places in zip(heads, _filled(search.found, size), strict=True):
         ranks[head] = tuple(sorted(places))
     loads = [0.0] * size
     for weight, held in zip(weights, ranks, strict=True):
@@ -219,7 +217,21 @@ def place_evenly(weights: Sequence[float], limits: CopyLimits, *, nodes: int = N
             loads[rank] += weight / len(held)
     slowest = max(loads)
     proven = search.exhausted and complete
-    return EvenPlacement(tuple(ranks), slowest, slowest if proven else min(lowest, slowest))
+    # What was added to heads that keep nothing is no part of the bound.
+    bound = slowest if proven else max(0.0, lowest - (float(ordered.sum()) - total))
+    return EvenPlacement(tuple(ranks), slowest, min(bound, slowest))
+
+
+def _filled(placed: Sequence[tuple[int, ...]], tp_size: int) -> list[tuple[int, ...]]:
+    """The same with a replica for every rank: an empty one takes it from one that has several, and nobody is slower."""
+    found = list(placed)
+    count = [sum(rank in held for held in found) for rank in range(tp_size)]
+    for empty in [rank for rank in range(tp_size) if not count[rank]]:
+        full = max(range(tp_size), key=count.__getitem__)
+        head = next(head for head, held in enumerate(found) if full in held)
+        found[head] = tuple(empty if rank == full else rank for rank in found[head])
+        count[full], count[empty] = count[full] - 1, 1
+    return found
 
 
 def _scheme(

@@ -125,6 +125,13 @@ def test_limits_of_replicas_and_of_copied_heads(split: str) -> None:
         assert free.slowest * (1 - 1e-6) <= found.slowest <= none.slowest * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("limits", [CopyLimits(4, 3, max_replicas=2), CopyLimits(3, 2, max_replicas=2)])
+def test_limited_replicas_against_the_optimum(limits: CopyLimits) -> None:
+    for _ in range(3):
+        weights = budgets(5)
+        assert map_layer(weights, limits).slowest <= best_layer(weights, limits)[0] * 1.05
+
+
 def test_nothing_kept_at_all() -> None:
     for split in ("free", "even"):
         for heads, limits in ((8, CopyLimits(4, 2)), (2, CopyLimits(4, 2)), (1, CopyLimits(3, 2))):

@@ -60,6 +60,44 @@ def test_every_kind(split: Any, objective: Any, size: int, copies: int) -> None:
         assert found.bound <= max(found.rank_loads) * (1 + 1e-6)
 
 
+def test_anything_that_is_possible_keeps_its_limits() -> None:
+    """Odd sizes, empty layers, budgets far apart, and every setting that may go with them."""
+    for _ in range(40):
+        layers, heads, size = (
+            int(RANDOM.choice(values)) for values in ((1, 2, 3), (1, 2, 3, 5, 8, 12), (1, 2, 3, 5, 8))
+        )
+        copies = int(RANDOM.integers(0, min(heads * (size - 1), size + 4) + 1))
+        rows = np.exp(RANDOM.choice([0.1, 0.8, 3]) * RANDOM.standard_normal((layers, heads))) * 100
+        rows[RANDOM.random(rows.shape) < 0.1] = 0
+        rows[RANDOM.integers(layers)] *= RANDOM.integers(2)
+        settings: dict[str, Any] = {"split": str(RANDOM.choice(["even", "free"]))}
+        settings["objective"] = str(RANDOM.choice(["barrier", "equation4"]))
+        for name, value in (
+            ("max_replicas", int(RANDOM.integers(1, size + 1))),
+            ("copied_heads", int(RANDOM.integers(0, heads + 1))),
+            ("memory_cap", float(rows.sum() / size * RANDOM.uniform(1, 1.5)) + 1),
+        ):
+            if RANDOM.random() < 0.3:
+                settings[name] = value
+        try:
+            found = map_heads(profile_of(rows.tolist()), tp_size=size, copies=copies, **settings)
+        except ValueError as error:
+            assert "leave ranks without a head" in str(error) or "memory_cap = " in str(error), (rows, size, settings)
+            continue
+        for layer in found.layers:
+            assert layer.copies <= copies
+            assert layer.most_replicas <= settings.get("max_replicas", size)
+            assert layer.copied_heads <= settings.get("copied_heads", heads)
+        assert sum(found.rank_loads) == pytest.approx(rows.sum())
+        assert max(found.rank_loads) <= settings.get("memory_cap", float("inf")) * (1 + 1e-6)
+        assert found.contiguous is not None
+        if settings["objective"] == "barrier" and "memory_cap" not in settings:
+            slowest = sum(map(max, found.loads))
+            assert found.bound <= slowest * (1 + 1e-6)
+            if heads >= size:
+                assert slowest <= sum(map(max, found.contiguous.loads)) * (1 + 1e-6)
+
+
 def test_saved_and_read_back(tmp_path: Path) -> None:
     found = map_heads(profile_of(skewed(3, 8)), tp_size=4, copies=3)
     found.save(tmp_path / "map.json")
