@@ -88,8 +88,7 @@ class MegaKVSection(DeepSpeedConfigModel):
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
 
-    fairkv: FairKVConfig | None = None
-    """Compression of the cache to per-head budgets; None keeps every token."""
+    fairkv: FairKVConfig = Field(default_factory=FairKVConfig)
 
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 

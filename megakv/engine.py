@@ -73,7 +73,7 @@ class MegaKVEngine(InferenceEngine):
             config=config.megakv.context_parallel,
             heads=heads,
             kv_heads=kv_heads,
-            compressor=None if fairkv is None else Compressor(fairkv, loaded.head_map, comm),
+            compressor=None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm),
         )
         layers = attach(model, self._runtime, self._policy)
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from megakv.sharding import IntArray
 
-Budget = int | float
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -33,19 +32,19 @@ class HeadBudgets:
         assert (self.floors >= 0).all() and self.floors.sum() <= self.total
 
 
-def tokens_per_head(budget: Budget, length: int, least: int) -> int:
+def tokens_per_head(budget: float, length: int, least: int) -> int:
     """Tokens that a head keeps on average of a sequence.
 
     Parameters
     ----------
-    budget : int or float
-        An int is a number of tokens, a float a fraction of the sequence's.
+    budget : float
+        Up to 1 a fraction of the sequence's tokens, above 1 their number.
     length : int
         Tokens of the sequence.
     least : int
         Tokens that are kept in any case.
     """
-    wanted = budget if isinstance(budget, int) else round(budget * length)
+    wanted = round(budget * length) if budget <= 1 else int(budget)
     return min(length, max(wanted, least))
 
 

@@ -40,7 +40,9 @@ class Compressor:
     """
 
     def __init__(self, config: FairKVConfig, head_map: HeadMap, comm: Communicator):
-        self._config = config
+        assert config.budget is not None
+        self._budget = config.budget
+        self._min_tokens = config.min_tokens
         self._heads = head_map
         self._comm = comm
         self._layers = len(head_map.layers)
@@ -69,10 +71,10 @@ class Compressor:
         """
         longest = int(new.max(initial=0))
         if first:
-            check_budget(self._config.budget, longest)
+            check_budget(self._budget, longest)
         if slots > SLOTS:
             raise MegaKVError(f"megakv.fairkv is not supported beyond {SLOTS} tokens; the sequence has {slots}")
-        return longest >= max(self._config.min_tokens, 2 * self._comm.mesh.cp_size)
+        return longest >= max(self._min_tokens, 2 * self._comm.mesh.cp_size)
 
     def compress(self, call: AttentionCall, lse_HL: Tensor) -> None:
         """Compress what a pass added to a layer's store.
@@ -123,7 +125,7 @@ class Compressor:
         return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank)
 
     def _budgets(self, layer: int, length: int) -> HeadBudgets:
-        tokens = tokens_per_head(self._config.budget, length, self.method.least)
+        tokens = tokens_per_head(self._budget, length, self.method.least)
         return self.method.budgets(layer, self._layers, self._heads.n_kv_heads, tokens=tokens, length=length)
 
     def _masses(self, call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment]) -> list[Tensor | None]:
@@ -140,7 +142,7 @@ class Compressor:
         return list(masses)
 
     def _protected(self, segment: Segment) -> int:
-        tokens = tokens_per_head(self._config.budget, segment.length, self.method.least)
+        tokens = tokens_per_head(self._budget, segment.length, self.method.least)
         return self.method.protected(tokens)
 
     def _scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, StrictFloat, StrictInt, field_validator
+from pydantic import Field, field_validator, model_validator
 
 GENERAL = ("method", "budget", "min_tokens")
 
@@ -16,8 +16,9 @@ class FairKVConfig(DeepSpeedConfigModel):
     method: Literal["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"] = "ada_snapkv"
     """How tokens are chosen."""
 
-    budget: StrictInt | StrictFloat
-    """Tokens that a KV head keeps on average: an int is a number of tokens, a float a fraction of the prompt's."""
+    budget: float | None = Field(None, gt=0, strict=True)
+    """What a KV head keeps on average: up to 1 a fraction of the prompt's tokens, above 1 their number. None compresses
+    nothing."""
 
     min_tokens: int = Field(128, ge=2)
     """A turn is compressed from this many new tokens on; a shorter one, a question, is kept whole."""
@@ -55,12 +56,20 @@ class FairKVConfig(DeepSpeedConfigModel):
 
     @field_validator("budget")
     @classmethod
-    def _check_budget(cls, value: int | float) -> int | float:
-        if isinstance(value, float) and not 0 < value <= 1:
-            raise ValueError("allowed: a number of tokens such as 1024, or a fraction such as 0.25")
-        if isinstance(value, int) and value < 1:
-            raise ValueError("allowed: 1 token or more, or a fraction such as 0.25")
+    def _check_budget(cls, value: float | None) -> float | None:
+        if value is not None and value > 1 and value != int(value):
+            raise ValueError("allowed: a fraction such as 0.25, or a whole number of tokens such as 1024")
         return value
+
+    @model_validator(mode="after")
+    def _check_use(self) -> Self:
+        given = [name for name in FairKVConfig.model_fields if name in self.model_fields_set and name != "budget"]
+        if self.budget is None and given:
+            raise ValueError(
+                f"{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it to a fraction "
+                "such as 0.25, or a number of tokens such as 1024"
+            )
+        return self
 
     def method_settings(self) -> dict[str, Any]:
         """The settings of the method that were given."""

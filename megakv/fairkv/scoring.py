@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megakv.fairkv.budgets import Budget, HeadBudgets
+from megakv.fairkv.budgets import HeadBudgets
 from megakv.sharding import IntArray
 
 EVERYTHING = -1
@@ -125,16 +125,16 @@ class CompressionMethod(Protocol):
         """
 
 
-def check_budget(budget: Budget, length: int) -> None:
+def check_budget(budget: float, length: int) -> None:
     """Refuse a budget that no prompt of the batch reaches.
 
     Raises
     ------
     ValueError
     """
-    if isinstance(budget, int) and budget > length:
+    if budget > max(length, 1):
         raise ValueError(
-            f"megakv.fairkv.budget = {budget} tokens per head is above the prompt's length of {length} tokens; "
+            f"megakv.fairkv.budget = {budget:g} tokens per head is above the prompt's length of {length} tokens; "
             "use a smaller number, or a fraction such as 0.25"
         )
 

@@ -11,7 +11,8 @@ def test_tokens_per_head() -> None:
     assert tokens_per_head(0.25, 1000, 32) == 250
     assert tokens_per_head(0.01, 1000, 32) == 32
     assert tokens_per_head(100, 50, 32) == 50
-    assert tokens_per_head(1.0, 7, 32) == 7
+    assert tokens_per_head(1, 7, 32) == 7
+    assert tokens_per_head(33.0, 100, 32) == 33
 
 
 def test_equal_and_shared() -> None:

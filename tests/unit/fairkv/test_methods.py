@@ -12,6 +12,7 @@ import torch
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring, attend
 from megakv.cache import TokenTable
+from megakv.config import load_config
 from megakv.errors import MegaKVError
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
@@ -197,10 +198,18 @@ def test_bad_settings_are_named(section: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("budget", [0, -3, 0.0, 1.5, "many", True])
+@pytest.mark.parametrize("budget", [0, -3, 1.5, "many", True])
 def test_impossible_budgets_are_refused(budget: Any) -> None:
-    with pytest.raises(ValueError):
-        FairKVConfig(budget=budget)
+    with pytest.raises(ValueError, match=f"megakv.fairkv.budget = {budget!r}: "):
+        load_config({"megakv": {"fairkv": {"budget": budget}}})
+
+
+def test_settings_without_a_budget_are_refused() -> None:
+    assert load_config({"megakv": {"fairkv": {}}}).megakv.fairkv.budget is None
+    with pytest.raises(ValueError, match="method is given, but nothing is compressed without megakv.fairkv.budget"):
+        load_config({"megakv": {"fairkv": {"method": "snapkv"}}})
+    with pytest.raises(ValueError, match="megakv.fairkv.method = 'zip': allowed: 'streaming_llm', 'snapkv'"):
+        load_config({"megakv": {"fairkv": {"method": "zip", "budget": 0.5}}})
 
 
 @pytest.mark.parametrize(
