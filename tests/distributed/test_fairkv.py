@@ -22,6 +22,9 @@ def judge(results: dict[str, Any], alone: dict[str, Any]) -> None:
     assert results
     for name, result in results.items():
         mesh, case = name.split(" ", 1)
+        if case.startswith("whole"):
+            assert result, name
+            continue
         if case == "short":
             assert "megakv.fairkv.budget = 40 tokens per head is above the prompt's length of 30 tokens" in result
             continue

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 import torch.distributed as dist
-from families import llama
+from families import FAMILIES, llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ada_snapkv_peak": {"method": "ada_snapkv", "budget": 0.3, "window": 8, "pool": 1, **PEAK},
     "headkv": {"method": "headkv", "budget": 0.3, "window": 8},
 }
+FAMILIES_HERE = ("mistral", "gemma2", "gpt_oss", "bloom", "deepseek_v3")
+"""Windows, soft caps, sinks, ALiBi, and values of other dimensions than keys."""
 Kept = list[list[list[list[int]]]]
 """``[layer][sequence][KV head]`` slots."""
 
@@ -148,6 +150,29 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
     }
 
 
+def whole_cache(family: str, mesh: str) -> bool:
+    """Whether a compressed cache that keeps every token gives the plain model's tokens."""
+    cp, tp = (int(part) for part in mesh.split("x"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval())
+    ids, mask = ids_of(60, 2, 3), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :20] = 0
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = models[0].generate(ids, **options)
+    config = {
+        "dtype": "fp32",
+        "tensor_parallel": {"tp_size": tp},
+        "megakv": {"context_parallel": {"size": cp}, "fairkv": {"budget": 1, "min_tokens": 16}},
+    }
+    engine = megakv.init_inference(models[1], config)
+    found = engine.generate(ids, **options)
+    held = engine.report().ranks[0].head_tokens
+    engine.destroy()
+    return torch.equal(found, expected) and len(held) == models[0].config.num_hidden_layers
+
+
 def main() -> None:
     """Entry of every rank."""
     out, work, meshes, steps = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
@@ -186,6 +211,8 @@ def main() -> None:
                 except (ValueError, MegaKVError) as error:
                     results[f"{mesh} short"] = str(error)
             engine.destroy()
+        for family in FAMILIES_HERE if tp == 1 else FAMILIES_HERE[:2]:
+            results[f"{mesh} whole {family}"] = whole_cache(family, mesh)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
 
