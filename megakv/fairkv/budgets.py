@@ -62,11 +62,11 @@ def shared(tokens: int, kv_heads: int, safeguard: float, least: int) -> HeadBudg
         Mean tokens per head.
     kv_heads : int
     safeguard : float
-        Fraction of `tokens` that every head keeps.
+        Fraction of what `least` leaves of `tokens` that every head keeps.
     least : int
-        Tokens that every head keeps in any case; at most `tokens`.
+        Tokens that every head keeps in any case, the observation window; at most `tokens`.
     """
-    floor = max(int(safeguard * tokens), least)
+    floor = least + int(safeguard * (tokens - least))
     return HeadBudgets(np.full(kv_heads, floor, dtype=np.int64), tokens * kv_heads)
 
 

@@ -15,9 +15,9 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import make_method
-from megakv.fairkv.observation import attention_mass, pooled_mass
+from megakv.fairkv.observation import attention_mass, pooled_mass, shares_of_heads
 from megakv.fairkv.scoring import Segment, check_budget
-from megakv.fairkv.selection import HEADS, SLOTS, choose
+from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
 from megakv.fairkv.store import RaggedStore
 from megakv.placement.heads import HeadMap
 from megakv.sharding import IntArray
@@ -102,13 +102,16 @@ class Compressor:
             budgets,
             np.array(shard.kv_heads),
             counted=self._counted(call.layer),
-            over_tokens=lambda counts: self._comm.add_counts(counts, "cp", operation="compression", layer=call.layer),
-            over_all=lambda counts: self._comm.add_counts(counts, "world", operation="compression", layer=call.layer),
+            over_tokens=self._adder("cp", call.layer),
+            over_all=self._adder("world", call.layer),
         )
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):
             for sequence, mask in enumerate(keep):
                 store.compress(sequence, mask)
+
+    def _adder(self, over: Literal["cp", "world"], layer: int) -> AddUp:
+        return lambda counts: self._comm.add_counts(counts, over, operation="compression", layer=layer)
 
     def _segment(self, call: AttentionCall, store: RaggedStore, sequence: int) -> Segment:
         blocks = call.layout.stored
@@ -134,11 +137,13 @@ class Compressor:
         masses = attention_mass(call, lse_HL, segments, self.method.observed, self.method.reduce)
         if self._copied(call.layer):
             masses = [self._over_copies(call.layer, mass) for mass in masses]
+        # What is kept anyway neither lends to its neighbours nor counts in its head's total.
+        for segment, mass in zip(segments, masses, strict=True):
+            mass[:, segment.recent(self._protected(segment))] = 0.0
         if self.method.pool_radius:
-            # What is kept anyway lends nothing to its neighbours.
-            for segment, mass in zip(segments, masses, strict=True):
-                mass[:, segment.recent(self._protected(segment))] = 0.0
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
+        if self.method.heads_compete and self.method.reduce == "peak":
+            masses = shares_of_heads(masses, self._adder("cp", call.layer))
         return list(masses)
 
     def _protected(self, segment: Segment) -> int:

@@ -43,7 +43,7 @@ class FairKVConfig(DeepSpeedConfigModel):
     """Fraction of what is kept that goes to the last tokens (h2o; 0.5)."""
 
     safeguard: float | None = None
-    """Fraction of the mean budget that every head keeps (ada_snapkv; 0.2)."""
+    """Fraction of the mean budget beside the window that every head keeps (ada_snapkv; 0.2)."""
 
     decay: float | None = None
     """Mean budget over that of the last layer (pyramidkv; 20)."""

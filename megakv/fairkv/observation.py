@@ -16,10 +16,13 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import visible_pairs
 from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
+from megakv.fairkv.selection import AddUp
 from megakv.sharding import IntArray, TokenBlock
 
 CHUNK_QUERIES = 512
 """Queries of every rank that travel, and are scored, at a time."""
+SHARE_UNITS = 1 << 30
+"""What a peak of 1 counts when peaks are added up."""
 SCORE_ELEMENTS = 4 << 20
 """Attention weights held at a time (16 MiB in float32)."""
 
@@ -153,6 +156,23 @@ def pooled_mass(
             starts[rank] += len(found)
         pooled.append(_neighbour_maximum(segment, np.concatenate(orders), torch.cat(values, dim=1), radius))
     return pooled
+
+
+def shares_of_heads(masses: Sequence[Tensor], add_up: AddUp) -> list[Tensor]:
+    """Peaks as shares of their head's total, so that heads compare; means add up to the same for every head anyway.
+
+    Totals are sums of whole numbers, so they do not depend on which rank holds which token.
+
+    Parameters
+    ----------
+    masses : sequence of Tensor
+        Per segment ``[K, n]``, at most 1.
+    add_up : callable
+        Sums over the ranks that hold the other tokens.
+    """
+    units = torch.stack([(mass.double() * SHARE_UNITS).round().long().sum(1) for mass in masses])
+    totals = add_up(units).clamp(min=1).double() / SHARE_UNITS
+    return [mass / total[:, None].to(mass.dtype) for mass, total in zip(masses, totals, strict=True)]
 
 
 def _edges(orders: Sequence[IntArray], radius: int) -> list[IntArray]:

@@ -68,6 +68,8 @@ class CompressionMethod(Protocol):
         Last tokens of a prompt whose queries' attention is measured; 0 for none, `EVERYTHING` for all.
     reduce : str
         Over the observed queries and the query heads of a KV head: ``mean`` of their attention, or the ``peak`` of it.
+    heads_compete : bool
+        Whether budgets depend on how scores of different heads compare.
     pool_radius : int
         Neighbours on either side whose attention a token may borrow.
     least : int
@@ -75,6 +77,7 @@ class CompressionMethod(Protocol):
     """
 
     name: ClassVar[str]
+    heads_compete: ClassVar[bool]
 
     @property
     def observed(self) -> int: ...

@@ -16,10 +16,11 @@ class AdaSnapKV(SnapKV):
     Parameters
     ----------
     safeguard : float
-        Fraction of the mean budget that every head keeps of its own best.
+        Fraction of the mean budget beside the window that every head keeps of its own best.
     """
 
     name: ClassVar[str] = "ada_snapkv"
+    heads_compete: ClassVar[bool] = True
     safeguard: float = 0.2
 
     def bind(self, layers: int, kv_heads: int) -> None:

@@ -31,6 +31,7 @@ class SnapKV:
     """
 
     name: ClassVar[str] = "snapkv"
+    heads_compete: ClassVar[bool] = False
     window: int = 32
     observe: Literal["window", "prompt"] = "window"
     reduce: Reduce = "mean"

@@ -18,8 +18,9 @@ def test_tokens_per_head() -> None:
 def test_equal_and_shared() -> None:
     assert equal(5, 3).total == 15 and equal(5, 3).floors.tolist() == [5, 5, 5]
     budget = shared(100, 8, 0.2, 32)
-    assert budget.total == 800 and (budget.floors == 32).all()
-    assert (shared(1000, 8, 0.2, 32).floors == 200).all()
+    assert budget.total == 800 and (budget.floors == 32 + 13).all()
+    assert (shared(1032, 8, 0.2, 32).floors == 232).all()
+    assert (shared(20, 8, 0.2, 20).floors == 20).all()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 33])

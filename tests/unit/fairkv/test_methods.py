@@ -143,11 +143,22 @@ def test_ada_snapkv() -> None:
     kept, weights = keep(section, LENGTHS, 0, Scoring(0.6))
     for found, each in zip(kept, weights, strict=True):
         scores = snap_scores(each, 1)
-        safe = best(scores, 15)
+        safe = best(scores, 8 + 11)
         rest = np.where(safe, -1.0, scores)
-        expected = safe | best(rest.reshape(1, -1), 15 * KV_HEADS).reshape(rest.shape)
+        expected = safe | best(rest.reshape(1, -1), 11 * KV_HEADS).reshape(rest.shape)
         assert np.array_equal(found, expected)
         assert found.sum() == 30 * KV_HEADS and len(set(found.sum(1))) > 1
+
+
+def test_ada_snapkv_compares_peaks_as_shares() -> None:
+    section = {"method": "ada_snapkv", "budget": 30, "window": WINDOW, "pool": 1, "observe": "prompt", "reduce": "peak"}
+    kept, weights = keep(section, LENGTHS, 0, Scoring(0.6))
+    for found, each in zip(kept, weights, strict=True):
+        peaks = snap_scores(each, 1, peak=True)
+        scores = peaks / np.where(np.isinf(peaks), 0, peaks).sum(1, keepdims=True)
+        safe = best(scores, 8 + 4)
+        rest = np.where(safe, -1.0, scores)
+        assert np.array_equal(found, safe | best(rest.reshape(1, -1), 18 * KV_HEADS).reshape(rest.shape))
 
 
 def test_headkv(write_json: Callable[[str, Any], Path]) -> None:
