@@ -70,3 +70,19 @@ def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: s
     assert "compressed must be ascending ranges of slots" in after["compressing"]["message"]
     # An engine that does not compress goes on from what was kept, and keeps all that comes.
     assert after["plain"]["first"]
+
+
+PASSKEY = Path(__file__).parent / "ranks" / "fairkv_passkey.py"
+
+
+@pytest.mark.parametrize("mesh", ["2x2", pytest.param("1x4", marks=pytest.mark.full)])
+def test_a_question_after_compression(tmp_path: Path, mesh: str) -> None:
+    out = tmp_path / "passkey.json"
+    run_ranks(PASSKEY, out, mesh, "1024", "5", ranks=4, timeout=300).check()
+    results = json.loads(out.read_text())
+    assert results["ada_snapkv"]["exact"] == results["snapkv"]["exact"] == 5
+    assert results["streaming_llm"]["exact"] <= 3
+    for result in results.values():
+        for kept, overhead in result["shares"]:
+            assert abs(kept - 0.25) < 0.002
+            assert overhead <= 1.05
