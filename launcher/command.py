@@ -113,6 +113,7 @@ def _describe(
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megakv.launcher.fairkv import add_map_arguments, fairkv_map
     from megakv.launcher.fit import add_fit_arguments
     from megakv.launcher.hardware import add_profile_arguments
     from megakv.launcher.search_arguments import add_search_arguments
@@ -136,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     searching.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
     add_search_arguments(searching)
     searching.set_defaults(ranks_write=True)
+    mapping = _describe(commands, fairkv_map)
+    add_map_arguments(mapping)
+    # It writes its file itself, too: what it prints is a summary.
+    mapping.set_defaults(ranks_write=True)
     return parser
 
 

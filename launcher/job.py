@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
@@ -60,6 +61,7 @@ class Outcome:
                     "host": rank.host,
                     "tokens": rank.tokens,
                     "kv_bytes": rank.kv_bytes,
+                    "head_tokens": rank.head_tokens,
                     "bytes_sent": rank.bytes_sent,
                     "traffic": [asdict(traffic) for traffic in rank.traffic],
                     "peak_bytes": rank.peak_bytes,
@@ -234,10 +236,30 @@ def print_outcome(outcome: Outcome, stream: Any = None) -> None:
             f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}",
             file=stream,
         )
+    print_budgets(report, stream)
     print_traffic(report, stream)
     if outcome.tokens_equal is not None:
         word = "equal to" if outcome.tokens_equal else "DIFFERENT FROM"
         print(f"tokens are {word} those of a single-process transformers run", file=stream)
+
+
+def print_budgets(report: RunReport, stream: Any) -> None:
+    """What a compressed cache keeps: tokens per KV head and layer."""
+    layers = [
+        np.concatenate([np.array(rank.head_tokens[layer], dtype=np.int64) for rank in report.ranks])
+        for layer in range(_compressed_layers(report))
+    ]
+    if layers:
+        kept, tokens = np.concatenate(layers), sum(rank.tokens for rank in report.ranks) // report.mesh["tp"]
+        print(
+            f"kept by a KV head on a rank: {kept.mean():.0f} tokens on average, {kept.min()} to {kept.max()}; "
+            f"{tokens} tokens were read",
+            file=stream,
+        )
+
+
+def _compressed_layers(report: RunReport) -> int:
+    return min(len(rank.head_tokens) for rank in report.ranks)
 
 
 def print_traffic(report: RunReport, stream: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -127,15 +128,26 @@ class ShardedCache(Cache):
         Number of attention layers.
     size, rank : int
         Context-parallel degree and this rank's index in it.
+    new_store : callable
+        Makes the store of a layer for a batch of that many sequences.
+
+    Attributes
+    ----------
+    length : int
+        Slots that are cached.
+    compressed : list of tuple
+        Ranges of slots that were compressed, ascending: not all of their tokens are held any more.
     """
 
     is_compileable = False
 
-    def __init__(self, layers: int, *, size: int, rank: int):
+    def __init__(self, layers: int, *, size: int, rank: int, new_store: Callable[[int], KVStore] = DenseStore):
         super().__init__(layers=[_LayerView(self) for _ in range(layers)])
         self.size = size
         self.rank = rank
         self.length = 0
+        self.compressed: list[tuple[int, int]] = []
+        self.new_store = new_store
         self.table = TokenTable(size, 0)
         self._stores: list[KVStore | None] = [None] * layers
 
@@ -147,6 +159,7 @@ class ShardedCache(Cache):
         """Register the tokens of a pass in the table, before its layers append their keys and values."""
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
+            self.compressed = []
             self._stores = [None] * len(self._stores)
         elif batch != self.table.batch:
             raise ValueError(
@@ -155,21 +168,23 @@ class ShardedCache(Cache):
             )
         self.table.extend(layout)
 
-    def commit(self, slots: int) -> None:
-        """End a pass: the cache now spans `slots` slots."""
+    def commit(self, slots: int, *, compressed: bool = False) -> None:
+        """End a pass: the cache now spans `slots` slots, and the new ones were compressed or not."""
+        if compressed:
+            self.compressed.append((self.length, slots))
         self.length = slots
 
     def store(self, layer: int) -> KVStore:
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
         if store is None:
-            store = self._stores[layer] = DenseStore(self.table.batch)
+            store = self._stores[layer] = self.new_store(self.table.batch)
         return store
 
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory until either grows."""
-        twin = ShardedCache(len(self._stores), size=self.size, rank=self.rank)
-        twin.length = self.length
+        twin = ShardedCache(len(self._stores), size=self.size, rank=self.rank, new_store=self.new_store)
+        twin.length, twin.compressed = self.length, list(self.compressed)
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin
@@ -178,12 +193,24 @@ class ShardedCache(Cache):
         """Bytes of keys and values held on this rank."""
         return sum(store.nbytes() for store in self._stores if store is not None)
 
+    def head_tokens(self) -> list[list[int]]:
+        """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if none was compressed."""
+        if not self.compressed:
+            return []
+        result: list[list[int]] = []
+        for store in self._stores:
+            held = [] if store is None else [store.kept(row) for row in range(self.table.batch)]
+            held = [counts for counts in held if len(counts)]
+            result.append(np.sum(held, axis=0).tolist() if held else [])
+        return result
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
     def cut_back(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way."""
         self.length = min(self.length, slots)
+        self.compressed = [(first, min(last, slots)) for first, last in self.compressed if first < slots]
         self.table.crop(slots)
         lengths = self.table.counts()[self.rank].tolist()
         for store in self._stores:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -237,7 +237,27 @@ class Communicator:
             )
         return tensor
 
+    def tp_combine(self, tensor: Tensor, how: Literal["sum", "max"], *, operation: str, layer: int | None) -> Tensor:
+        """``sum`` or ``max`` over the tensor-parallel group, in place."""
+        mesh = self.mesh
+        if mesh.tp_group is not None:
+            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+            sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
+            self._timed(
+                operation, layer, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, op=op, group=mesh.tp_group)
+            )
+        return tensor
+
     # World
+
+    def add_counts(self, counts: Tensor, over: Literal["cp", "world"], *, operation: str, layer: int | None) -> Tensor:
+        """Sum an integer tensor, in place, over the context-parallel group or all ranks."""
+        mesh = self.mesh
+        group, ranks = (None, range(mesh.world_size)) if over == "world" else (mesh.cp_group, mesh.cp_ranks)
+        if len(ranks) > 1:
+            sent = math.ceil(2 * nbytes(counts) * (len(ranks) - 1) / len(ranks))
+            self._timed(operation, layer, ranks, sent, lambda: dist.all_reduce(counts, group=group))
+        return counts
 
     def broadcast(self, tensor: Tensor, source: int, *, operation: str) -> Tensor:
         """Overwrite `tensor` on every rank with that of world rank `source`."""

@@ -11,7 +11,8 @@ from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
-from megakv.runahead.partition import check_partition
+from megakv.fairkv.config import FairKVConfig
+from megakv.runahead.config import RunaheadConfig, check_runahead
 from megakv.tracking.config import TrackingConfig
 
 REFUSED_KEYS = {
@@ -71,37 +72,6 @@ class ContextParallelConfig(DeepSpeedConfigModel):
     """Whether `profile` and `fit` may come from another machine, world or model."""
 
 
-class RunaheadConfig(DeepSpeedConfigModel):
-    """Section ``megakv.runahead``: how the chain of ``"prefill": "runahead"`` cuts a prompt, and where its KV ends."""
-
-    kv: Literal["sharded", "last"] = "sharded"
-    """``sharded``: each rank keeps the keys and values of its own part. ``last``: the last rank keeps all of them, and
-    decodes alone."""
-
-    partition: str | list[int | float] = "auto"
-    """Tokens of each rank: ``even``, fractions or token counts, or ``auto``: from `table` where it is given, else from
-    the cost model where ``context_parallel.profile`` is, else even."""
-
-    table: str | None = None
-    """Lookup table that ``megakv search-partition`` wrote."""
-
-    accept_foreign_table: bool = False
-    """Whether `table` may come from another model, machine or world."""
-
-    chunk_tokens: int = Field(1024, ge=1)
-    """Tokens that are forwarded at a time: fewer overlap more hops, more cost fewer merges."""
-
-    @field_validator("partition", mode="before")
-    @classmethod
-    def validate_partition(cls, value: Any) -> Any:
-        """A name, or a list of numbers."""
-        named = value in ("auto", "even") if isinstance(value, str) else False
-        listed = isinstance(value, list | tuple) and all(type(part) in (int, float) for part in value)
-        if not named and not listed:
-            raise ValueError("allowed: 'auto', 'even', or a list of numbers, one for each context-parallel rank")
-        return value if named else list(value)
-
-
 class MegaKVSection(DeepSpeedConfigModel):
     """Section ``megakv``."""
 
@@ -120,6 +90,8 @@ class MegaKVSection(DeepSpeedConfigModel):
 
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
+
+    fairkv: FairKVConfig = Field(default_factory=FairKVConfig)
 
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
@@ -222,30 +194,6 @@ def _check_policy(config: ContextParallelConfig, source: str) -> None:
         )
 
 
-def _check_runahead(section: MegaKVSection, source: str) -> None:
-    parallel, runahead = section.context_parallel, section.runahead
-    if not isinstance(runahead.partition, str):
-        try:
-            check_partition(runahead.partition, parallel.size)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-    if runahead.table is not None and runahead.partition != "auto":
-        raise ValueError(
-            f"{source}: megakv.runahead.table = {runahead.table!r} is for megakv.runahead.partition = 'auto', "
-            f"which is {runahead.partition!r}"
-        )
-    if runahead.kv == "last" and parallel.prefill != "runahead":
-        raise ValueError(
-            f"{source}: megakv.runahead.kv = 'last' needs megakv.context_parallel.prefill = 'runahead', "
-            f"which is {parallel.prefill!r}"
-        )
-    if runahead.kv == "last" and parallel.decode != "auto":
-        raise ValueError(
-            f"{source}: megakv.context_parallel.decode = {parallel.decode!r} contradicts megakv.runahead.kv = 'last', "
-            "with which the last rank decodes alone; allowed: 'auto'"
-        )
-
-
 def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
     """Read and check a configuration.
 
@@ -285,5 +233,5 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         raise ValueError(f"{source}: {error}") from None
     _refuse(parsed, source)
     _check_policy(parsed.megakv.context_parallel, source)
-    _check_runahead(parsed.megakv, source)
+    check_runahead(parsed.megakv.runahead, parsed.megakv.context_parallel, source)
     return parsed

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from megakv.assembly import make_runtime
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
-from megakv.costmodel.shape import ModelShape
 from megakv.errors import MegaKVError
 from megakv.generation import (
     TokenClock,
@@ -29,10 +28,8 @@ from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
 from megakv.loading import LoadedModel
-from megakv.placement import head_counts
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
-from megakv.runtime import Runtime
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
 
@@ -68,15 +65,7 @@ class MegaKVEngine(InferenceEngine):
         self._name = name
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
-        _, heads, kv_heads = head_counts(model.config)
-        self._runtime = Runtime(
-            comm=comm,
-            config=config.megakv.context_parallel,
-            heads=heads,
-            kv_heads=kv_heads,
-            shape=_known_shape(model, config),
-            runahead=config.megakv.runahead,
-        )
+        self._runtime = make_runtime(loaded, config, comm)
         layers = attach(model, self._runtime, self._policy)
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
@@ -172,11 +161,11 @@ class MegaKVEngine(InferenceEngine):
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
         prepared = prepare_options(self.module, options, self._comm, self._record.clock)
-        self._runtime.choice = None
+        self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         with self._holding(cache if use_cache else None):
             output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
-        self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.choice)
+        self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
         return output
 
     def session(self) -> Session:
@@ -246,7 +235,7 @@ class MegaKVEngine(InferenceEngine):
     @property
     def partitions(self) -> PartitionSource:
         """How prompts are cut for ``"prefill": "runahead"``."""
-        return self._runtime.partitions
+        return self._runtime.planner.partitions
 
     # Inside
 
@@ -278,14 +267,3 @@ class MegaKVEngine(InferenceEngine):
             yield
         finally:
             self._runtime.cache = None
-
-
-def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:
-    """The model's sizes where something is predicted from them; None where its config does not tell them."""
-    section = config.megakv
-    if section.context_parallel.profile is None and section.runahead.table is None:
-        return None
-    try:
-        return ModelShape.from_config(model.config, dtype=model.dtype)
-    except ValueError:
-        return None

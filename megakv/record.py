@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +26,11 @@ class RunRecord:
     prompt_tokens, new_tokens : int
         Over the whole batch.
     tokens, kv_bytes : int
-        Tokens whose keys and values this rank holds, and their bytes.
+        Tokens whose keys and values this rank holds, all heads or some, and their bytes.
     prefill : PrefillPlan, optional
         How the prompt was spread.
+    head_tokens : list
+        ``[layer][KV head]`` tokens that this rank's heads hold; empty if none were compressed.
     """
 
     clock: TokenClock
@@ -37,6 +39,7 @@ class RunRecord:
     tokens: int = 0
     kv_bytes: int = 0
     prefill: PrefillPlan | None = None
+    head_tokens: list[list[int]] = field(default_factory=list)
 
     def finish(
         self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
@@ -56,6 +59,7 @@ class RunRecord:
         if cache.length:
             self.tokens = int(cache.table.counts()[cache.rank].sum())
             self.kv_bytes = cache.nbytes()
+            self.head_tokens = cache.head_tokens()
 
     def rank_report(self, comm: Communicator) -> RankReport:
         """This rank's share of the report."""
@@ -67,6 +71,7 @@ class RunRecord:
             tp_rank=mesh.tp_rank,
             tokens=self.tokens,
             kv_bytes=self.kv_bytes,
+            head_tokens=self.head_tokens,
             peak_bytes=peak_memory_bytes(mesh.device),
             bytes_sent={name: tally.bytes_sent for name, tally in totals.items()},
             calls={name: tally.calls for name, tally in totals.items()},

@@ -8,53 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.choice import METHODS, PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
+from megakv.attention.choice import METHODS
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
-from megakv.config import ContextParallelConfig, RunaheadConfig
-from megakv.costmodel.context_parallel import Workload
-from megakv.costmodel.planner import PrefillPlanner
-from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.fairkv.compression import Compressor
 from megakv.injection.interface import add_sinks
-from megakv.runahead.partition import Partition
-from megakv.runahead.source import PartitionSource
-from megakv.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.planning import ForwardPass, PassPlanner
+from megakv.sharding import TokenBlock
 from megakv.stores import KVStore
-
-DECODE_STEPS = 256
-"""Cached tokens for which a choice of decode method is kept."""
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """One call of the model, as all ranks see it.
-
-    Parameters
-    ----------
-    layout : Layout
-        Where its tokens are computed and kept.
-    cache : ShardedCache
-        Where their keys and values go.
-    method : str, optional
-        The attention method of all layers; None where each layer chooses by its shape.
-    batch, slots : int
-        Rows of the input, and slots of the sequence after this pass.
-    workload : Workload
-        Its new and cached tokens.
-    chosen : dict
-        What layers of a shape chose.
-    """
-
-    layout: Layout
-    cache: ShardedCache
-    method: str | None
-    batch: int
-    slots: int
-    workload: Workload
-    chosen: dict[AttentionShape, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,129 +28,43 @@ class Runtime:
     Parameters
     ----------
     comm : Communicator
-    config : ContextParallelConfig
-    heads, kv_heads : int
-        Query and KV heads of the whole model, for the choice of method.
-    shape : ModelShape, optional
-        Sizes of the whole model, for the cost model; without them decoding goes by the batch, and partitions of
-        KV-Runahead are not predicted.
-    runahead : RunaheadConfig
-        Where the chain's keys and values end, and how it cuts prompts.
+    planner : PassPlanner
+        Decides where the tokens of a pass go and which methods serve it.
+    compressor : Compressor, optional
+        Compresses the cache after a prompt.
 
     Attributes
     ----------
-    choice : PrefillChoice, optional
-        How the last prompt was spread.
-    partitions : PartitionSource
-        How prompts are cut for the chain.
-
-    Raises
-    ------
-    ValueError
-        If a file that the choice of method or partition needs cannot be used.
+    current : ForwardPass, optional
+        The pass under way.
+    cache : ShardedCache, optional
+        That of the `generate` call under way.
+    methods : dict
+        Those that were used so far, by name.
     """
 
     comm: Communicator
-    config: ContextParallelConfig
-    heads: int
-    kv_heads: int
-    shape: ModelShape | None = None
-    runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
+    planner: PassPlanner
+    compressor: Compressor | None = None
     current: ForwardPass | None = None
-    choice: PrefillChoice | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
-    _decode_methods: dict[Workload, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        dtype = None if self.shape is None else self.shape.dtype
-        self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
-        profile = self.evidence.profile
-        self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape)
-        self._planner: PrefillPlanner | None = None
-        if profile is not None and self.shape is not None:
-            self._planner = PrefillPlanner.on(
-                self.comm, profile, self.shape, kv=self.runahead.kv, chunk_tokens=self.runahead.chunk_tokens
-            )
-            self.partitions.predict = self._planner.partition
-        self.methods["runahead"] = Runahead(self.runahead.chunk_tokens)
+        self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> ForwardPass:
-        """Decide where the new tokens of a pass go and which method serves it.
-
-        Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty.
+        """Decide how a pass is computed, and whether its keys and values are compressed.
 
         Raises
         ------
         ValueError
-            If the partition that was asked for does not fit the prompt.
+            If a setting does not fit the prompt.
         """
-        size = self.comm.mesh.cp_size
-        held = cache.table.counts() if cache.length else None
-        lengths = np.diff(new.bounds)
-        cached = np.zeros_like(lengths) if held is None else held.sum(0)
-        workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
-        method: str | None = None
-        if size == 1:
-            layout, method = balanced(new, 1), "pass_kv"
-        elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
-            layout, method = self._decode_layout(new, workload, held)
-        else:
-            choice = plan_prefill(self.config, self.evidence, workload, sizes=self._sizes, planner=self._planner)
-            self.choice, method = choice, choice.method
-            if choice.partitions is None:
-                layout = balanced(new, size, held)
-            else:
-                gathered = method == "runahead" and self.runahead.kv == "last"
-                layout = contiguous(new, choice.partitions, gathered=gathered)
-        return ForwardPass(layout=layout, cache=cache, method=method, batch=new.batch, slots=slots, workload=workload)
-
-    def _sizes(self, new: int, cached: int) -> Partition:
-        """The partition of one sequence; a row of a batch may have no new token."""
-        return self.partitions.sizes(new, cached) if new else (0,) * self.comm.mesh.cp_size
-
-    def _cut_by_user(self, workload: Workload) -> bool:
-        """Whether the user gave token counts for just these prompts, however short they are."""
-        given = self.partitions.given
-        if self.config.prefill != "runahead" or isinstance(given, str) or not all(isinstance(n, int) for n in given):
-            return False
-        # Whole numbers that sum to 1 are fractions; a single token is decoded.
-        return 1 < sum(given) and set(workload.new) == {sum(given)}
-
-    def _decode_layout(self, new: TokenBlock, workload: Workload, held: np.ndarray | None) -> tuple[Layout, str]:
-        """Where the tokens of a step of decoding go, and the method that serves it."""
-        size = workload.size
-        if self.runahead.kv == "last" and (held is None or not held[:-1].any()):
-            return on_last_rank(new, size), "local"
-        method = self._decode_method(workload)
-        return (replicated if method == "replicated" else round_robin)(new, size, held), method
-
-    def _decode_method(self, workload: Workload) -> str:
-        """The choice for a step of decoding, made anew every `DECODE_STEPS` cached tokens."""
-        rounded = tuple(count // DECODE_STEPS * DECODE_STEPS for count in workload.cached)
-        known = Workload(workload.new, rounded, workload.size)
-        if known not in self._decode_methods:
-            self._decode_methods.clear()
-            self._decode_methods[known] = choose_decode(
-                self.config, self.evidence, known, self.shape, self.comm.mesh.tp_size
-            )
-        return self._decode_methods[known]
-
-    def _prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
-        """The choice of a layer, by the tensors that it really has: the same on all ranks of a ring."""
-        scoring = call.scoring
-        shape = AttentionShape(
-            heads=call.q_HLD.shape[0],
-            kv_heads=call.kv_heads,
-            key_dim=call.key_dim,
-            value_dim=call.value_dim,
-            element_bytes=call.q_HLD.element_size(),
-            window=scoring.window,
-            kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",
+        compress = self.compressor is not None and self.compressor.wanted(
+            np.diff(new.bounds), slots, first=cache.length == 0
         )
-        if shape not in step.chosen:
-            step.chosen[shape] = choose_prefill(self.config, self.evidence, step.workload, shape)
-        return step.chosen[shape]
+        return self.planner.plan(new, cache, slots, compress=compress)
 
     def attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
@@ -230,8 +108,13 @@ class Runtime:
             store=store,
             table=step.cache.table,
             comm=self.comm,
+            compressed=bool(step.cache.compressed),
         )
-        out_HLD, lse_HL = self._method(step.method or self._prefill_method(step, call))(call)
+        out_HLD, lse_HL = self._method(step.method or self.planner.prefill_method(step, call))(call)
+        if step.compress:
+            assert self.compressor is not None
+            whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
+            self.compressor.compress(call, whole)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]

@@ -140,6 +140,7 @@ class Session:
             batch=self._cache.table.batch,
             length=self._cache.length,
             dtype=str(engine.module.dtype),
+            compressed=[list(span) for span in self._cache.compressed],
         )
         ids, mask, first = self.input_ids, self.attention_mask, engine.mesh.rank == 0
         engine.together(lambda: _make_empty(partial) if first else None)

@@ -6,20 +6,22 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
+from megakv.fairkv.session_spans import is_dense, read_span
+from megakv.fairkv.store import RaggedStore
 from megakv.sharding import Layout, TokenBlock, balanced
+from megakv.tensor_files import read_tensors
 
 FORMAT = 1
 META_FILE = "session.json"
@@ -44,6 +46,8 @@ class SessionMeta:
         Attention layers, sequences, and slots whose keys and values are stored.
     dtype : str
         Type of keys and values.
+    compressed : list
+        Ranges of slots that were compressed: each head has kept some of their tokens.
     """
 
     format: int
@@ -54,6 +58,7 @@ class SessionMeta:
     batch: int
     length: int
     dtype: str
+    compressed: list[list[int]] = field(default_factory=list)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -78,9 +83,8 @@ def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
         tensors[f"{sequence}.positions"] = torch.from_numpy(cache.table.positions(cache.rank, sequence).copy())
         if len(slots):
             for layer in range(len(cache)):
-                keys, values = cache.store(layer).part(sequence)
-                tensors[f"{sequence}.{layer}.k"] = keys.contiguous()
-                tensors[f"{sequence}.{layer}.v"] = values.contiguous()
+                saved = cache.store(layer).saved(sequence, slots)
+                tensors |= {f"{sequence}.{layer}.{name}": tensor for name, tensor in saved.items()}
     save_file(tensors, folder / shard_file(cache.rank, tp_rank))
 
 
@@ -125,6 +129,9 @@ def read_meta(folder: Path) -> SessionMeta:
     numbers = (meta.format, meta.cp, meta.tp, meta.layers, meta.batch, meta.length)
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         raise MegaKVError(f"{path} is broken: format, cp, tp, layers, batch and length must be positive integers")
+    edges = np.array(meta.compressed, dtype=np.int64).reshape(-1)
+    if len(edges) and not (0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= meta.length):
+        raise MegaKVError(f"{path} is broken: compressed must be ascending ranges of slots below length")
     if meta.format != FORMAT:
         raise MegaKVError(f"{path} has format {meta.format}; this version reads format {FORMAT}")
     return meta
@@ -157,7 +164,7 @@ def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
     MegaKVError
         If the file is missing, truncated or of other shapes.
     """
-    tensors = _read(folder / TOKENS_FILE, ["input_ids", "attention_mask"])
+    tensors = read_tensors(folder / TOKENS_FILE, ["input_ids", "attention_mask"])
     ids, mask = tensors["input_ids"], tensors["attention_mask"]
     if ids.dim() != 2 or ids.shape != mask.shape or ids.shape[0] != meta.batch or ids.shape[1] < meta.length:
         raise MegaKVError(f"{folder / TOKENS_FILE} does not fit {META_FILE}: {list(ids.shape)} tokens")
@@ -176,19 +183,27 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
     """
     files = [folder / shard_file(rank, tp_rank) for rank in range(meta.cp)]
     names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
-    saved = [_block(_read(path, names), meta, path) for path in files]
+    saved = [_block(read_tensors(path, names), meta, path) for path in files]
     everything = _joined(saved)
     if meta.cp == cache.size:
         layout = Layout(tokens=tuple(saved), stored=tuple(saved), replicated=False)
     else:
         layout = balanced(everything, cache.size)
+    if meta.compressed:
+        cache.new_store = RaggedStore
     cache.begin(layout, meta.batch)
     mine = layout.stored[cache.rank]
     for sequence in range(meta.batch):
-        wanted = mine.slot[mine.run(sequence)]
+        slots = mine.slot[mine.run(sequence)]
+        for number, span in enumerate(meta.compressed):
+            for layer in range(meta.layers):
+                prefix = f"{sequence}.{layer}.kept{number}."
+                read_span(files, prefix, slots, span, cache.store(layer), sequence, device)
+        wanted = slots[is_dense(slots, meta.compressed)]
         if len(wanted):
             _read_sequence(files, saved, sequence, wanted, meta, cache, device)
     cache.commit(meta.length)
+    cache.compressed = [(first, last) for first, last in meta.compressed]
 
 
 def _read_sequence(
@@ -201,33 +216,24 @@ def _read_sequence(
     device: torch.device,
 ) -> None:
     """Append a sequence's wanted rows, gathered from the files that hold them, to every layer's store."""
-    rows = [np.flatnonzero(np.isin(block.slot[block.run(sequence)], wanted)) for block in saved]
-    slots = np.concatenate([block.slot[block.run(sequence)][index] for block, index in zip(saved, rows, strict=True)])
-    order = torch.from_numpy(np.argsort(slots))
-    sources = [(path, block, torch.from_numpy(index)) for path, block, index in zip(files, saved, rows, strict=True)]
+    held = [block.slot[block.run(sequence)] for block in saved]
+    # Of the others, only some tokens of each head are left: `_read_kept` reads those.
+    dense = [slots[is_dense(slots, meta.compressed)] for slots in held]
+    rows = [np.flatnonzero(np.isin(slots, wanted)) for slots in dense]
+    order = torch.from_numpy(np.argsort(np.concatenate([s[index] for s, index in zip(dense, rows, strict=True)])))
+    sources = [(path, len(s), torch.from_numpy(index)) for path, s, index in zip(files, dense, rows, strict=True)]
     for layer in range(meta.layers):
         parts: dict[str, list[Tensor]] = {"k": [], "v": []}
-        for path, block, index in sources:
+        for path, count, index in sources:
             if len(index):
-                run = block.run(sequence)
-                found = _read(path, [f"{sequence}.{layer}.k", f"{sequence}.{layer}.v"])
+                found = read_tensors(path, [f"{sequence}.{layer}.k", f"{sequence}.{layer}.v"])
                 for kind, tensors in parts.items():
                     tensor = found[f"{sequence}.{layer}.{kind}"]
-                    if tensor.dim() != 3 or tensor.shape[1] != run.stop - run.start:
+                    if tensor.dim() != 3 or tensor.shape[1] != count:
                         raise MegaKVError(f"{path}: {sequence}.{layer}.{kind} has shape {list(tensor.shape)}")
                     tensors.append(tensor[:, index])
         keys, values = (torch.cat(parts[kind], dim=1)[:, order].to(device) for kind in ("k", "v"))
         cache.store(layer).append(sequence, keys, values)
-
-
-def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in names}
-    except FileNotFoundError as error:
-        raise MegaKVError(f"the saved session lacks {path}") from error
-    except (SafetensorError, OSError) as error:
-        raise MegaKVError(f"{path} is truncated or broken: {error}") from error
 
 
 def _block(tensors: dict[str, Tensor], meta: SessionMeta, path: Path) -> TokenBlock:

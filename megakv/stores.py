@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megakv.attention.part import KVPart, Part
+from megakv.sharding import IntArray
 
 GROWTH_DIVISOR = 32
 """A full buffer grows by this fraction of its length, so unused room stays near 3%."""
@@ -28,6 +33,15 @@ class KVStore(Protocol):
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
 
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        """All that is held of a sequence, given the coordinates of every token that was ever appended."""
+
+    def kept(self, sequence: int) -> IntArray:
+        """``[K]`` tokens that each head holds of a sequence; empty where nothing is held."""
+
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+        """What a saved session holds of a sequence, by name."""
+
     def crop(self, lengths: list[int]) -> None:
         """Cut every sequence back to a number of rows."""
 
@@ -47,8 +61,9 @@ class _GrowingRows:
     Forks share one buffer until either is appended to.
     """
 
-    def __init__(self, rows: Tensor):
+    def __init__(self, rows: Tensor, least_growth: int = GROWTH_MINIMUM):
         self._buffer = rows.contiguous()
+        self._least_growth = least_growth
         self._shared = False
         self.length = rows.shape[1]
 
@@ -59,7 +74,7 @@ class _GrowingRows:
         """Room for more rows, not written yet."""
         needed = self.length + rows
         if needed > self._buffer.shape[1] or self._shared:
-            room = needed + max(GROWTH_MINIMUM, needed // GROWTH_DIVISOR)
+            room = needed + max(self._least_growth, needed // GROWTH_DIVISOR)
             grown = self._buffer.new_empty((self._buffer.shape[0], room, self._buffer.shape[2]))
             grown[:, : self.length] = self._buffer[:, : self.length]
             self._buffer = grown
@@ -78,7 +93,7 @@ class _GrowingRows:
         return self._buffer[:, : self.length]
 
     def fork(self) -> _GrowingRows:
-        twin = _GrowingRows(self._buffer)
+        twin = _GrowingRows(self._buffer, self._least_growth)
         twin.length = self.length
         self._shared = twin._shared = True
         return twin
@@ -88,9 +103,18 @@ class _GrowingRows:
 
 
 class DenseStore:
-    """Keys and values in the memory of the model's device, one growing buffer per sequence."""
+    """Keys and values in the memory of the model's device, one growing buffer per sequence.
 
-    def __init__(self, batch: int):
+    Parameters
+    ----------
+    batch : int
+        Number of sequences.
+    least_growth : int
+        Rows that a full buffer grows by at least.
+    """
+
+    def __init__(self, batch: int, least_growth: int = GROWTH_MINIMUM):
+        self._least_growth = least_growth
         self._keys: list[_GrowingRows | None] = [None] * batch
         self._values: list[_GrowingRows | None] = [None] * batch
 
@@ -98,8 +122,8 @@ class DenseStore:
         keys, values = self._keys[sequence], self._values[sequence]
         if keys is None or values is None:
             # A copy, so that the projection's whole output is not kept alive by a view of it.
-            self._keys[sequence] = _GrowingRows(k_KSD.clone(memory_format=torch.contiguous_format))
-            self._values[sequence] = _GrowingRows(v_KSD.clone(memory_format=torch.contiguous_format))
+            for rows, new in ((self._keys, k_KSD), (self._values, v_KSD)):
+                rows[sequence] = _GrowingRows(new.clone(memory_format=torch.contiguous_format), self._least_growth)
         else:
             keys.append(k_KSD)
             values.append(v_KSD)
@@ -107,7 +131,10 @@ class DenseStore:
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self._keys[sequence], self._values[sequence]
         if keys is None or values is None:
-            keys, values = (_GrowingRows(like.new_empty((len(like), rows, like.shape[2]))) for like in (k_KSD, v_KSD))
+            keys, values = (
+                _GrowingRows(like.new_empty((len(like), rows, like.shape[2])), self._least_growth)
+                for like in (k_KSD, v_KSD)
+            )
             self._keys[sequence], self._values[sequence] = keys, values
             return keys.view(), values.view()
         return keys.extend(rows), values.extend(rows)
@@ -116,6 +143,31 @@ class DenseStore:
         keys, values = self._keys[sequence], self._values[sequence]
         assert keys is not None and values is not None
         return keys.view(), values.view()
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        yield KVPart(sequence, *self.part(sequence), slots, positions)
+
+    def kept(self, sequence: int) -> IntArray:
+        keys = self._keys[sequence]
+        return np.full(0 if keys is None else keys.view().shape[0], self.rows(sequence), dtype=np.int64)
+
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+        if not self.rows(sequence):
+            return {}
+        keys, values = self.part(sequence)
+        return {"k": keys.contiguous(), "v": values.contiguous()}
+
+    def rows(self, sequence: int) -> int:
+        """Rows held of a sequence."""
+        keys = self._keys[sequence]
+        return 0 if keys is None else keys.length
+
+    def shrink(self, sequence: int, length: int) -> None:
+        """Keep the first rows of a sequence, in no more memory than they need."""
+        for rows in (self._keys, self._values):
+            kept = rows[sequence]
+            assert kept is not None
+            rows[sequence] = _GrowingRows(kept.view()[:, :length].clone(), self._least_growth) if length else None
 
     def crop(self, lengths: list[int]) -> None:
         for rows in (self._keys, self._values):
@@ -135,7 +187,7 @@ class DenseStore:
                 moved.add(source)
 
     def fork(self) -> DenseStore:
-        twin = DenseStore(0)
+        twin = DenseStore(0, self._least_growth)
         twin._keys = [None if rows is None else rows.fork() for rows in self._keys]
         twin._values = [None if rows is None else rows.fork() for rows in self._values]
         return twin

@@ -154,7 +154,7 @@ class CellBench:
             facts["partition"] = list(inner.partition)
         elif isinstance(inner, ContextParallelPrefill) and inner.name == "auto":
             facts["auto"] = chosen(sample.bytes_sent)
-            choice = inner.model._runtime.choice
+            choice = inner.model._runtime.planner.choice
             assert choice is not None
             facts["predicted_s"] = dict(choice.predicted_s)
             if facts["auto"] == "runahead":

@@ -19,7 +19,7 @@ class AllGatherKV:
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         attention = self.attention_type(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-        parts = list(call.local_parts())
+        parts = call.dense_parts()
         if call.size > 1:
             messages = KVFormat(call)
             largest = max(messages.nbytes(rank) for rank in range(call.size))

@@ -98,6 +98,7 @@ def plan_prefill(
     *,
     sizes: Callable[[int, int], Partition],
     planner: PrefillPlanner | None = None,
+    compressed: bool = False,
 ) -> PrefillChoice:
     """How a pass is spread: as was asked for, or as `auto` has it. Every rank must call it.
 
@@ -110,7 +111,12 @@ def plan_prefill(
         Tokens of every rank of the runahead chain, for so many new tokens behind so many cached ones.
     planner : PrefillPlanner, optional
         Predictions for this model; None where there is no profile, or the model's sizes are not known.
+    compressed : bool
+        Whether some of what is cached was compressed.
     """
+    if compressed and config.prefill != "runahead":
+        # What was compressed does not travel: queries come to it.
+        return PrefillChoice("pass_q")
     lengths = list(zip(workload.new, workload.cached, strict=True))
     if config.prefill in CONTIGUOUS:
         chain = config.prefill == "runahead"

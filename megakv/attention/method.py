@@ -10,32 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.part import KVPart, Part, dense
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
-from megakv.sharding import IntArray, Layout, TokenBlock
+from megakv.sharding import Layout, TokenBlock
 from megakv.stores import KVStore
-
-
-@dataclass(frozen=True)
-class KVPart:
-    """Keys and values of one sequence on one rank, with the coordinates that causality is decided from.
-
-    Parameters
-    ----------
-    sequence : int
-        Batch row.
-    k_KSD, v_KSD : Tensor
-        ``[K, S, D]`` and ``[K, S, Dv]``.
-    slots, positions : IntArray
-        ``[S]``, slots ascending.
-    """
-
-    sequence: int
-    k_KSD: Tensor
-    v_KSD: Tensor
-    slots: IntArray
-    positions: IntArray
 
 
 @dataclass(frozen=True)
@@ -62,6 +42,8 @@ class AttentionCall:
     table : TokenTable
         The cached tokens on every rank, new ones included.
     comm : Communicator
+    compressed : bool
+        Whether some of what was cached before was compressed, on whichever rank: that does not travel.
     """
 
     layer: int
@@ -76,6 +58,7 @@ class AttentionCall:
     store: KVStore
     table: TokenTable
     comm: Communicator
+    compressed: bool = False
 
     @property
     def rank(self) -> int:
@@ -92,13 +75,16 @@ class AttentionCall:
         """The tokens of this rank's queries."""
         return self.layout.tokens[self.rank]
 
-    def local_parts(self) -> Iterator[KVPart]:
-        """This rank's keys and values, a part per sequence that has any."""
+    def local_parts(self) -> Iterator[Part]:
+        """This rank's keys and values of all sequences that have any."""
         for sequence in range(self.table.batch):
             slots = self.table.slots(self.rank, sequence)
             if len(slots):
-                keys, values = self.store.part(sequence)
-                yield KVPart(sequence, keys, values, slots, self.table.positions(self.rank, sequence))
+                yield from self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+
+    def dense_parts(self) -> list[KVPart]:
+        """The same for methods that send keys and values to other ranks."""
+        return dense(self.local_parts())
 
     def new_parts(self, start: int = 0, stop: int | None = None) -> Iterator[KVPart]:
         """Keys and values that this rank computed in rows ``[start, stop)`` of the pass, a part per sequence."""
@@ -114,14 +100,19 @@ class AttentionCall:
         """``[N, B]`` tokens that each rank held before the pass."""
         return self.table.counts() - np.array([np.diff(block.bounds) for block in self.layout.stored])
 
-    def cached_parts(self) -> Iterator[KVPart]:
-        """What this rank held before the pass, a part per sequence that has any."""
-        counts = self.cached_counts()[self.rank].tolist()
+    def cached_parts(self) -> Iterator[Part]:
+        """What this rank held before the pass. The store must have room for the new tokens, or hold them."""
+        stored = self.layout.stored[self.rank]
         for part in self.local_parts():
-            rows = slice(0, counts[part.sequence])
-            if rows.stop:
-                keys, values = part.k_KSD[:, rows], part.v_KSD[:, rows]
-                yield KVPart(part.sequence, keys, values, part.slots[rows], part.positions[rows])
+            if isinstance(part, KVPart):
+                # New rows come last, and are dense: compression follows attention.
+                run = stored.run(part.sequence)
+                rows = slice(0, len(part.slots) - (run.stop - run.start))
+                if rows.stop:
+                    keys, values = part.k_KSD[:, rows], part.v_KSD[:, rows]
+                    yield KVPart(part.sequence, keys, values, part.slots[rows], part.positions[rows])
+            else:
+                yield part
 
 
 class AttentionMethod(Protocol):
@@ -158,11 +149,15 @@ class PackedAttention:
                 partial = self.partial_type(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
                 self._runs[sequence] = (run, partial)
 
-    def add(self, part: KVPart) -> None:
+    def add(self, part: Part) -> None:
         """Attend to one part and merge."""
         if part.sequence in self._runs:
-            _, partial = self._runs[part.sequence]
-            partial.add(part.k_KSD, part.v_KSD, part.slots, part.positions)
+            part.add_to(self._runs[part.sequence][1])
+
+    def merge(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge the attention of all rows to further keys, computed elsewhere: ``[H, L, Dv]`` and ``[H, L]``."""
+        for run, partial in self._runs.values():
+            partial.merge(out_HLD[:, run], lse_HL[:, run])
 
     def result(self) -> tuple[Tensor, Tensor]:
         """``[H, L, Dv]`` outputs and ``[H, L]`` log-sum-exps so far."""

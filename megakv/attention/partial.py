@@ -65,13 +65,15 @@ class PartialAttention:
         ``[L, H, Dv]`` memory, otherwise of any strides. May be another tensor after `add`.
     lse : Tensor
         ``[H, L]``, same dtype: natural log-sum-exp; -inf where no key was seen.
+    q_HLD, q_slots, scoring
+        As given.
     """
 
     def __init__(self, q_HLD: Tensor, q_slots: Slots, scoring: Scoring, value_dim: int | None = None) -> None:
         assert q_HLD.shape[1] == len(q_slots), f"{q_HLD.shape[1]} query rows with {len(q_slots)} slots"
         self.scoring = scoring
-        self._q_HLD = q_HLD
-        self._q_slots = q_slots
+        self.q_HLD = q_HLD
+        self.q_slots = q_slots
         self._value_dim = q_HLD.shape[-1] if value_dim is None else value_dim
         self._state: tuple[Tensor, Tensor] | None = None
         # Rows that some block was stored in: the first block of a row needs no merge.
@@ -99,8 +101,18 @@ class PartialAttention:
             ``[S]`` their positions, for ALiBi; the slots if None.
         """
         assert k_KSD.shape[1] == v_KSD.shape[1] == len(k_slots), f"{k_KSD.shape[1]} keys with {len(k_slots)} slots"
-        for block in plan_blocks(self._q_slots, k_slots, self.scoring.window):
+        for block in plan_blocks(self.q_slots, k_slots, self.scoring.window):
             self._add_block(block, k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions)
+
+    def merge(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge the attention of all rows over further keys that was computed elsewhere.
+
+        Parameters
+        ----------
+        out_HLD, lse_HL
+            ``[H, L, Dv]`` and ``[H, L]``; 0 and -inf where no key was seen. May be overwritten later.
+        """
+        self._merge_rows(0, len(self.q_slots), out_HLD, lse_HL)
 
     def _add_block(self, block: Block, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots) -> None:
         self._merge_rows(block.q0, block.q1, *self._attend_block(block, k_KSD, v_KSD, k_slots, k_positions))
@@ -110,17 +122,17 @@ class PartialAttention:
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of the block's rows over its keys."""
         q0, q1, k0, k1, kind = block
-        device = self._q_HLD.device
+        device = self.q_HLD.device
         visible = None
         if kind == "masked":
-            pairs = visible_pairs(self._q_slots[q0:q1], k_slots[k0:k1], self.scoring.window)
+            pairs = visible_pairs(self.q_slots[q0:q1], k_slots[k0:k1], self.scoring.window)
             visible = torch.from_numpy(pairs).to(device)
         alibi = None
         if self.scoring.alibi_slopes is not None:
-            q_slots, positions = torch.tensor(self._q_slots[q0:q1]), torch.tensor(k_positions[k0:k1])
+            q_slots, positions = torch.tensor(self.q_slots[q0:q1]), torch.tensor(k_positions[k0:k1])
             alibi = Alibi(self.scoring.alibi_slopes, q_slots.to(device), positions.to(device))
         return attend_block(
-            self._q_HLD[:, q0:q1],
+            self.q_HLD[:, q0:q1],
             k_KSD[:, k0:k1],
             v_KSD[:, k0:k1],
             self.scoring.scale,
@@ -133,7 +145,7 @@ class PartialAttention:
     def _merge_rows(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         if self._state is None:
             self._value_dim = out.shape[-1]
-            if q1 - q0 == len(self._q_slots):
+            if q1 - q0 == len(self.q_slots):
                 self._state = out.to(self._dtype), lse
                 self._seen[:] = True
                 return
@@ -147,14 +159,14 @@ class PartialAttention:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.promote_types(self._q_HLD.dtype, torch.float32)
+        return torch.promote_types(self.q_HLD.dtype, torch.float32)
 
     def _accumulators(self) -> tuple[Tensor, Tensor]:
         if self._state is None:
-            heads, rows, _ = self._q_HLD.shape
+            heads, rows, _ = self.q_HLD.shape
             # The kernels' memory order, so that the merge walks both sides alike and [L, H * Dv] needs no copy.
-            out = self._q_HLD.new_zeros(rows, heads, self._value_dim, dtype=self._dtype)
-            lse = self._q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
+            out = self.q_HLD.new_zeros(rows, heads, self._value_dim, dtype=self._dtype)
+            lse = self.q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
             self._state = out.transpose(0, 1), lse.t()
         return self._state
 

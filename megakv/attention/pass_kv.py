@@ -19,7 +19,7 @@ class PassKV:
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-        attend_to_all_shards(call, attention, KVFormat(call), list(call.local_parts()), self._scratch)
+        attend_to_all_shards(call, attention, KVFormat(call), call.dense_parts(), self._scratch)
         return attention.result()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_parts
 from megakv.attention.message import QueryFormat, Scratch
 from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.part import Part
 from megakv.attention.ring import pass_around
 
 
@@ -21,32 +24,49 @@ class PassQ:
         self._scratch = Scratch()
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        parts = list(call.local_parts())
-        messages = QueryFormat(call)
-        own = self._scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
-        if call.size > 1:
-            messages.pack(call.q_HLD, call.tokens, own)
-        partials: dict[int, tuple[Tensor, Tensor]] = {}
-        for source, message in pass_around(call, messages, own, self._scratch, operation="pass_q"):
-            with call.comm.ledger.compute("attention", call.layer):
-                visiting = (call.q_HLD, call.tokens) if source == call.rank else messages.unpack(source, message)
-                attention = PackedAttention(*visiting, call.scoring, call.value_dim)
-                for part in parts:
-                    attention.add(part)
-                partials[source] = attention.result()
-        return self._return(call, partials) if call.size > 1 else partials[call.rank]
+        return visit_all_shards(call, list(call.local_parts()), self._scratch)
 
-    @staticmethod
-    def _return(call: AttentionCall, partials: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Bring every rank's partial results for this rank's queries home and merge them (Equation 4)."""
-        heads, rows = call.q_HLD.shape[:2]
-        width = call.value_dim + 1
-        pieces = [torch.cat([out, lse.unsqueeze(-1)], dim=-1).reshape(-1) for _, (out, lse) in sorted(partials.items())]
-        returned = call.comm.cp_all_to_all(
-            torch.cat(pieces),
-            [piece.numel() for piece in pieces],
-            [heads * rows * width] * call.size,
-            operation="pass_q_return",
-            layer=call.layer,
-        ).view(call.size, heads, rows, width)
-        return merge_parts(returned[..., :-1], returned[..., -1])
+
+def visit_all_shards(call: AttentionCall, parts: Sequence[Part], scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Let every rank's queries visit this rank, its own first, and attend to its shard; then bring results home.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    parts : sequence of Part
+        This rank's shard of keys and values.
+    scratch : Scratch
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        ``[H, L, Dv]`` and ``[H, L]`` of this rank's queries over all shards.
+    """
+    messages = QueryFormat(call)
+    own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
+    if call.size > 1:
+        messages.pack(call.q_HLD, call.tokens, own)
+    partials: dict[int, tuple[Tensor, Tensor]] = {}
+    for source, message in pass_around(call, messages, own, scratch, operation="pass_q"):
+        with call.comm.ledger.compute("attention", call.layer):
+            visiting = (call.q_HLD, call.tokens) if source == call.rank else messages.unpack(source, message)
+            attention = PackedAttention(*visiting, call.scoring, call.value_dim)
+            for part in parts:
+                attention.add(part)
+            partials[source] = attention.result()
+    return _return(call, partials) if call.size > 1 else partials[call.rank]
+
+
+def _return(call: AttentionCall, partials: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Bring every rank's partial results for this rank's queries home and merge them (Equation 4)."""
+    heads, rows = call.q_HLD.shape[:2]
+    width = call.value_dim + 1
+    pieces = [torch.cat([out, lse.unsqueeze(-1)], dim=-1).reshape(-1) for _, (out, lse) in sorted(partials.items())]
+    returned = call.comm.cp_all_to_all(
+        torch.cat(pieces),
+        [piece.numel() for piece in pieces],
+        [heads * rows * width] * call.size,
+        operation="pass_q_return",
+        layer=call.layer,
+    ).view(call.size, heads, rows, width)
+    return merge_parts(returned[..., :-1], returned[..., -1])

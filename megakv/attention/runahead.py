@@ -6,8 +6,10 @@ from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
 from megakv.attention.message import KVFormat, Scratch, message_bytes
-from megakv.attention.method import AttentionCall, KVPart, PackedAttention
+from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.part import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
+from megakv.attention.pass_q import visit_all_shards
 from megakv.errors import MegaKVError
 from megakv.sharding import IntArray, Layout
 
@@ -21,7 +23,7 @@ class Runahead:
     In each layer a rank sends the keys and values of its own tokens to the next rank, attends to them while the prefix
     is in flight, and then takes the prefix as it arrives, nearest rank first: each message is forwarded at once and
     then attended to. Receives are posted ahead, for the next layer before its projections. Keys and values of earlier
-    turns, however they are spread, are attended to by ring pass-KV.
+    turns, however they are spread, are attended to by ring pass-KV; where they were compressed, by ring pass-Q.
 
     Parameters
     ----------
@@ -60,9 +62,7 @@ class Runahead:
                 attention.add(part)
                 if collected is not None:
                     collected.add(part)
-        counts = call.cached_counts()
-        if counts.any():
-            attend_to_all_shards(call, attention, KVFormat(call, counts), list(call.cached_parts()), self._scratch)
+        self._attend_to_cached(call, attention)
         for index, message in self._link.arrivals(call, plan, messages):
             with call.comm.ledger.compute("attention", call.layer):
                 for part in messages.unpack(index, message):
@@ -70,6 +70,15 @@ class Runahead:
                     if collected is not None:
                         collected.add(part)
         return attention.result()
+
+    def _attend_to_cached(self, call: AttentionCall, attention: PackedAttention) -> None:
+        counts = call.cached_counts()
+        if not counts.any():
+            return
+        if call.compressed:
+            attention.merge(*visit_all_shards(call, list(call.cached_parts()), self._scratch))
+        else:
+            attend_to_all_shards(call, attention, KVFormat(call, counts), dense(call.cached_parts()), self._scratch)
 
     def _planned(self, call: AttentionCall) -> ChainPlan:
         """The plan of the pass that this layer belongs to."""

@@ -76,16 +76,16 @@ class RectangleAttention(PartialAttention):
     """
 
     def add(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots | None = None) -> None:
-        rows = len(self._q_slots)
+        rows = len(self.q_slots)
         if not rows or not len(k_slots):
             return
         part = k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions
         window = self.scoring.window
-        masked = any(stretch.kind == "masked" for stretch in stretches(self._q_slots, k_slots, window))
+        masked = any(stretch.kind == "masked" for stretch in stretches(self.q_slots, k_slots, window))
         tile = MASKED_TILE if masked else rows
         for q0 in range(0, rows, tile):
             q1 = min(q0 + tile, rows)
-            for k0, k1, kind in stretches(self._q_slots[q0:q1], k_slots, window):
+            for k0, k1, kind in stretches(self.q_slots[q0:q1], k_slots, window):
                 if kind == "hidden":
                     self._attend_block(Block(q0, q1, k0, k1, "full"), *part)
                 else:

@@ -37,7 +37,7 @@ class Record(BaseModel):
 R = TypeVar("R", bound=Record)
 
 
-def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str) -> R:
+def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, by_hand: bool = False) -> R:
     """Read and check a record.
 
     Parameters
@@ -49,6 +49,8 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str) -
         The setting that named the file, for messages.
     remedy : str
         What makes a good file.
+    by_hand : bool
+        People write such files too, and may leave the format out.
 
     Raises
     ------
@@ -64,7 +66,7 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str) -
         raise ValueError(f"{source} cannot be read: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise ValueError(f"{source} is not valid JSON ({error}); {remedy}") from error
-    if not isinstance(values, dict) or values.get("format") != wanted:
+    if not isinstance(values, dict) or values.get("format", wanted if by_hand else None) != wanted:
         raise ValueError(f"{source} is not a {wanted}; {remedy}")
     try:
         return kind.model_validate(values)

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
+from megakv.fairkv.store import RaggedStore
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.policy import Policy
-from megakv.runtime import ForwardPass, Runtime
+from megakv.planning import ForwardPass
+from megakv.runtime import Runtime
 from megakv.sharding import new_tokens
+from megakv.stores import DenseStore
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -86,7 +89,8 @@ class ForwardHooks:
     def new_cache(self) -> ShardedCache:
         """An empty cache of this model on this mesh."""
         mesh = self._runtime.comm.mesh
-        return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank)
+        new_store = DenseStore if self._runtime.compressor is None else RaggedStore
+        return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank, new_store=new_store)
 
     # Before
 
@@ -225,7 +229,7 @@ class ForwardHooks:
             return None
         output.logits = self._share(step, output.logits)
         self._runtime.comm.ledger.leave_dense()
-        step.cache.commit(step.slots)
+        step.cache.commit(step.slots, compressed=step.compress)
         use_cache, return_dict = self._options
         output.past_key_values = step.cache if use_cache else None
         return output if return_dict else output.to_tuple()

@@ -95,6 +95,9 @@ class RankReport:
         Prompt tokens that lay on this rank.
     kv_bytes, peak_bytes
         Its KV cache after the prompt, and its peak memory (`megakv.tracking.peak_memory_bytes`).
+    head_tokens
+        ``[layer][KV head]`` tokens that each of the rank's KV heads holds, over the batch, where the cache was
+        compressed to per-head budgets; empty where it was not.
     bytes_sent, calls, seconds_exposed
         By operation: bytes this rank sent, calls, and seconds in which it waited for the result.
     traffic
@@ -113,6 +116,7 @@ class RankReport:
     seconds_exposed: dict[str, float] = field(default_factory=dict)
     traffic: list[Traffic] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    head_tokens: list[list[int]] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ from megakv.costmodel.trial import TrialLayer
 from megakv.groups import make_mesh, start_distributed
 from megakv.launcher.voice import quiet_libraries
 from megakv.ledger import Ledger
-from megakv.runtime import Runtime
+from megakv.planning import PassPlanner
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "replicated")
 TURNS = ((203, 3), (5, 2), (50, 3))
@@ -120,12 +120,12 @@ def refusals(comm: Communicator, work: Path) -> dict[str, str]:
 
 
 def decode_choices(comm: Communicator, work: Path, config: Any) -> list[str]:
-    """What a runtime that knows its model chooses for decoding batches of 1, 2 and 64."""
+    """What a planner that knows its model chooses for decoding batches of 1, 2 and 64."""
     section = ContextParallelConfig(size=comm.mesh.cp_size, profile=str(work / "profile.json"))
     shape = ModelShape.from_config(config, dtype=torch.float32)
-    runtime = Runtime(comm=comm, config=section, heads=shape.heads, kv_heads=shape.kv_heads, shape=shape)
+    planner = PassPlanner(comm=comm, config=section, heads=shape.heads, kv_heads=shape.kv_heads, shape=shape)
     size = comm.mesh.cp_size
-    return [runtime._decode_method(Workload((1,) * batch, (500,) * batch, size)) for batch in (1, 2, 64)]
+    return [planner.decode_method(Workload((1,) * batch, (500,) * batch, size)) for batch in (1, 2, 64)]
 
 
 def main() -> None:

@@ -1,0 +1,85 @@
+"""``megakv fairkv-map``: from a budget profile to KV heads on ranks. Starts no rank."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_map_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``megakv fairkv-map`` takes."""
+    parser.add_argument("--profile", required=True, help='JSON: {"model": NAME, "budgets": [layer][KV head]}')
+    parser.add_argument("--tp", type=int, required=True, help="tensor-parallel ranks")
+    parser.add_argument("--copies", type=int, default=0, help="extra replicas of KV heads per layer (default 0)")
+    parser.add_argument("--split", choices=("even", "free"), default="free", help="how replicas share a head")
+    parser.add_argument(
+        "--objective",
+        choices=("barrier", "equation4", "requests"),
+        default="barrier",
+        help="barrier: the slowest rank of every layer (default); equation4: the paper's, the largest sum over layers; "
+        "requests: the barrier for the profile's single prompts, each with its own split",
+    )
+    parser.add_argument("--memory-cap", type=float, help="tokens a rank may keep, over its KV heads and all layers")
+    parser.add_argument("--max-replicas", type=int, help="R_max: replicas of one KV head (default: the ranks)")
+    parser.add_argument("--copied-heads", type=int, help="CH: KV heads per layer with more than one replica")
+    parser.add_argument("--model", help="directory, hub id or config file: refuse the profile of another model")
+    parser.add_argument("--length", type=int, help="tokens of a sequence: refuse budgets above it")
+    parser.add_argument("--json", required=True, help="write the mapping to this file")
+    parser.add_argument("--png", help="draw the loads, contiguous and mapped, to this file")
+
+
+def fairkv_map(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Place KV heads with different budgets on ranks, with copies, so that no rank waits."""
+    from megakv.fairkv.heatmap import draw_mapping
+    from megakv.fairkv.mapper import map_heads
+    from megakv.fairkv.profile import load_budgets
+
+    profile = load_budgets(arguments.profile, setting="--profile")
+    try:
+        if arguments.model:
+            profile.check_model(*_identity(arguments.model))
+        if arguments.length is not None:
+            profile.check_length(arguments.length)
+    except ValueError as error:
+        raise ValueError(f"--profile = {arguments.profile!r}: {error}") from error
+    found = map_heads(
+        profile,
+        tp_size=arguments.tp,
+        copies=arguments.copies,
+        split=arguments.split,
+        objective=arguments.objective,
+        memory_cap=arguments.memory_cap,
+        max_replicas=arguments.max_replicas,
+        copied_heads=arguments.copied_heads,
+    )
+    found.save(arguments.json)
+    if arguments.png:
+        draw_mapping(found, arguments.png)
+    return {
+        "model": found.model,
+        "layers": len(found.mapping),
+        "kv_heads": found.n_kv_heads,
+        "ranks": found.tp_size,
+        "copies": found.copies,
+        "split": found.split,
+        "objective": found.objective,
+        "barrier_utilisation": found.barrier_utilisation,
+        "efficiency": found.efficiency,
+        "rank_loads": found.rank_loads,
+        "busy_rates": found.busy_rates,
+        "contiguous": found.contiguous and found.contiguous.model_dump(include={"barrier_utilisation", "efficiency"}),
+        "json": arguments.json,
+        "png": arguments.png,
+    }
+
+
+def _identity(model: str) -> tuple[str, int, int]:
+    """Name, layers and KV heads of a model; no weights are read."""
+    import torch
+
+    from megakv.costmodel.shape import ModelShape
+
+    shape = ModelShape.from_path(model, dtype=torch.float32)
+    path = Path(model)
+    return str(path.parent) if path.is_file() else model, len(shape.layers), shape.kv_heads

@@ -1,0 +1,55 @@
+"""The runtime of an engine, put together from the JSON and the model."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from megakv.comm import Communicator
+from megakv.config import MegaKVConfig
+from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.compression import Compressor
+from megakv.loading import LoadedModel
+from megakv.placement import head_counts
+from megakv.planning import PassPlanner
+from megakv.runtime import Runtime
+
+
+def make_runtime(loaded: LoadedModel, config: MegaKVConfig, comm: Communicator) -> Runtime:
+    """What the attention modules of an engine's model call. Every rank must call it.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model with this rank's weights.
+    config : MegaKVConfig
+    comm : Communicator
+
+    Raises
+    ------
+    ValueError
+        If a setting does not fit the model, or a file that one names cannot be used.
+    """
+    section, model = config.megakv, loaded.module
+    _, heads, kv_heads = head_counts(model.config)
+    planner = PassPlanner(
+        comm=comm,
+        config=section.context_parallel,
+        heads=heads,
+        kv_heads=kv_heads,
+        shape=_known_shape(model, config),
+        runahead=section.runahead,
+    )
+    fairkv = section.fairkv
+    compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm)
+    return Runtime(comm, planner, compressor)
+
+
+def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:
+    """The model's sizes where something is predicted from them; None where its config does not tell them."""
+    section = config.megakv
+    if section.context_parallel.profile is None and section.runahead.table is None:
+        return None
+    try:
+        return ModelShape.from_config(model.config, dtype=model.dtype)
+    except ValueError:
+        return None

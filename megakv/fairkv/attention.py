@@ -1,0 +1,137 @@
+"""Attention to ragged heads: no head is padded to another's length, and time goes with the tokens that were kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megakv.attention.backends import attend_block
+from megakv.attention.partial import PartialAttention, Scoring
+from megakv.fairkv.pages import RaggedBody
+from megakv.sharding import IntArray
+
+PAGED_ROWS = 64
+"""Up to this many query rows per KV head, all pages of one size are one kernel call; every page repeats its rows."""
+
+
+@dataclass(frozen=True)
+class RaggedPart:
+    """Kept tokens of one sequence on one rank, as attention methods take them (see `megakv.attention.part.Part`).
+
+    Parameters
+    ----------
+    sequence : int
+        Batch row.
+    body : RaggedBody
+    slots, positions : IntArray
+        Of all this rank's tokens of the sequence; the body's rows index them.
+    """
+
+    sequence: int
+    body: RaggedBody
+    slots: IntArray
+    positions: IntArray
+
+    def add_to(self, partial: PartialAttention) -> None:
+        """Attend to all heads' tokens and merge."""
+        if not len(partial.q_slots):
+            return
+        q_HLD, scoring = partial.q_HLD, partial.scoring
+        rows = q_HLD.shape[0] // len(self.body.counts) * q_HLD.shape[1]
+        seen = self.slots[self.body.last_row] <= partial.q_slots[0]
+        if scoring.window is not None:
+            seen = seen and self.slots[self.body.first_row] > partial.q_slots[-1] - scoring.window
+        if seen and rows <= PAGED_ROWS and scoring.alibi_slopes is None:
+            partial.merge(*paged_attention(q_HLD, self.body, scoring.scale, softcap=scoring.softcap))
+        else:
+            partial.merge(*self._by_head(partial))
+
+    def _by_head(self, partial: PartialAttention) -> tuple[Tensor, Tensor]:
+        """Every head by itself: for many queries, and where slots or positions matter."""
+        q_HLD, scoring = partial.q_HLD, partial.scoring
+        kv_heads = len(self.body.counts)
+        group = q_HLD.shape[0] // kv_heads
+        outs, lses = [], []
+        value_dim = self.body.pages[0].v_PSD.shape[-1]
+        for head in range(kv_heads):
+            own = slice(head * group, (head + 1) * group)
+            slopes = None if scoring.alibi_slopes is None else scoring.alibi_slopes[own]
+            part = PartialAttention(q_HLD[own], partial.q_slots, _with_slopes(scoring, slopes), value_dim)
+            for keys, values, rows in self.body.pieces(head):
+                part.add(keys, values, self.slots[rows], self.positions[rows])
+            outs.append(part.out)
+            lses.append(part.lse)
+        return torch.cat(outs), torch.cat(lses)
+
+
+def _with_slopes(scoring: Scoring, slopes: Tensor | None) -> Scoring:
+    return replace(scoring, alibi_slopes=slopes)
+
+
+def paged_attention(
+    q_HLD: Tensor, body: RaggedBody, scale: float, *, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Few queries against every kept token of their head.
+
+    All pages of a size go through the kernel of dense attention as if each were a KV head, on whatever device; their
+    results are merged by log-sum-exp.
+
+    Parameters
+    ----------
+    q_HLD : Tensor
+        ``[H, L, D]`` queries, H a multiple of the body's heads.
+    body : RaggedBody
+    scale : float
+        Factor of the dot products.
+    softcap : float, optional
+        See `Scoring`.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        ``[H, L, Dv]`` and the log-sum-exp ``[H, L]``, float32 (float64 for float64); 0 and -inf for a head without
+        tokens.
+    """
+    heads, length, dim = q_HLD.shape
+    kv_heads = len(body.counts)
+    grouped = q_HLD.reshape(kv_heads, -1, dim)
+    outs, lses, owners = [], [], []
+    for pages in body.pages:
+        out, lse = attend_block(
+            grouped.index_select(0, pages.heads_P), pages.k_PSD, pages.v_PSD, scale, softcap=softcap
+        )
+        outs.append(out.to(lse.dtype))
+        lses.append(lse)
+        owners.append(pages.heads_P)
+    out, lse = merge_by_owner(torch.cat(outs), torch.cat(lses), torch.cat(owners), kv_heads)
+    return out.reshape(heads, length, -1), lse.reshape(heads, length)
+
+
+def merge_by_owner(outs_PRD: Tensor, lses_PR: Tensor, owners_P: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Merge partial results that belong to the same head.
+
+    Parameters
+    ----------
+    outs_PRD, lses_PR : Tensor
+        ``[P, R, Dv]`` and ``[P, R]`` partial results over disjoint keys.
+    owners_P : Tensor
+        ``[P]`` head of each.
+    kv_heads : int
+        K.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        ``[K, R, Dv]`` and ``[K, R]``; 0 and -inf for a head without a part.
+    """
+    top = lses_PR.new_full((kv_heads, lses_PR.shape[1]), -torch.inf)
+    top.scatter_reduce_(0, owners_P[:, None].expand_as(lses_PR), lses_PR, "amax")
+    # A head without a part is shifted by 0: its sum stays 0 instead of NaN.
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(lses_PR - shift[owners_P])
+    total = torch.zeros_like(top).index_add_(0, owners_P, weights)
+    out = outs_PRD.new_zeros((kv_heads, *outs_PRD.shape[1:]))
+    out.index_add_(0, owners_P, outs_PRD * weights.unsqueeze(-1))
+    return out / total.masked_fill(total == 0, 1.0).unsqueeze(-1), total.log() + shift

@@ -1,0 +1,152 @@
+"""The mapper: from a budget profile to KV heads on ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from megakv.fairkv.arrangement import arrange
+from megakv.fairkv.assignment import MANY_HEADS, NODES
+from megakv.fairkv.copying import Split
+from megakv.fairkv.efficiency import barrier_utilisation, busy_rates, efficiency
+from megakv.fairkv.layer import LayerMapping, contiguous_layer
+from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.mapping import Balance, HeadMapping, Objective, by_rank
+from megakv.fairkv.memory import check_cap, map_layers
+from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.requests import imagined_requests, place_for_requests
+from megakv.fairkv.totals import Weights, least_total
+
+
+def balance(layers: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> Balance:
+    """How evenly mappings load the ranks under some budgets.
+
+    Parameters
+    ----------
+    layers : sequence of LayerMapping
+    budgets : [layers][heads]
+    tp_size : int
+    """
+    loads = [m.loads(row, tp_size) for m, row in zip(layers, budgets, strict=True)]
+    return Balance(
+        barrier_utilisation=min(1.0, barrier_utilisation(loads)),
+        efficiency=min(1.0, efficiency(loads)),
+        loads=tuple(map(tuple, loads)),
+        rank_loads=tuple(sum(column) for column in zip(*loads, strict=True)),
+        busy_rates=tuple(min(1.0, rate) for rate in busy_rates(loads)),
+    )
+
+
+def map_heads(
+    profile: BudgetProfile,
+    *,
+    tp_size: int,
+    copies: int = 0,
+    split: Split = "free",
+    objective: Objective = "barrier",
+    memory_cap: float | None = None,
+    max_replicas: int | None = None,
+    copied_heads: int | None = None,
+) -> HeadMapping:
+    """Place, and copy, the KV heads of every layer so that the ranks are equally loaded.
+
+    Without copies this is the paper's best-effort assignment (FairKV-NoDP), with them fair-copying (FairKV-DP). A KV
+    head and its query heads stay together; ranks may have different numbers of them, and each has one at least.
+
+    Parameters
+    ----------
+    profile : BudgetProfile
+    tp_size : int
+        Ranks.
+    copies : int
+        Extra replicas per layer, at most.
+    split : {"free", "even"}
+        Whether replicas share a head in any way, or equally.
+    objective : {"barrier", "equation4", "requests"}
+        ``barrier``: the sum over layers of the slowest rank, each layer ending in an all-reduce; what is left of the
+        copies goes where requests unlike the profile need them. ``equation4``: the paper's, the largest sum over layers
+        of a rank. ``requests``: the barrier for the profile's single prompts, each with its own split between replicas.
+    memory_cap : float, optional
+        Tokens that a rank may keep, summed over its KV heads and all layers.
+    max_replicas : int, optional
+        R_max: replicas of one head.
+    copied_heads : int, optional
+        CH: heads per layer with more than one replica.
+
+    Raises
+    ------
+    ValueError
+        If a setting is impossible for the profile, or no mapping within the cap was found: names it and what would do.
+    """
+    limits = CopyLimits(tp_size, copies, max_replicas, copied_heads)
+    limits.check(profile.n_kv_heads)
+    _check_choice("split", split, get_args(Split))
+    _check_choice("objective", objective, get_args(Objective))
+    if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
+        raise ValueError(f"memory_cap = {memory_cap}: allowed: tokens per rank, above 0")
+    if objective == "requests":
+        _check_requests(profile, split, memory_cap)
+    budgets = profile.budgets
+    nodes = NODES if profile.n_kv_heads <= MANY_HEADS else NODES // 10
+    if objective == "equation4":
+        solution = least_total(budgets, limits, split, nodes=nodes)
+        layers, bound = solution.mappings, solution.bound
+        check_cap(memory_cap, solution, tp_size)
+    else:
+        layers, bound = map_layers(budgets, limits, split, memory_cap=memory_cap, nodes=nodes)
+        if split == "free" and memory_cap is None:
+            layers = _placed_for_requests(profile, layers, limits, objective)
+    if objective == "requests":
+        bound = 0.0
+    found = balance(layers, budgets, tp_size)
+    static = balance([contiguous_layer(profile.n_kv_heads, tp_size)] * len(budgets), budgets, tp_size)
+    return HeadMapping(
+        **found.model_dump(),
+        model=profile.model,
+        tp_size=tp_size,
+        n_kv_heads=profile.n_kv_heads,
+        copies=copies,
+        max_replicas=max_replicas,
+        copied_heads=copied_heads,
+        split=split,
+        objective=objective,
+        memory_cap=memory_cap,
+        mapping=tuple(by_rank(layer, tp_size) for layer in layers),
+        bound=bound,
+        contiguous=static,
+    )
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} = {value!r}: allowed: {', '.join(allowed)}")
+
+
+def _check_requests(profile: BudgetProfile, split: str, memory_cap: float | None) -> None:
+    if profile.prompts is None:
+        raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
+    if split != "free":
+        raise ValueError(f"objective = 'requests': split = {split!r} leaves requests nothing to decide; use 'free'")
+    if memory_cap is not None:
+        raise ValueError("objective = 'requests' knows no memory_cap; use objective = 'barrier'")
+
+
+def _placed_for_requests(
+    profile: BudgetProfile, layers: Sequence[LayerMapping], limits: CopyLimits, objective: Objective
+) -> list[LayerMapping]:
+    """Copies that the profile leaves, or for the objective ``requests`` all, where single requests need them."""
+    keep = objective == "barrier"
+    if keep and limits.most(profile.n_kv_heads) < limits.tp_size - 1 or limits.tp_size == 1:
+        return list(layers)
+    budgets = profile.budgets
+    placed = []
+    for number, (layer, row) in enumerate(zip(layers, budgets, strict=True)):
+        if profile.prompts is None:
+            requests = imagined_requests(row)
+        else:
+            requests = np.array([prompt[number] for prompt in profile.prompts])
+        placed.append(place_for_requests(layer, row, requests, limits, keep_profile=keep))
+    return arrange(placed, budgets, limits.tp_size)

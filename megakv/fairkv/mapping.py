@@ -1,0 +1,197 @@
+"""The mapper's result in one JSON file: which rank holds which KV heads of each layer, and what that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megakv.costmodel.records import Record, load_record
+from megakv.fairkv.layer import LayerMapping
+from megakv.placement import HeadGroup, HeadMap, HeadShard
+
+Load = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Part = Annotated[float, Field(ge=0, le=1)]
+Objective = Literal["barrier", "equation4", "requests"]
+
+
+class Replica(BaseModel):
+    """A KV head on a rank.
+
+    Parameters
+    ----------
+    kv_head : int
+        Index in the whole model.
+    share : float
+        Part of the head's kept tokens that this rank attends to, under the profile's budgets.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kv_head: int = Field(ge=0)
+    share: Part = 1.0
+
+
+class Balance(BaseModel):
+    """How evenly a mapping loads the ranks.
+
+    Parameters
+    ----------
+    barrier_utilisation : float
+        Mean load over the slowest rank's, averaged over layers.
+    efficiency : float
+        The paper's Equation 5.
+    loads : tuple
+        ``[layer][rank]``: kept tokens that the rank attends to.
+    rank_loads : tuple
+        ``[rank]``: the same over all layers, which is the rank's memory.
+    busy_rates : tuple
+        ``[rank]``: part of the attention time that the rank works.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    barrier_utilisation: Part
+    efficiency: Part
+    loads: tuple[tuple[Load, ...], ...]
+    rank_loads: tuple[Load, ...]
+    busy_rates: tuple[Part, ...]
+
+
+class HeadMapping(Record, Balance):
+    """A mapping of a model's KV heads, as the mapper found it.
+
+    Parameters
+    ----------
+    model : str
+        That the profile was measured on.
+    tp_size : int
+    n_kv_heads : int
+    copies : int
+        Extra replicas per layer that were allowed.
+    max_replicas, copied_heads : int, optional
+        R_max and CH.
+    split : {"even", "free"}
+    objective : {"barrier", "equation4", "requests"}
+    memory_cap : float, optional
+        Tokens that a rank was allowed to keep.
+    mapping : tuple
+        ``[layer][rank]``: the rank's KV heads, ascending.
+    bound : float
+        No mapping has a smaller value of the objective (barrier: sum over layers of the slowest rank; equation4: the
+        largest total of a rank), as far as was proven; 0 where nothing was.
+    contiguous : Balance, optional
+        Of the heads in runs of neighbours: the paper's SHA.
+    """
+
+    format: Literal["megakv head mapping"] = "megakv head mapping"
+    version: Literal[1] = 1
+    model: str
+    tp_size: int = Field(ge=1)
+    n_kv_heads: int = Field(ge=1)
+    copies: int = Field(ge=0)
+    max_replicas: int | None = Field(default=None, ge=1)
+    copied_heads: int | None = Field(default=None, ge=0)
+    split: Literal["even", "free"]
+    objective: Objective
+    memory_cap: float | None = None
+    mapping: tuple[tuple[tuple[Replica, ...], ...], ...] = Field(min_length=1)
+    bound: Load
+    contiguous: Balance | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for layer, ranks in enumerate(self.mapping):
+            where = f"mapping, layer {layer}"
+            if len(ranks) != self.tp_size:
+                raise ValueError(f"{where}: {len(ranks)} ranks, not {self.tp_size}")
+            shares = [0.0] * self.n_kv_heads
+            for rank, replicas in enumerate(ranks):
+                heads = [replica.kv_head for replica in replicas]
+                if not heads or len(set(heads)) != len(heads) or max(heads) >= self.n_kv_heads:
+                    raise ValueError(
+                        f"{where}, rank {rank}: KV heads {heads}; allowed: some of {self.n_kv_heads}, once"
+                    )
+                for replica in replicas:
+                    shares[replica.kv_head] += replica.share
+            wrong = [head for head, share in enumerate(shares) if abs(share - 1) > 1e-6]
+            if wrong:
+                raise ValueError(f"{where}: the shares of KV head {wrong[0]} sum to {shares[wrong[0]]:g}, not 1")
+        return self
+
+    @property
+    def layers(self) -> list[LayerMapping]:
+        """The same by KV head."""
+        return [_by_head(ranks, self.n_kv_heads) for ranks in self.mapping]
+
+    def head_map(self, n_heads: int) -> HeadMap:
+        """The placement of weights, with the query heads of a copied KV head divided among its ranks by their shares.
+
+        Parameters
+        ----------
+        n_heads : int
+            Query heads of the model.
+
+        Raises
+        ------
+        ValueError
+            If a KV head has more replicas than query heads: names the setting that limits them.
+        """
+        group, remainder = divmod(n_heads, self.n_kv_heads)
+        if remainder or not group:
+            raise ValueError(f"{n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
+        layers = []
+        for number, layer in enumerate(self.layers):
+            shards: list[list[HeadGroup]] = [[] for _ in range(self.tp_size)]
+            for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
+                if len(held) > group:
+                    raise ValueError(
+                        f"layer {number}: KV head {head} has {len(held)} replicas, but {group} query heads to divide "
+                        f"among them; map with max_replicas = {group}"
+                    )
+                first = head * group
+                for rank, count in zip(held, apportioned(shares, group), strict=True):
+                    shards[rank].append(HeadGroup(head, tuple(range(first, first + count))))
+                    first += count
+            layers.append(tuple(HeadShard(tuple(groups)) for groups in shards))
+        return HeadMap(n_heads, self.n_kv_heads, tuple(layers))
+
+
+def apportioned(shares: Sequence[float], count: int) -> list[int]:
+    """`count` things divided by shares that sum to 1, everybody getting one at least."""
+    parts = [1] * len(shares)
+    for _ in range(count - len(shares)):
+        lacking = max(range(len(shares)), key=lambda i: shares[i] * count - parts[i])
+        parts[lacking] += 1
+    return parts
+
+
+def _by_head(ranks: Sequence[Sequence[Replica]], heads: int) -> LayerMapping:
+    parts: list[dict[int, float]] = [{} for _ in range(heads)]
+    for rank, replicas in enumerate(ranks):
+        for replica in replicas:
+            parts[replica.kv_head][rank] = replica.share
+    return LayerMapping.of(parts)
+
+
+def by_rank(layer: LayerMapping, tp_size: int) -> tuple[tuple[Replica, ...], ...]:
+    """A layer's replicas by rank."""
+    ranks: list[list[Replica]] = [[] for _ in range(tp_size)]
+    for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
+        for rank, share in zip(held, shares, strict=True):
+            ranks[rank].append(Replica(kv_head=head, share=min(share, 1.0)))
+    return tuple(map(tuple, ranks))
+
+
+def load_mapping(path: str | Path, *, setting: str = "mapping") -> HeadMapping:
+    """Read and check a mapping.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read, is something else or incomplete: names the setting, the file and the field.
+    """
+    remedy = "make one: megakv fairkv-map --profile PROFILE --tp N --copies C --json FILE"
+    return load_record(HeadMapping, path, setting=setting, remedy=remedy)

@@ -1,0 +1,213 @@
+"""The kept tokens of one sequence in one layer: every head its own number, in pages without padding.
+
+A head's tokens are cut into as many pages of 512 as they fill, the rest into pages of 64, then 8, then 1, so that no
+page is padded and all pages of one size, of whichever head, are one tensor: attention takes them as if they were heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megakv.sharding import IntArray
+
+PAGE_SIZES = (512, 64, 8, 1)
+"""The largest is what attention is fastest with on a CPU; each divides the one before."""
+
+OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """All pages of one size.
+
+    Parameters
+    ----------
+    k_PSD, v_PSD : Tensor
+        ``[P, S, D]`` and ``[P, S, Dv]`` keys and values.
+    heads : array of uint8
+        ``[P]`` local KV head of each page, ascending.
+    offsets : OffsetArray
+        ``[P, S]`` row of each token, counted from the body's first; ascending in a head.
+    """
+
+    k_PSD: Tensor
+    v_PSD: Tensor
+    heads: npt.NDArray[np.uint8]
+    offsets: OffsetArray
+
+    @cached_property
+    def heads_P(self) -> Tensor:
+        """`heads` on the device of the keys."""
+        return torch.from_numpy(self.heads).long().to(self.k_PSD.device)
+
+    def nbytes(self) -> int:
+        """Bytes held, coordinates included."""
+        tensors = self.k_PSD.numel() * self.k_PSD.element_size() + self.v_PSD.numel() * self.v_PSD.element_size()
+        return tensors + self.offsets.nbytes + self.heads.nbytes
+
+
+class RaggedBody:
+    """Tokens that were kept of one sequence in one layer. Never changed once made, so that copies share it.
+
+    A token is named by its row: its index among all tokens that this rank was given of the sequence.
+
+    Parameters
+    ----------
+    pages : sequence of Pages
+        In the order of `PAGE_SIZES`, sizes without a page left out. At least one.
+    counts : IntArray
+        ``[K]`` tokens of each head.
+    first_row, last_row : int
+        The least and greatest row of any head.
+    """
+
+    def __init__(self, pages: Sequence[Pages], counts: IntArray, first_row: int, last_row: int):
+        self.pages = tuple(pages)
+        self.counts = counts
+        self.first_row = first_row
+        self.last_row = last_row
+
+    @classmethod
+    def kept(cls, k_KSD: Tensor, v_KSD: Tensor, keep_KS: Tensor, rows: IntArray) -> RaggedBody | None:
+        """Copy what is kept of dense keys and values; None where nothing is.
+
+        Parameters
+        ----------
+        k_KSD, v_KSD : Tensor
+            ``[K, S, D]`` and ``[K, S, Dv]``.
+        keep_KS : Tensor
+            ``[K, S]`` bool.
+        rows : IntArray
+            ``[S]`` row of each token, ascending.
+        """
+        heads, places = np.nonzero(keep_KS.cpu().numpy())
+        counts = np.bincount(heads, minlength=len(keep_KS)).astype(np.int64)
+        return cls._paged(k_KSD, v_KSD, counts, (heads, places), rows[places])
+
+    @classmethod
+    def packed(cls, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray) -> RaggedBody | None:
+        """The inverse of `flat`."""
+        return cls._paged(keys, values, counts, (np.arange(len(rows)),), rows)
+
+    @classmethod
+    def joined(
+        cls, parts: Sequence[dict[str, Tensor]], slots: IntArray, first_row: int, device: torch.device
+    ) -> RaggedBody | None:
+        """What several ranks' parts, as `saved` gives them, hold of the tokens at some slots.
+
+        Parameters
+        ----------
+        parts : sequence of dict
+            Each with ``counts`` ``[K]``, ``slots`` ``[n]``, ``k`` ``[n, D]`` and ``v`` ``[n, Dv]``.
+        slots : IntArray
+            Those wanted, ascending.
+        first_row : int
+            Row of the first one; the others follow.
+        device : torch.device
+            Where pages go.
+
+        Raises
+        ------
+        ValueError, IndexError
+            If the parts do not fit together.
+        """
+        if not parts:
+            return None
+        heads, found = [], []
+        for part in parts:
+            counts = part["counts"].numpy()
+            if not counts.sum() == len(part["slots"]) == len(part["k"]) == len(part["v"]) or len(counts) != len(
+                parts[0]["counts"]
+            ):
+                raise ValueError("counts, slots, keys and values differ in length")
+            heads.append(np.repeat(np.arange(len(counts)), counts))
+            found.append(part["slots"].numpy())
+        head, slot = np.concatenate(heads), np.concatenate(found)
+        order = np.lexsort((slot, head))
+        order = order[np.isin(slot[order], slots)]
+        counts = np.bincount(head[order], minlength=len(parts[0]["counts"])).astype(np.int64)
+        index = torch.from_numpy(order)
+        keys, values = (torch.cat([part[name] for part in parts])[index].to(device) for name in ("k", "v"))
+        return cls.packed(keys, values, counts, np.searchsorted(slots, slot[order]) + first_row)
+
+    def saved(self, slots: IntArray) -> dict[str, Tensor]:
+        """What a file holds of it, given the slots of all rows; read by `joined`."""
+        keys, values, rows = self.flat()
+        return {
+            "counts": torch.from_numpy(self.counts),
+            "slots": torch.from_numpy(slots[rows]),
+            "k": keys.contiguous(),
+            "v": values.contiguous(),
+        }
+
+    @classmethod
+    def _paged(
+        cls, keys: Tensor, values: Tensor, counts: IntArray, index: tuple[IntArray, ...], rows: IntArray
+    ) -> RaggedBody | None:
+        """Cut tokens, head after head, into pages; `index` says where each one lies in `keys` and `values`."""
+        if not len(rows):
+            return None
+        first, last = int(rows.min()), int(rows.max())
+        # Two bytes a token where they will do: heads of few dimensions are hardly larger.
+        offsets = (rows - first).astype(np.uint16 if last - first < 1 << 16 else np.uint32)
+        starts = np.cumsum(counts) - counts
+        sets = []
+        for size, heads, places in _page_starts(counts):
+            order = (starts[heads] + places)[:, None] + np.arange(size)
+            where = tuple(torch.from_numpy(part[order]).to(keys.device) for part in index)
+            sets.append(Pages(keys[where], values[where], heads, offsets[order]))
+        return cls(sets, counts, first, last)
+
+    def pieces(self, head: int) -> Iterator[tuple[Tensor, Tensor, IntArray]]:
+        """``[1, n, D]`` keys, ``[1, n, Dv]`` values and ``[n]`` rows of a head, a view for each size of page."""
+        for page in self.pages:
+            first, last = np.searchsorted(page.heads, [head, head + 1])
+            if last > first:
+                yield (
+                    page.k_PSD[first:last].flatten(0, 1)[None],
+                    page.v_PSD[first:last].flatten(0, 1)[None],
+                    page.offsets[first:last].reshape(-1).astype(np.int64) + self.first_row,
+                )
+
+    def flat(self) -> tuple[Tensor, Tensor, IntArray]:
+        """``[n, D]`` keys, ``[n, Dv]`` values and ``[n]`` rows, head after head, rows ascending in each."""
+        pieces = [piece for head in range(len(self.counts)) for piece in self.pieces(head)]
+        return (
+            torch.cat([keys[0] for keys, _, _ in pieces]),
+            torch.cat([values[0] for _, values, _ in pieces]),
+            np.concatenate([rows for _, _, rows in pieces]),
+        )
+
+    def below(self, row: int) -> RaggedBody | None:
+        """The tokens before a row; None where there are none."""
+        if self.last_row < row:
+            return self
+        keys, values, rows = self.flat()
+        kept = rows < row
+        owner = np.repeat(np.arange(len(self.counts)), self.counts)
+        counts = np.bincount(owner[kept], minlength=len(self.counts)).astype(np.int64)
+        index = torch.from_numpy(np.flatnonzero(kept)).to(keys.device)
+        return RaggedBody.packed(keys[index], values[index], counts, rows[kept])
+
+    def nbytes(self) -> int:
+        """Bytes held, coordinates included."""
+        return sum(page.nbytes() for page in self.pages)
+
+
+def _page_starts(counts: IntArray) -> Iterator[tuple[int, npt.NDArray[np.uint8], IntArray]]:
+    """For every size of page that occurs: the head and the first token of each page."""
+    done = np.zeros_like(counts)
+    for size in PAGE_SIZES:
+        number = (counts - done) // size
+        heads = np.repeat(np.arange(len(counts)), number).astype(np.uint8)
+        if len(heads):
+            within = np.concatenate([np.arange(count) for count in number])
+            yield size, heads, done[heads] + within * size
+        done = done + number * size

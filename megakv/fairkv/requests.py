@@ -1,0 +1,161 @@
+"""Placements for requests unlike the profile: where copies go that the profile itself has no use for.
+
+R - 1 copies make all ranks equal for the budgets of the profile, wherever they go; a request has other budgets, and its
+own split (`megakv.fairkv.splitting`) can only use the replicas that there are. So copies are placed for many requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megakv.fairkv.assignment import MANY_HEADS, TOLERANCE
+from megakv.fairkv.layer import LayerMapping
+from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.splitting import RankSets, split_heads
+
+PROFILE_WEIGHT = 10.0
+"""Of the profile's own budgets beside the mean over requests: they stay balanced."""
+ROUNDS = 30
+MOST_RANKS = 8
+UNLIKE, IMAGINED = 0.5, 24
+
+
+def imagined_requests(weights: Sequence[float]) -> NDArray[np.float64]:
+    """[requests, heads]: budgets around those of a profile without any prompts, the same at every call.
+
+    Log-normal with sigma 0.5, which is how far single prompts lie from their mean for AdaKV on Llama-3.1-8B.
+    """
+    noise = np.random.default_rng(0).standard_normal((IMAGINED, len(weights)))
+    return np.asarray(weights, dtype=np.float64) * np.exp(UNLIKE * noise)
+
+
+class _Placement:
+    """Ranks of every head, and how slow the slowest rank is for each request under its own best split."""
+
+    def __init__(self, ranks: Sequence[Sequence[int]], requests: NDArray[np.float64], limits: CopyLimits, first: float):
+        self.limits, self.size = limits, limits.tp_size
+        self.masks = [sum(1 << rank for rank in held) for held in ranks]
+        mean = requests.sum(axis=1) / self.size
+        # Relative to the mean load, so that a value of 1 is perfect; requests without any tokens do not count.
+        self.requests = requests[mean > 0] / mean[mean > 0, None]
+        self.importance = np.ones(len(self.requests))
+        self.importance[0] = first
+        sets = RankSets(self.size)
+        self.inside = np.stack([sets.inside(_members(mask, self.size)) for mask in range(1 << self.size)])
+        self.held = np.sum([self._of(head, mask) for head, mask in enumerate(self.masks)], axis=0)
+
+    def _of(self, head: int, mask: int) -> NDArray[np.float64]:
+        """[sets, requests]: what the head adds to the bound of every set of ranks."""
+        return np.outer(self.inside[mask], self.requests[:, head])
+
+    @property
+    def value(self) -> float:
+        return float((self.held.max(axis=0) * self.importance).sum())
+
+    def replica_counts(self) -> list[int]:
+        """Of every head."""
+        return [mask.bit_count() for mask in self.masks]
+
+    def set(self, head: int, mask: int) -> None:
+        """Put a head elsewhere."""
+        self.held = self.held - self._of(head, self.masks[head]) + self._of(head, mask)
+        self.masks[head] = mask
+
+    def best_addition(self, heads: Sequence[int]) -> tuple[float, int, int] | None:
+        """Value, head and mask of the best further replica within the limits."""
+        best: tuple[float, int, int] | None = None
+        counts = self.replica_counts()
+        for head in heads:
+            counts[head] += 1
+            allowed = self.limits.allow(counts)
+            counts[head] -= 1
+            if not allowed:
+                continue
+            masks = [self.masks[head] | 1 << rank for rank in range(self.size) if not self.masks[head] >> rank & 1]
+            rest = self.inside[masks] - self.inside[self.masks[head]]
+            trial = self.held[None] + rest[:, :, None] * self.requests[None, None, :, head]
+            values = (trial.max(axis=1) * self.importance).sum(axis=1)
+            if len(values) and (best is None or values.min() < best[0] * (1 - TOLERANCE)):
+                best = (float(values.min()), head, masks[int(values.argmin())])
+        return best
+
+    def exchange(self) -> bool:
+        """Take the replica away without which, and with another one instead, all is best; False if nothing helps."""
+        start = self.value
+        best, step = start * (1 - TOLERANCE), None
+        for head, mask in enumerate(list(self.masks)):
+            for rank in range(self.size):
+                left = mask & ~(1 << rank)
+                if left == mask:
+                    continue
+                self.set(head, left)
+                alone = not any(other >> rank & 1 for other in self.masks)
+                # A head always has a rank, and a rank a head.
+                heads = [head] if not left else range(len(self.masks))
+                addition = None if alone else self.best_addition(heads)
+                if addition is not None and addition[0] < best:
+                    best, step = addition[0], (head, left, addition[1], addition[2])
+                self.set(head, mask)
+        if step is None:
+            return False
+        self.set(step[0], step[1])
+        self.set(step[2], step[3])
+        return True
+
+
+def _members(mask: int, size: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(size) if mask >> rank & 1)
+
+
+def place_for_requests(
+    mapping: LayerMapping,
+    weights: Sequence[float],
+    requests: ArrayLike,
+    limits: CopyLimits,
+    *,
+    keep_profile: bool = True,
+) -> LayerMapping:
+    """Place the replicas of a layer so that requests unlike the profile find the ones that they need.
+
+    The placement is improved by one replica more, then, for up to 16 heads, by one elsewhere, until neither helps.
+
+    Parameters
+    ----------
+    mapping : LayerMapping
+        The best for the profile.
+    weights : sequence of float
+        Budgets of the profile, by head.
+    requests : array of shape [requests, heads]
+        Budgets of single prompts.
+    limits : CopyLimits
+        At most 8 ranks, else the mapping is left as it is.
+    keep_profile : bool
+        The slowest rank under the profile's own budgets does not become slower; else those count as little as a
+        request's.
+
+    Returns
+    -------
+    LayerMapping
+        With the shares that are best for the profile.
+    """
+    size = limits.tp_size
+    if size > MOST_RANKS or sum(weights) <= 0:
+        return mapping
+    rows = np.vstack([np.asarray(weights, dtype=np.float64), np.asarray(requests, dtype=np.float64)])
+    placement = _Placement(mapping.ranks, rows, limits, PROFILE_WEIGHT * len(rows) if keep_profile else 1.0)
+    for _ in range(limits.copies - mapping.copies):
+        addition = placement.best_addition(range(len(weights)))
+        if addition is None:
+            break
+        placement.set(*addition[1:])
+    for _ in range(ROUNDS if len(weights) <= MANY_HEADS else 0):
+        if not placement.exchange():
+            break
+    ranks = [_members(mask, size) for mask in placement.masks]
+    slowest, parts = split_heads(weights, ranks, size)
+    if keep_profile and slowest > max(mapping.loads(weights, size)) * (1 + TOLERANCE):
+        return mapping
+    return LayerMapping.even(ranks).with_shares(parts)

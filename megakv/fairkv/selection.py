@@ -1,0 +1,135 @@
+"""The tokens with the highest scores, over heads and tokens that are spread over ranks, without gathering scores.
+
+The k-th largest of a group's keys is found digit by digit: ranks count how many of their keys have each value of the
+next digit, add the counts up, and go on with the keys that share the digits found so far. Keys are 63-bit numbers made
+of a token's score, its slot and its head, so no two are equal: scores tie-break by the lower slot, then the lower head,
+and exactly k keys are at or above the threshold. The result does not depend on where the tokens and heads are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.fairkv.budgets import HeadBudgets
+from megakv.sharding import IntArray
+
+SLOT_BITS, HEAD_BITS = 24, 8
+SLOTS, HEADS = 1 << SLOT_BITS, 1 << HEAD_BITS
+KEY_BITS, DIGIT_BITS = 63, 9
+DIGITS = 1 << DIGIT_BITS
+NOTHING = (1 << KEY_BITS) - 1
+
+AddUp = Callable[[Tensor], Tensor]
+"""Sums a tensor of counts over some ranks."""
+
+
+def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
+    """``[K, S]`` numbers that order tokens by score, then by lower slot, then by lower head.
+
+    Parameters
+    ----------
+    scores_KS : Tensor
+        ``[K, S]``, at least 0, infinity included; rounded to float32. NaN counts as 0.
+    slots_S, heads_K : Tensor
+        int64: slots below `SLOTS` and heads below `HEADS`, of the whole sequence and model.
+    """
+    scores = scores_KS.float().nan_to_num(0.0, posinf=torch.inf).abs()
+    # Floats that are not negative order as their bits do.
+    bits = scores.contiguous().view(torch.int32).long()
+    key = (bits << SLOT_BITS) + (SLOTS - 1 - slots_S)[None, :]
+    return (key << HEAD_BITS) + (HEADS - 1 - heads_K)[:, None]
+
+
+def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp) -> Tensor:
+    """For every group the least key that belongs to its `wanted` largest, over all ranks.
+
+    Parameters
+    ----------
+    keys, groups : Tensor
+        ``[n]`` this rank's keys and the group of each, int64.
+    wanted : Tensor
+        ``[G]`` how many keys of each group; all of them where it has fewer. The same on all ranks.
+    add_up : callable
+        Sums counts over the ranks that hold keys of these groups.
+
+    Returns
+    -------
+    Tensor
+        ``[G]``; a value above every key where none is wanted.
+    """
+    found = torch.zeros_like(wanted)
+    left = wanted
+    for shift in range(KEY_BITS - DIGIT_BITS, -1, -DIGIT_BITS):
+        digit = (keys >> shift) & (DIGITS - 1)
+        counts = torch.bincount(groups * DIGITS + digit, minlength=len(wanted) * DIGITS).view(-1, DIGITS)
+        at_least = add_up(counts).flip(1).cumsum(1).flip(1)
+        # A group that has fewer keys than wanted gives all it has.
+        left = torch.minimum(left, at_least[:, 0])
+        choice = (at_least >= left[:, None]).sum(1) - 1
+        above = torch.cat([at_least[:, 1:], at_least.new_zeros(len(wanted), 1)], dim=1)
+        left = left - above.gather(1, choice[:, None]).squeeze(1)
+        found = (found << DIGIT_BITS) + choice
+        same = digit == choice[groups]
+        keys, groups = keys[same], groups[same]
+    return torch.where(wanted > 0, found, torch.full_like(found, NOTHING))
+
+
+def choose(
+    scores: Sequence[Tensor],
+    slots: Sequence[IntArray],
+    budgets: Sequence[HeadBudgets],
+    heads: IntArray,
+    *,
+    counted: IntArray,
+    over_tokens: AddUp,
+    over_all: AddUp,
+) -> list[Tensor]:
+    """Which tokens of a layer are kept.
+
+    Parameters
+    ----------
+    scores : sequence of Tensor
+        Per sequence ``[K, n]``: this rank's heads and tokens.
+    slots : sequence of IntArray
+        Per sequence ``[n]``.
+    budgets : sequence of HeadBudgets
+        Per sequence, of all heads of the layer; the same on all ranks.
+    heads : IntArray
+        ``[K]`` index of this rank's KV heads in the whole model.
+    counted : IntArray
+        Local indices of the heads that this rank counts: every head on one rank only, however many hold it.
+    over_tokens, over_all : callable
+        Sum counts over the ranks that hold the other tokens of this rank's heads, and over all ranks.
+
+    Returns
+    -------
+    list of Tensor
+        Per sequence ``[K, n]``, True where the token is kept.
+    """
+    device = scores[0].device
+    local = torch.from_numpy(heads).to(device)
+    keys = [
+        ranking_keys(score, torch.from_numpy(slot).to(device), local) for score, slot in zip(scores, slots, strict=True)
+    ]
+    count = len(heads)
+    floors = np.concatenate([budget.floors[heads] for budget in budgets])
+    groups = [torch.arange(count, device=device)[:, None].expand_as(key) + row * count for row, key in enumerate(keys)]
+    least = thresholds(
+        torch.cat([key.reshape(-1) for key in keys]),
+        torch.cat([group.reshape(-1) for group in groups]),
+        torch.from_numpy(floors).to(device),
+        over_tokens,
+    ).view(len(keys), count, 1)
+    kept = [key >= bound for key, bound in zip(keys, least, strict=True)]
+    pools = [budget.total - int(budget.floors.sum()) for budget in budgets]
+    if not any(pools):
+        return kept
+    own = torch.from_numpy(counted).to(device)
+    rest = [key[own][~mask[own]] for key, mask in zip(keys, kept, strict=True)]
+    rows = [torch.full_like(key, row) for row, key in enumerate(rest)]
+    pooled = thresholds(torch.cat(rest), torch.cat(rows), torch.tensor(pools, device=device), over_all)
+    return [mask | (key >= bound) for mask, key, bound in zip(kept, keys, pooled, strict=True)]

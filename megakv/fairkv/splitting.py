@@ -1,0 +1,180 @@
+"""How replicas share the heads that they hold: decided anew for every request, on a placement that stays.
+
+The best split of one layer is a flow from heads to the ranks that hold them, with the least capacity per rank at which
+all of it passes. By Hall's condition that is the largest, over sets of ranks, of the budget of the heads that lie on
+these ranks alone over the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megakv.fairkv.assignment import TOLERANCE
+from megakv.fairkv.layer import LayerMapping
+
+MOST_SETS = 1 << 12
+"""Sets of ranks that `slowest_loads` looks at; beyond, the flow itself is faster."""
+
+
+class _Flow:
+    """A flow from heads to ranks whose capacity grows until everything passes.
+
+    All numbers may be integers; the flow is then integral.
+    """
+
+    def __init__(self, weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, slack: float):
+        self.weights, self.ranks, self.slack = weights, ranks, slack
+        self.flow: list[dict[int, float]] = [dict.fromkeys(held, 0) for held in ranks]
+        self.load: list[float] = [0] * tp_size
+
+    def pour(self, head: int, capacity: float) -> set[int]:
+        """Send what is left of a head; returns an empty set, or the full ranks that stand in its way."""
+        flow, load = self.flow[head], self.load
+        left = self.weights[head] - sum(flow.values())
+        for rank in sorted(self.ranks[head], key=load.__getitem__):
+            part = min(left, capacity - load[rank])
+            if part > 0:
+                flow[rank] += part
+                load[rank] += part
+                left -= part
+        while left > self.slack:
+            left, reached = self._push(head, left, capacity)
+            if reached:
+                return reached
+        return set()
+
+    def _push(self, head: int, left: float, capacity: float) -> tuple[float, set[int]]:
+        """Make room along the shortest path of heads that can give way."""
+        queue = deque(self.ranks[head])
+        came: dict[int, tuple[int, int] | None] = dict.fromkeys(self.ranks[head])
+        while queue:
+            rank = queue.popleft()
+            if capacity - self.load[rank] > self.slack:
+                return left - self._shift(head, left, rank, came, capacity), set()
+            for other, flow in enumerate(self.flow):
+                if flow.get(rank, 0) > self.slack:
+                    for goal in flow:
+                        if goal not in came:
+                            came[goal] = (rank, other)
+                            queue.append(goal)
+        return left, set(came)
+
+    def _shift(
+        self, head: int, left: float, end: int, came: dict[int, tuple[int, int] | None], capacity: float
+    ) -> float:
+        steps, rank = [], end
+        while (step := came[rank]) is not None:
+            steps.append((step[1], step[0], rank))
+            rank = step[0]
+        amount = min([left, capacity - self.load[end], *(self.flow[other][source] for other, source, _ in steps)])
+        for other, source, goal in steps:
+            self.flow[other][source] -= amount
+            self.flow[other][goal] += amount
+        self.flow[head][rank] += amount
+        self.load[end] += amount
+        return amount
+
+
+def split_heads(
+    weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, *, whole: bool = False
+) -> tuple[float, list[list[float]]]:
+    """The split of one layer whose slowest rank is fastest.
+
+    Parameters
+    ----------
+    weights : sequence of float
+        Budget of each head.
+    ranks : sequence of sequence of int
+        The ranks that hold each head.
+    tp_size : int
+    whole : bool
+        Budgets are whole numbers of tokens and stay so when divided.
+
+    Returns
+    -------
+    slowest : float
+        The capacity: the load of the slowest rank, rounded up where parts are whole.
+    parts : list of list
+        ``parts[head]`` goes along with ``ranks[head]``: the tokens that each rank attends to.
+    """
+    total = sum(weights)
+    flow = _Flow(weights, ranks, tp_size, 0 if whole else total * TOLERANCE * 1e-3)
+
+    def rounded(value: float, count: int) -> float:
+        return -(-value // count) if whole else value / count
+
+    capacity = rounded(total, tp_size)
+    for head in sorted(range(len(weights)), key=lambda h: len(ranks[h])):
+        while full := flow.pour(head, capacity):
+            held = sum(w for w, r in zip(weights, ranks, strict=True) if full.issuperset(r))
+            raised = rounded(held, len(full))
+            # Rounding of sums can leave the bound where it was.
+            capacity = raised if raised > capacity else capacity * (1 + TOLERANCE)
+    return capacity, [[part[rank] for rank in held] for part, held in zip(flow.flow, ranks, strict=True)]
+
+
+def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -> list[list[int]]:
+    """Divide one request's kept tokens of one layer among the replicas of its heads.
+
+    Parameters
+    ----------
+    mapping : LayerMapping
+        Only its ranks matter.
+    budgets : sequence of int
+        Tokens kept of each KV head.
+    tp_size : int
+
+    Returns
+    -------
+    list of list of int
+        ``[head][replica]``, along with ``mapping.ranks``; no other split has a faster slowest rank.
+    """
+    _, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
+    return [[int(part) for part in row] for row in parts]
+
+
+class RankSets:
+    """Hall's bound of a placement, for many requests at once.
+
+    Parameters
+    ----------
+    tp_size : int
+        At most 12.
+    """
+
+    def __init__(self, tp_size: int):
+        assert 1 << tp_size <= MOST_SETS
+        self.sets: NDArray[np.int64] = np.arange(1, 1 << tp_size)
+        self.sizes: NDArray[np.int64] = sum((self.sets >> rank) & 1 for rank in range(tp_size))  # type: ignore[assignment]
+
+    def inside(self, held: Sequence[int]) -> NDArray[np.float64]:
+        """[sets]: 1 / size where a head on ranks `held` lies in that set of ranks alone, else 0."""
+        mask = sum(1 << rank for rank in held)
+        return ((self.sets & mask) == mask) / self.sizes
+
+
+def slowest_loads(ranks: Sequence[Sequence[int]], budgets: ArrayLike, tp_size: int) -> NDArray[np.float64]:
+    """The load of the slowest rank under the best split, for many requests at one layer.
+
+    Parameters
+    ----------
+    ranks : sequence of sequence of int
+        The ranks that hold each head.
+    budgets : array of shape [requests, heads]
+    tp_size : int
+
+    Returns
+    -------
+    array of shape [requests]
+    """
+    rows = np.asarray(budgets, dtype=np.float64)
+    if 1 << tp_size > MOST_SETS:
+        return np.array([split_heads(row.tolist(), ranks, tp_size)[0] for row in rows])
+    sets = RankSets(tp_size)
+    inside = np.stack([sets.inside(held) for held in ranks])
+    highest: NDArray[np.float64] = (rows @ inside).max(axis=1)
+    return highest

@@ -1,0 +1,209 @@
+"""What is decided about a pass before its layers run: where its tokens go, and which methods serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megakv.attention.choice import PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
+from megakv.attention.method import AttentionCall
+from megakv.cache import ShardedCache
+from megakv.comm import Communicator
+from megakv.config import ContextParallelConfig
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.planner import PrefillPlanner
+from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.runahead.config import RunaheadConfig
+from megakv.runahead.partition import Partition
+from megakv.runahead.source import PartitionSource
+from megakv.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
+
+DECODE_STEPS = 256
+"""Cached tokens for which a choice of decode method is kept."""
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One call of the model, as all ranks see it.
+
+    Parameters
+    ----------
+    layout : Layout
+        Where its tokens are computed and kept.
+    cache : ShardedCache
+        Where their keys and values go.
+    method : str, optional
+        The attention method of all layers; None where each layer chooses by its shape.
+    batch, slots : int
+        Rows of the input, and slots of the sequence after this pass.
+    workload : Workload
+        Its new and cached tokens.
+    compress : bool
+        Whether each layer's cache is compressed after its attention.
+    chosen : dict
+        What layers of a shape chose.
+    """
+
+    layout: Layout
+    cache: ShardedCache
+    method: str | None
+    batch: int
+    slots: int
+    workload: Workload
+    compress: bool = False
+    chosen: dict[AttentionShape, str] = field(default_factory=dict)
+
+
+@dataclass
+class PassPlanner:
+    """Layouts and methods of one engine's passes.
+
+    Parameters
+    ----------
+    comm : Communicator
+    config : ContextParallelConfig
+    heads, kv_heads : int
+        Query and KV heads of the whole model, for the choice of method.
+    shape : ModelShape, optional
+        Sizes of the whole model, for the cost model; without them decoding goes by the batch, and partitions of
+        KV-Runahead are not predicted.
+    runahead : RunaheadConfig
+        Where the chain's keys and values end, and how it cuts prompts.
+
+    Attributes
+    ----------
+    choice : PrefillChoice, optional
+        How the last prompt was spread.
+    partitions : PartitionSource
+        How prompts are cut for the chain.
+
+    Raises
+    ------
+    ValueError
+        If a file that the choice of method or partition needs cannot be used.
+    """
+
+    comm: Communicator
+    config: ContextParallelConfig
+    heads: int
+    kv_heads: int
+    shape: ModelShape | None = None
+    runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
+    choice: PrefillChoice | None = None
+    _decode_methods: dict[Workload, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dtype = None if self.shape is None else self.shape.dtype
+        self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
+        profile = self.evidence.profile
+        self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape)
+        self._predictions: PrefillPlanner | None = None
+        if profile is not None and self.shape is not None:
+            self._predictions = PrefillPlanner.on(
+                self.comm, profile, self.shape, kv=self.runahead.kv, chunk_tokens=self.runahead.chunk_tokens
+            )
+            self.partitions.predict = self._predictions.partition
+
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, *, compress: bool = False) -> ForwardPass:
+        """Decide where the new tokens of a pass go and which method serves it.
+
+        Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty.
+
+        Parameters
+        ----------
+        new : TokenBlock
+            The new tokens of all sequences.
+        cache : ShardedCache
+            What is held already.
+        slots : int
+            Slots of the sequence after the pass.
+        compress : bool
+            Whether what the pass adds is compressed.
+
+        Raises
+        ------
+        ValueError
+            If the partition that was asked for does not fit the prompt.
+        """
+        size = self.comm.mesh.cp_size
+        held = cache.table.counts() if cache.length else None
+        lengths = np.diff(new.bounds)
+        cached = np.zeros_like(lengths) if held is None else held.sum(0)
+        workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
+        method: str | None
+        if size == 1:
+            layout, method = balanced(new, 1), "local" if cache.compressed else "pass_kv"
+        elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
+            layout, method = self._decode_layout(new, workload, held)
+        else:
+            choice = plan_prefill(
+                self.config,
+                self.evidence,
+                workload,
+                sizes=self._sizes,
+                planner=self._predictions,
+                compressed=bool(cache.compressed),
+            )
+            self.choice, method = choice, choice.method
+            if choice.partitions is None:
+                layout = balanced(new, size, held)
+            else:
+                gathered = method == "runahead" and self.runahead.kv == "last"
+                layout = contiguous(new, choice.partitions, gathered=gathered)
+        return ForwardPass(
+            layout=layout,
+            cache=cache,
+            method=method,
+            batch=new.batch,
+            slots=slots,
+            workload=workload,
+            compress=compress,
+        )
+
+    def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
+        """The choice of a layer, by the tensors that it really has: the same on all ranks of a ring."""
+        scoring = call.scoring
+        shape = AttentionShape(
+            heads=call.q_HLD.shape[0],
+            kv_heads=call.kv_heads,
+            key_dim=call.key_dim,
+            value_dim=call.value_dim,
+            element_bytes=call.q_HLD.element_size(),
+            window=scoring.window,
+            kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",
+        )
+        if shape not in step.chosen:
+            step.chosen[shape] = choose_prefill(self.config, self.evidence, step.workload, shape)
+        return step.chosen[shape]
+
+    def decode_method(self, workload: Workload) -> str:
+        """The choice for a step of decoding, made anew every `DECODE_STEPS` cached tokens."""
+        rounded = tuple(count // DECODE_STEPS * DECODE_STEPS for count in workload.cached)
+        known = Workload(workload.new, rounded, workload.size)
+        if known not in self._decode_methods:
+            self._decode_methods.clear()
+            self._decode_methods[known] = choose_decode(
+                self.config, self.evidence, known, self.shape, self.comm.mesh.tp_size
+            )
+        return self._decode_methods[known]
+
+    def _sizes(self, new: int, cached: int) -> Partition:
+        """The partition of one sequence; a row of a batch may have no new token."""
+        return self.partitions.sizes(new, cached) if new else (0,) * self.comm.mesh.cp_size
+
+    def _cut_by_user(self, workload: Workload) -> bool:
+        """Whether the user gave token counts for just these prompts, however short they are."""
+        given = self.partitions.given
+        if self.config.prefill != "runahead" or isinstance(given, str) or not all(isinstance(n, int) for n in given):
+            return False
+        # Whole numbers that sum to 1 are fractions; a single token is decoded.
+        return 1 < sum(given) and set(workload.new) == {sum(given)}
+
+    def _decode_layout(self, new: TokenBlock, workload: Workload, held: np.ndarray | None) -> tuple[Layout, str]:
+        """Where the tokens of a step of decoding go, and the method that serves it."""
+        size = workload.size
+        if self.runahead.kv == "last" and (held is None or not held[:-1].any()):
+            return on_last_rank(new, size), "local"
+        method = self.decode_method(workload)
+        return (replicated if method == "replicated" else round_robin)(new, size, held), method

@@ -1,0 +1,226 @@
+"""Started on every rank: compressed caches against dense attention under a mask of what was kept.
+
+Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS, meshes as CPxTP or CPxTP:PREFILL, separated by commas; STEPS further
+tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from families import FAMILIES, llama
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+import megakv
+from megakv.errors import MegaKVError
+from megakv.groups import start_distributed
+from megakv.launcher.voice import quiet_libraries
+
+LENGTHS = {1: [171], 5: [171, 40, 163, 3, 101]}
+QUESTION, SECOND = 21, 90
+PEAK = {"observe": "prompt", "reduce": "peak"}
+CASES: dict[str, dict[str, Any]] = {
+    "streaming_llm": {"method": "streaming_llm", "budget": 0.3},
+    "snapkv": {"method": "snapkv", "budget": 40, "window": 8},
+    "snapkv_peak": {"method": "snapkv", "budget": 0.3, "window": 8, **PEAK},
+    "pyramidkv": {"method": "pyramidkv", "budget": 0.3, "window": 8},
+    "h2o": {"method": "h2o", "budget": 0.3},
+    "ada_snapkv": {"method": "ada_snapkv", "budget": 0.3, "window": 8},
+    "ada_snapkv_peak": {"method": "ada_snapkv", "budget": 0.3, "window": 8, "pool": 1, **PEAK},
+    "headkv": {"method": "headkv", "budget": 0.3, "window": 8},
+}
+SPREAD = ("streaming_llm", "snapkv", "ada_snapkv", "ada_snapkv_peak")
+"""Cases of meshes with a prefill method of their own: no score, local ones, and pools over heads."""
+FAMILIES_HERE = ("mistral", "gemma2", "gpt_oss", "bloom", "deepseek_v3")
+"""Windows, soft caps, sinks, ALiBi, and values of other dimensions than keys."""
+Kept = list[list[list[list[int]]]]
+"""``[layer][sequence][KV head]`` slots."""
+
+
+def config_of(mesh: str, fairkv: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of an engine."""
+    shape, _, prefill = mesh.partition(":")
+    cp, tp = (int(part) for part in shape.split("x"))
+    section: dict[str, Any] = {"context_parallel": {"size": cp}, "fairkv": fairkv}
+    if prefill:
+        section["context_parallel"]["prefill"] = "runahead" if prefill == "last" else prefill
+    if prefill == "last":
+        section["runahead"] = {"kv": "last", "chunk_tokens": 7}
+    return {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
+
+
+def ids_of(length: int, batch: int, seed: int) -> Tensor:
+    """``[B, S]`` random tokens, the same on every rank."""
+    return torch.randint(3, 120, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def kept_slots(engine: Any, cache: Any) -> Kept:
+    """Slots of every compressed token, over all ranks."""
+    shards = engine._runtime.compressor._heads
+    own = []
+    for layer in range(len(cache)):
+        heads = shards.shard(layer, engine.mesh.tp_rank).kv_heads
+        for sequence in range(cache.table.batch):
+            slots = cache.table.slots(cache.rank, sequence)
+            for body in cache.store(layer).bodies(sequence):
+                for index, head in enumerate(heads):
+                    rows = [rows for _, _, rows in body.pieces(index)]
+                    if rows:
+                        own.append((layer, sequence, head, slots[np.concatenate(rows)].tolist()))
+    count = engine.module.config.num_key_value_heads
+    result: Kept = [[[[] for _ in range(count)] for _ in range(cache.table.batch)] for _ in range(len(cache))]
+    for found in engine._comm.gather_objects(own):
+        for layer, sequence, head, slots in found:
+            result[layer][sequence][head] = sorted({*result[layer][sequence][head], *slots})
+    return result
+
+
+def reference(plain: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
+    """``[S, V]`` logits of one sequence in float64 with a mask ``[layer, KV head, S, S]`` in each layer."""
+    group = plain.config.num_attention_heads // plain.config.num_key_value_heads
+    handles = []
+    for layer, block in enumerate(plain.model.layers):
+        hidden = ~masks[layer].repeat_interleave(group, 0)[None]
+        bias = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+
+        def swap(module: Any, args: Any, kwargs: Any, bias: Tensor = bias) -> Any:
+            return args, {**kwargs, "attention_mask": bias}
+
+        handles.append(block.self_attn.register_forward_pre_hook(swap, with_kwargs=True))
+    with torch.no_grad():
+        logits = plain(ids[None], use_cache=False).logits[0]
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def masks_of(kept: Kept, spans: list[tuple[int, int]], sequence: int, first: int, total: int) -> Tensor:
+    """``[layer, KV head, S, S]`` what every query of a sequence saw, from its first real slot on.
+
+    `spans` are the slots of the passes that were compressed: their own queries still saw all of them.
+    """
+    slots = torch.arange(first, total)
+    causal = slots[None] <= slots[:, None]
+    gone = torch.zeros_like(causal)
+    for start, stop in spans:
+        gone |= ((slots >= start) & (slots < stop))[None] & (slots >= stop)[:, None]
+    result = []
+    for layer in kept:
+        heads = []
+        for found in layer[sequence]:
+            held = torch.zeros(total, dtype=torch.bool)
+            held[torch.tensor(found, dtype=torch.long)] = True
+            heads.append(causal & (~gone | held[slots][None]))
+        result.append(torch.stack(heads))
+    return torch.stack(result)
+
+
+def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dict[str, Any]:
+    """A padded prompt, a question, a second document, and further tokens one by one."""
+    lengths = LENGTHS[batch]
+    width = max(lengths)
+    mask = torch.zeros(batch, width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, width - length :] = 1
+    passes = [width, QUESTION, SECOND] + [1] * steps
+    ids = ids_of(sum(passes), batch, 7)
+    cache, found, start = None, [], 0
+    whole = torch.cat([mask, torch.ones(batch, sum(passes) - width, dtype=torch.long)], dim=1)
+    for length in passes:
+        stop = start + length
+        positions = (whole[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+        out = engine(ids[:, start:stop], attention_mask=whole[:, :stop], position_ids=positions, past_key_values=cache)
+        cache = out.past_key_values
+        found.append(out.logits)
+        start = stop
+    kept = kept_slots(engine, cache)
+    counts = [int(np.sum([len(head) for head in layer[row]])) for layer in kept for row in range(batch)]
+    element = cache.store(0).bodies(0)[0].pages[0].k_PSD.element_size() if cache.store(0).bodies(0) else 4
+    width_bytes = 2 * (plain.config.hidden_size // plain.config.num_attention_heads) * element
+    tokens = [int(np.sum(cache.store(layer).kept(row))) for layer in range(len(cache)) for row in range(batch)]
+    held = engine._comm.gather_objects((cache.nbytes(), sum(tokens) * width_bytes))
+    worst = 0.0
+    if engine.mesh.rank == 0:
+        logits = torch.cat(found, dim=1)
+        for row, length in enumerate(lengths):
+            first = width - length
+            expected = reference(plain, ids[row, first:], masks_of(kept, cache.compressed, row, first, start))
+            difference = (logits[row, first:].double() - expected).abs().max() / expected.abs().max()
+            worst = max(worst, float(difference))
+    return {
+        "kept": kept,
+        "counts": counts,
+        "error": worst,
+        "bytes": [held_bytes / max(kept_bytes, 1) for held_bytes, kept_bytes in held],
+    }
+
+
+def whole_cache(family: str, mesh: str) -> bool:
+    """Whether a compressed cache that keeps every token gives the plain model's tokens."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval())
+    ids, mask = ids_of(60, 2, 3), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :20] = 0
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = models[0].generate(ids, **options)
+    engine = megakv.init_inference(models[1], config_of(mesh, {"budget": 1, "min_tokens": 16}))
+    found = engine.generate(ids, **options)
+    held = engine.report().ranks[0].head_tokens
+    engine.destroy()
+    return torch.equal(found, expected) and len(held) == models[0].config.num_hidden_layers
+
+
+def main() -> None:
+    """Entry of every rank."""
+    out, work, meshes, steps = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
+    torch.set_num_threads(1)
+    quiet_libraries()
+    disable_progress_bar()
+    start_distributed(tp_only=False, timeout_s=60)
+    folder, importance = work / "model", work / "importance.json"
+    if dist.get_rank() == 0 and not folder.exists():
+        torch.manual_seed(0)
+        # Weights this large make attention sharp, so that scores differ by far more than the rounding of other meshes.
+        AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
+        layers = llama().num_hidden_layers
+        importance.write_text(json.dumps({"budgets": np.random.default_rng(0).random((layers, 4)).tolist()}))
+    dist.barrier()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    results: dict[str, Any] = {}
+    for mesh in meshes:
+        for name, settings in CASES.items():
+            if ":" in mesh and name not in SPREAD:
+                continue
+            section = {"min_tokens": 64, **settings}
+            if name == "headkv":
+                section["importance"] = str(importance)
+            engine = megakv.init_inference(str(folder), config_of(mesh, section))
+            for batch in LENGTHS:
+                count = steps if name == "ada_snapkv" else 3
+                results[f"{mesh} {name} {batch}"] = run_case(engine, plain, batch, count)
+            if name == "snapkv":
+                try:
+                    engine(ids_of(30, 1, 0))
+                except (ValueError, MegaKVError) as error:
+                    results[f"{mesh} short"] = str(error)
+            engine.destroy()
+        for family in FAMILIES_HERE if mesh.partition(":")[0].endswith("x1") else FAMILIES_HERE[:2]:
+            results[f"{mesh} whole {family}"] = whole_cache(family, mesh)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Compressed caches on real ranks: what is kept does not depend on the mesh, and attention is exact on what is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+SCRIPT = Path(__file__).parent / "ranks" / "fairkv.py"
+
+
+def launch(folder: Path, meshes: str, ranks: int, steps: int) -> dict[str, Any]:
+    out = folder / f"fairkv-{ranks}.json"
+    run_ranks(SCRIPT, out, folder, meshes, str(steps), ranks=ranks, timeout=420).check()
+    return json.loads(out.read_text())
+
+
+def judge(results: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Against the dense model in float64, and against what one rank keeps."""
+    assert results
+    for name, result in results.items():
+        mesh, case = name.split(" ", 1)
+        if case.startswith("whole"):
+            assert result, name
+            continue
+        if case == "short":
+            assert "megakv.fairkv.budget = 40 tokens per head is above the prompt's length of 30 tokens" in result
+            continue
+        assert result["error"] <= 1e-5, name
+        assert result["kept"] == alone[f"1x1 {case}"]["kept"], name
+        # Of a few tokens of 64 bytes, coordinates and the room for the next token are more.
+        assert all(ratio <= (1.05 if mesh == "1x1" else 1.2) for ratio in result["bytes"]), name
+
+
+def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    whole = pytestconfig.getoption("--full")
+    alone = launch(tmp_path, "1x1", 1, 300 if whole else 40)
+    judge(alone, alone)
+    shared, own = alone["1x1 ada_snapkv 1"], alone["1x1 snapkv 1"]
+    # The pool of a layer is as large, but its heads differ.
+    sizes = [len(head) for head in shared["kept"][0][0]]
+    assert len(set(sizes)) > 1
+    assert {len(head) for head in own["kept"][0][0]} == {80}
+    judge(launch(tmp_path, "1x4,2x2,4x1:runahead,2x2:last,4x1:tsp", 4, 40), alone)
+    if whole:
+        judge(launch(tmp_path, "1x2,2x1", 2, 300), alone)
+        judge(launch(tmp_path, "4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather", 4, 300), alone)
+        judge(launch(tmp_path, "1x8,2x4", 8, 10), alone)
+
+
+SESSIONS = Path(__file__).parent / "ranks" / "fairkv_sessions.py"
+
+
+def converse(folder: Path, mesh: str, stage: str) -> dict[str, Any]:
+    cp, tp = (int(part) for part in mesh.split("x"))
+    out = folder / f"{stage}.json"
+    run_ranks(SESSIONS, out, folder, mesh, stage, ranks=cp * tp, timeout=200).check()
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize(("saved", "restored"), [("2x2", "1x2"), pytest.param("2x1", "4x1", marks=pytest.mark.full)])
+def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: str) -> None:
+    before = converse(tmp_path, saved, "save")
+    assert before["fork"] and before["intact"]
+    assert "out of memory, say" in before["broken"]
+    after = converse(tmp_path, restored, "restore")
+    assert after["compressing"]["equal"] and after["compressing"]["kept"]
+    assert "compressed must be ascending ranges of slots" in after["compressing"]["message"]
+    # An engine that does not compress goes on from what was kept, and keeps all that comes.
+    assert after["plain"]["first"]
+
+
+PASSKEY = Path(__file__).parent / "ranks" / "fairkv_passkey.py"
+
+
+@pytest.mark.parametrize("mesh", ["2x2", pytest.param("1x4", marks=pytest.mark.full)])
+def test_a_question_after_compression(tmp_path: Path, mesh: str) -> None:
+    out = tmp_path / "passkey.json"
+    run_ranks(PASSKEY, out, mesh, "1024", "5", ranks=4, timeout=300).check()
+    results = json.loads(out.read_text())
+    assert results["ada_snapkv"]["exact"] == results["snapkv"]["exact"] == 5
+    assert results["streaming_llm"]["exact"] <= 3
+    for result in results.values():
+        for kept, overhead in result["shares"]:
+            assert abs(kept - 0.25) < 0.002
+            assert overhead <= 1.05

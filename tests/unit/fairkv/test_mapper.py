@@ -1,0 +1,277 @@
+"""The mapper from a profile to a file, its command and its picture."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megakv.fairkv.layer import contiguous_layer
+from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.mapper import balance, map_heads
+from megakv.fairkv.mapping import HeadMapping, apportioned, load_mapping
+from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.splitting import slowest_loads
+from megakv.launcher.command import main
+from tests.families import llama
+from tests.unit.fairkv.instances import RANDOM, skewed
+from tests.unit.fairkv.oracles import best_layer
+
+
+def profile_of(rows: list[list[float]], **fields: Any) -> BudgetProfile:
+    return BudgetProfile(model="org/model", budgets=rows, **fields)
+
+
+def requests_like(rows: list[list[float]], count: int, sigma: float = 0.35) -> np.ndarray:
+    """[requests, layers, heads] around a profile, equally much in each layer as AdaKV keeps."""
+    found = np.array(rows) * np.exp(sigma * RANDOM.standard_normal((count, len(rows), len(rows[0]))))
+    return found / found.sum(axis=2, keepdims=True) * 8000
+
+
+def test_best_assignment_of_a_model() -> None:
+    rows = skewed(5, 6)
+    found = map_heads(profile_of(rows), tp_size=3)
+    slowest = [best_layer(row, CopyLimits(3))[0] for row in rows]
+    mean = [sum(row) / 3 for row in rows]
+    assert found.barrier_utilisation == pytest.approx(np.mean(np.array(mean) / slowest), rel=1e-6)
+    assert found.bound == pytest.approx(sum(slowest), rel=1e-6)
+    assert np.sum(found.loads, axis=0) == pytest.approx(found.rank_loads)
+    for row, loads, ranks in zip(rows, found.loads, found.mapping, strict=True):
+        assert sorted(replica.kv_head for rank in ranks for replica in rank) == list(range(6))
+        assert [sum(row[replica.kv_head] for replica in rank) for rank in ranks] == pytest.approx(loads)
+    assert found.contiguous is not None and found.contiguous.barrier_utilisation <= found.barrier_utilisation + 1e-9
+
+
+@pytest.mark.parametrize("split", ["free", "even"])
+@pytest.mark.parametrize("objective", ["barrier", "equation4"])
+@pytest.mark.parametrize(("size", "copies"), [(4, 0), (4, 2), (8, 4), (3, 5), (1, 0)])
+def test_every_kind(split: Any, objective: Any, size: int, copies: int) -> None:
+    rows = skewed(4, 8)
+    found = map_heads(profile_of(rows), tp_size=size, copies=copies, split=split, objective=objective)
+    assert 0 < found.barrier_utilisation <= 1 and found.barrier_utilisation <= 1
+    assert all(layer.copies <= copies for layer in found.layers)
+    assert sum(found.rank_loads) == pytest.approx(sum(map(sum, rows)))
+    if objective == "equation4":
+        barrier = map_heads(profile_of(rows), tp_size=size, copies=copies, split=split)
+        assert max(found.rank_loads) <= max(barrier.rank_loads) * (1 + 1e-6)
+        assert barrier.barrier_utilisation >= found.barrier_utilisation - 1e-6
+        assert found.bound <= max(found.rank_loads) * (1 + 1e-6)
+
+
+def test_anything_that_is_possible_keeps_its_limits() -> None:
+    """Odd sizes, empty layers, budgets far apart, and every setting that may go with them."""
+    for _ in range(40):
+        layers, heads, size = (
+            int(RANDOM.choice(values)) for values in ((1, 2, 3), (1, 2, 3, 5, 8, 12), (1, 2, 3, 5, 8))
+        )
+        copies = int(RANDOM.integers(0, min(heads * (size - 1), size + 4) + 1))
+        rows = np.exp(RANDOM.choice([0.1, 0.8, 3]) * RANDOM.standard_normal((layers, heads))) * 100
+        rows[RANDOM.random(rows.shape) < 0.1] = 0
+        rows[RANDOM.integers(layers)] *= RANDOM.integers(2)
+        settings: dict[str, Any] = {"split": str(RANDOM.choice(["even", "free"]))}
+        settings["objective"] = str(RANDOM.choice(["barrier", "equation4"]))
+        for name, value in (
+            ("max_replicas", int(RANDOM.integers(1, size + 1))),
+            ("copied_heads", int(RANDOM.integers(0, heads + 1))),
+            ("memory_cap", float(rows.sum() / size * RANDOM.uniform(1, 1.5)) + 1),
+        ):
+            if RANDOM.random() < 0.3:
+                settings[name] = value
+        try:
+            found = map_heads(profile_of(rows.tolist()), tp_size=size, copies=copies, **settings)
+        except ValueError as error:
+            assert "leave ranks without a head" in str(error) or "memory_cap = " in str(error), (rows, size, settings)
+            continue
+        for layer in found.layers:
+            assert layer.copies <= copies
+            assert layer.most_replicas <= settings.get("max_replicas", size)
+            assert layer.copied_heads <= settings.get("copied_heads", heads)
+        assert sum(found.rank_loads) == pytest.approx(rows.sum())
+        assert max(found.rank_loads) <= settings.get("memory_cap", float("inf")) * (1 + 1e-6)
+        assert found.contiguous is not None
+        if settings["objective"] == "barrier" and "memory_cap" not in settings:
+            slowest = sum(map(max, found.loads))
+            assert found.bound <= slowest * (1 + 1e-6)
+            if heads >= size:
+                assert slowest <= sum(map(max, found.contiguous.loads)) * (1 + 1e-6)
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    found = map_heads(profile_of(skewed(3, 8)), tp_size=4, copies=3)
+    found.save(tmp_path / "map.json")
+    assert load_mapping(tmp_path / "map.json") == found
+    again = map_heads(profile_of([list(row) for row in skewed(3, 8)]), tp_size=4, copies=3)
+    assert again.digest() != found.digest()
+
+
+def test_the_same_profile_gives_the_same_mapping() -> None:
+    rows = skewed(4, 8)
+    assert map_heads(profile_of(rows), tp_size=4, copies=6) == map_heads(profile_of(rows), tp_size=4, copies=6)
+
+
+def test_placement_of_weights() -> None:
+    """Every query head once, beside its KV head, divided among the copies by their shares."""
+    found = map_heads(profile_of([[9.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]), tp_size=2, copies=1)
+    heads = found.head_map(16)
+    assert heads.tp_size == 2 and len(heads.layers) == 2
+    counts = [len(group.query_heads) for rank in range(2) for group in heads.shard(0, rank).groups if not group.kv_head]
+    assert len(counts) == 2 and sum(counts) == 4
+    for layer, ranks in enumerate(found.mapping):
+        for rank, replicas in enumerate(ranks):
+            assert heads.shard(layer, rank).kv_heads == tuple(replica.kv_head for replica in replicas)
+    with pytest.raises(ValueError, match="6 query heads cannot share 4 KV heads"):
+        found.head_map(6)
+
+
+def test_more_replicas_than_query_heads() -> None:
+    found = map_heads(profile_of([[9.0, 1.0]]), tp_size=4, copies=3)
+    with pytest.raises(ValueError, match="layer 0: KV head 0 has [34] replicas, but 2 query heads .*max_replicas = 2"):
+        found.head_map(4)
+    assert map_heads(profile_of([[9.0, 1.0]]), tp_size=4, copies=2, max_replicas=2).head_map(4).tp_size == 4
+
+
+def test_things_divided_by_shares() -> None:
+    assert apportioned([0.5, 0.5], 8) == [4, 4]
+    assert apportioned([0.99, 0.01], 4) == [3, 1]
+    assert apportioned([1.0], 7) == [7]
+    for _ in range(20):
+        shares = RANDOM.dirichlet(np.ones(4))
+        parts = apportioned(shares.tolist(), 9)
+        assert sum(parts) == 9 and min(parts) >= 1
+
+
+def test_held_out_requests() -> None:
+    """Mapped for half of the prompts: never below contiguous on the others, and balanced by their own splits."""
+    rows = skewed(6, 8)
+    prompts, others = requests_like(rows, 12), requests_like(rows, 12)
+    profile = profile_of(prompts.mean(axis=0).tolist(), prompts=prompts.tolist())
+
+    def by_request(found: HeadMapping) -> float:
+        values = [
+            others[:, layer].sum(axis=1) / found.tp_size / slowest_loads(mapping.ranks, others[:, layer], found.tp_size)
+            for layer, mapping in enumerate(found.layers)
+        ]
+        return float(np.mean(values))
+
+    for size, copies in ((4, 0), (4, 1), (4, 8), (8, 4)):
+        plain = [contiguous_layer(8, size)] * 6
+        found = map_heads(profile, tp_size=size, copies=copies)
+        static = np.mean([balance(found.layers, rows, size).barrier_utilisation for rows in others])
+        contiguous = np.mean([balance(plain, rows, size).barrier_utilisation for rows in others])
+        assert by_request(found) >= static - 1e-9 and static >= contiguous - 0.02
+        if (size, copies) == (4, 8):
+            assert by_request(found) >= 0.98
+            without = map_heads(profile_of(prompts.mean(axis=0).tolist()), tp_size=size, copies=copies)
+            assert by_request(without) >= 0.95
+        if (size, copies) == (8, 4):
+            prompted = map_heads(profile, tp_size=size, copies=copies, objective="requests")
+            assert by_request(prompted) >= by_request(found) - 0.02
+            assert prompted.bound == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp_size": 0}, "tp = 0"),
+        ({"copies": 25}, "copies = 25: each of 8 KV heads can be on each of tp = 4 ranks once, which is 24"),
+        ({"split": "odd"}, "split = 'odd': allowed: even, free"),
+        ({"objective": "speed"}, "objective = 'speed': allowed: barrier, equation4, requests"),
+        ({"memory_cap": 0}, "memory_cap = 0: allowed: tokens per rank, above 0"),
+        ({"memory_cap": float("nan")}, "memory_cap = nan"),
+        ({"memory_cap": 100}, "memory_cap = 100 tokens on each of 4 ranks is infeasible: .* keep is 200"),
+        ({"memory_cap": 100, "objective": "equation4"}, "memory_cap = 100 tokens .* keep is 200"),
+        ({"objective": "requests"}, "the profile has no budgets of single prompts"),
+    ],
+)
+def test_impossible_settings(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        map_heads(profile_of([[100.0] * 8]), **{"tp_size": 4, **changes})
+
+
+def test_requests_with_settings_that_leave_them_nothing() -> None:
+    rows = [[100.0] * 4]
+    profile = profile_of(rows, prompts=[rows])
+    with pytest.raises(ValueError, match="split = 'even' leaves requests nothing to decide"):
+        map_heads(profile, tp_size=2, copies=1, objective="requests", split="even")
+    with pytest.raises(ValueError, match="knows no memory_cap"):
+        map_heads(profile, tp_size=2, copies=1, objective="requests", memory_cap=1e6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v | {"format": "megakv budget profile"}, "is not a megakv head mapping"),
+        (lambda v: v | {"tp_size": 3}, "mapping, layer 0: 2 ranks, not 3"),
+        (lambda v: v | {"mapping": [[[], v["mapping"][0][1]]]}, r"layer 0, rank 0: KV heads \[\]"),
+        (lambda v: v | {"mapping": [[[{"kv_head": 0}], [{"kv_head": 9}]]]}, r"rank 1: KV heads \[9\]; allowed"),
+        (lambda v: v | {"mapping": [[[{"kv_head": 0}], [{"kv_head": 1}] * 2]]}, r"rank 1: KV heads \[1, 1\]"),
+        (lambda v: v | {"mapping": [[[{"kv_head": 0}], [{"kv_head": 1}]]]}, "shares of KV head 2 sum to 0, not 1"),
+        (lambda v: v | {"mapping": [[[{"kv_head": 0, "share": 2}], []]]}, "share: .*less than or equal to 1"),
+    ],
+)
+def test_broken_mappings(write_json: Callable[[str, Any], Path], change: Callable[[dict], dict], message: str) -> None:
+    found = map_heads(profile_of([[1.0, 2.0, 3.0]]), tp_size=2)
+    path = write_json("map.json", change(json.loads(found.model_dump_json())))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_mapping(path, setting="fairkv.mapping")
+    assert "megakv fairkv-map" in str(caught.value)
+
+
+def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_json("p.json", {"model": "m", "budgets": skewed(6, 8)})
+    out, png = tmp_path / "out.json", tmp_path / "new" / "loads.png"
+    command = ["fairkv-map", "--profile", str(profile), "--tp", "4", "--copies", "3", "--json", str(out)]
+    assert main([*command, "--png", str(png)]) == 0
+    printed, found = json.loads(capsys.readouterr().out), load_mapping(out)
+    assert printed["barrier_utilisation"] == found.barrier_utilisation == pytest.approx(1, abs=1e-6)
+    assert printed["contiguous"]["barrier_utilisation"] < 0.9
+    assert png.read_bytes().startswith(b"\x89PNG") and len(png.read_bytes()) > 5000
+    assert main([*command, "--split", "even", "--max-replicas", "2", "--copied-heads", "2"]) == 0
+    assert load_mapping(out).split == "even" and all(layer.copied_heads <= 2 for layer in load_mapping(out).layers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "4", "--copies", "99"], "copies = 99: each of 8 KV heads"),
+        (["--tp", "9"], "tp = 9: 8 KV heads with copies = 0 leave ranks without a head"),
+        (["--tp", "4", "--memory-cap", "1"], "memory_cap = 1 tokens on each of 4 ranks is infeasible"),
+        (["--tp", "4", "--length", "1"], "layer 0, KV head 0: 100 is above the length of 1"),
+        (["--tp", "4", "--objective", "requests"], "objective = 'requests': the profile has no budgets"),
+    ],
+)
+def test_command_refuses(
+    tmp_path: Path,
+    write_json: Callable[[str, Any], Path],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    profile, out = write_json("p.json", {"model": "m", "budgets": [[100.0] * 8] * 2}), tmp_path / "out.json"
+    assert main(["fairkv-map", "--profile", str(profile), *arguments, "--json", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("megakv: error: ") and message in error
+    assert not out.exists()
+
+
+def test_command_with_another_model(
+    tmp_path: Path, write_json: Callable[[str, Any], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = llama()
+    config.save_pretrained(tmp_path / "tiny")
+    out = str(tmp_path / "out.json")
+    rows = [[10.0] * config.num_key_value_heads] * config.num_hidden_layers
+    size = ["--tp", "1", "--model", str(tmp_path / "tiny"), "--json", out]
+    good, bad = write_json("a.json", {"model": "x/tiny", "budgets": rows}), {"model": "x/other", "budgets": rows}
+    assert main(["fairkv-map", "--profile", str(good), *size]) == 0
+    config_file = ["--tp", "1", "--model", str(tmp_path / "tiny" / "config.json"), "--json", out]
+    assert main(["fairkv-map", "--profile", str(good), *config_file]) == 0
+    assert main(["fairkv-map", "--profile", str(write_json("b.json", bad)), *size]) == 1
+    assert "is the profile of 'x/other', not of" in capsys.readouterr().err
+    short = write_json("c.json", {"model": "x/tiny", "budgets": rows[:-1]})
+    assert main(["fairkv-map", "--profile", str(short), *size]) == 1
+    assert f"{len(rows) - 1} layers of" in capsys.readouterr().err
+    assert main(["fairkv-map", "--profile", str(good), "--tp", "1", "--model", "/no/such", "--json", out]) == 1
+    assert "no model config in '/no/such'" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""Each method keeps what its formula says, written out plainly on whole attention matrices."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megakv.attention.method import AttentionCall
+from megakv.attention.partial import Scoring, attend
+from megakv.cache import TokenTable
+from megakv.config import load_config
+from megakv.errors import MegaKVError
+from megakv.fairkv.compression import Compressor
+from megakv.fairkv.config import FairKVConfig
+from megakv.fairkv.methods import METHODS, make_method
+from megakv.fairkv.scoring_headkv import read_importance
+from megakv.fairkv.store import RaggedStore
+from megakv.ledger import Ledger
+from megakv.placement.heads import contiguous_head_map
+from megakv.sharding import balanced, new_tokens
+
+HEADS, KV_HEADS, DIM, LAYERS = 8, 4, 16, 3
+WINDOW = 8
+
+
+class Alone:
+    """Communication of a single rank."""
+
+    mesh = SimpleNamespace(cp_rank=0, cp_size=1, tp_rank=0, tp_size=1)
+    ledger = Ledger()
+
+    @staticmethod
+    def cp_all_gather(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+        return tensor[None]
+
+    @staticmethod
+    def add_counts(counts: torch.Tensor, over: str, **_: Any) -> torch.Tensor:
+        return counts
+
+
+def keep(section: dict[str, Any], lengths: list[int], layer: int, scoring: Scoring) -> tuple[list[np.ndarray], Any]:
+    """Compress one layer's cache of random keys; per sequence ``[K, n]`` what was kept, and its attention weights."""
+    width = max(lengths)
+    mask = np.arange(width)[None] >= width - np.array(lengths)[:, None]
+    tokens = new_tokens(mask, np.broadcast_to(np.arange(width), mask.shape), 0)
+    layout = balanced(tokens, 1)
+    table = TokenTable(1, len(lengths))
+    table.extend(layout)
+    q = torch.randn(HEADS, len(tokens), DIM, dtype=torch.float64)
+    k = torch.randn(KV_HEADS, len(tokens), DIM, dtype=torch.float64)
+    store = RaggedStore(len(lengths))
+    lse = torch.empty(HEADS, len(tokens), dtype=torch.float64)
+    weights = []
+    for sequence, length in enumerate(lengths):
+        run = tokens.run(sequence)
+        slots = tokens.slot[run]
+        store.append(sequence, k[:, run], k[:, run])
+        lse[:, run] = attend(q[:, run], k[:, run], k[:, run], slots, slots, scoring)[1]
+        scores = q[:, run] @ k[:, run].repeat_interleave(2, 0).transpose(1, 2) * scoring.scale
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        if scoring.window is not None:
+            seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-scoring.window)
+        weights.append(scores.masked_fill(~seen, -torch.inf).softmax(-1).view(KV_HEADS, 2, length, length).numpy())
+    heads = contiguous_head_map(LAYERS, HEADS, KV_HEADS, 1)
+    comm: Any = Alone()
+    compressor = Compressor(FairKVConfig(**section), heads, comm)
+    call = AttentionCall(layer, q, layout, scoring, KV_HEADS, DIM, DIM, store, table, comm)
+    compressor.compress(call, lse)
+    kept = []
+    for sequence, length in enumerate(lengths):
+        (body,) = store.bodies(sequence)
+        found = np.zeros((KV_HEADS, length), dtype=bool)
+        for head in range(KV_HEADS):
+            for _, _, rows in body.pieces(head):
+                found[head, rows] = True
+        kept.append(found)
+    return kept, weights
+
+
+def best(scores: np.ndarray, count: int) -> np.ndarray:
+    """Mask of the `count` highest of each row."""
+    mask = np.zeros(scores.shape, dtype=bool)
+    for row, score in enumerate(scores):
+        mask[row, np.argsort(-score, kind="stable")[:count]] = True
+    return mask
+
+
+def snap_scores(weights: np.ndarray, pool: int = 7, peak: bool = False) -> np.ndarray:
+    """SnapKV: mean over the window, maximum over neighbours, and the window itself on top."""
+    length = weights.shape[-1]
+    seen = weights.max((1, 2)) if peak else weights[:, :, -WINDOW:].sum((1, 2))
+    seen[:, -WINDOW:] = 0
+    pooled = np.stack([seen[:, max(0, j - pool // 2) : j + pool // 2 + 1].max(1) for j in range(length)], axis=1)
+    pooled[:, -WINDOW:] = np.inf
+    return pooled
+
+
+LENGTHS = [150, 71]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("pool", "peak"), [(7, False), (1, False), (5, True)])
+def test_snapkv(pool: int, peak: bool, window: int | None) -> None:
+    section: dict[str, Any] = {"method": "snapkv", "budget": 0.3, "window": WINDOW, "pool": pool}
+    if peak:
+        section |= {"observe": "prompt", "reduce": "peak"}
+    kept, weights = keep(section, LENGTHS, 0, Scoring(0.6, window=window))
+    for found, each, length in zip(kept, weights, LENGTHS, strict=True):
+        assert np.array_equal(found, best(snap_scores(each, pool, peak), round(0.3 * length)))
+
+
+def test_streaming_llm() -> None:
+    kept, _ = keep({"method": "streaming_llm", "budget": 40, "sinks": 3}, LENGTHS, 0, Scoring(0.3))
+    for found, length in zip(kept, LENGTHS, strict=True):
+        expected = np.zeros(length, dtype=bool)
+        expected[:3] = expected[length - 37 :] = True
+        assert (found == expected).all()
+
+
+def test_h2o() -> None:
+    kept, weights = keep({"method": "h2o", "budget": 40}, LENGTHS, 0, Scoring(0.6))
+    for found, each in zip(kept, weights, strict=True):
+        scores = each.sum((1, 2))
+        scores[:, -20:] = np.inf
+        assert np.array_equal(found, best(scores, 40))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_pyramidkv(layer: int) -> None:
+    section = {"method": "pyramidkv", "budget": 28, "window": WINDOW, "decay": 4}
+    kept, weights = keep(section, LENGTHS, layer, Scoring(0.6))
+    # 20 beside the window: 35 in the first layer, 5 in the last.
+    for found, each in zip(kept, weights, strict=True):
+        assert np.array_equal(found, best(snap_scores(each), WINDOW + (35 if layer == 0 else 5)))
+
+
+def test_ada_snapkv() -> None:
+    section = {"method": "ada_snapkv", "budget": 30, "window": WINDOW, "safeguard": 0.5, "pool": 1}
+    kept, weights = keep(section, LENGTHS, 0, Scoring(0.6))
+    for found, each in zip(kept, weights, strict=True):
+        scores = snap_scores(each, 1)
+        safe = best(scores, 8 + 11)
+        rest = np.where(safe, -1.0, scores)
+        expected = safe | best(rest.reshape(1, -1), 11 * KV_HEADS).reshape(rest.shape)
+        assert np.array_equal(found, expected)
+        assert found.sum() == 30 * KV_HEADS and len(set(found.sum(1))) > 1
+
+
+def test_ada_snapkv_compares_peaks_as_shares() -> None:
+    section = {"method": "ada_snapkv", "budget": 30, "window": WINDOW, "pool": 1, "observe": "prompt", "reduce": "peak"}
+    kept, weights = keep(section, LENGTHS, 0, Scoring(0.6))
+    for found, each in zip(kept, weights, strict=True):
+        peaks = snap_scores(each, 1, peak=True)
+        scores = peaks / np.where(np.isinf(peaks), 0, peaks).sum(1, keepdims=True)
+        safe = best(scores, 8 + 4)
+        rest = np.where(safe, -1.0, scores)
+        assert np.array_equal(found, safe | best(rest.reshape(1, -1), 18 * KV_HEADS).reshape(rest.shape))
+
+
+def test_headkv(write_json: Callable[[str, Any], Path]) -> None:
+    weights = [[1, 0, 0, 1], [4, 0, 0, 0], [2, 0, 0, 0]]
+    path = write_json("importance.json", {"model": "x", "budgets": weights})
+    section = {"method": "headkv", "budget": 20, "window": WINDOW, "importance": str(path), "spread": 2.0}
+    kept, each = keep(section, [150], 0, Scoring(0.6))
+    # Bases of 10; a pool of 10 x 12 divided by 8.
+    assert kept[0].sum(1).tolist() == [25, 10, 10, 25]
+    for head, count in enumerate([25, 10, 10, 25]):
+        assert np.array_equal(kept[0][head], best(snap_scores(each[0])[head : head + 1], count)[0])
+
+
+def test_what_fits_is_kept_whole() -> None:
+    for method in ("snapkv", "h2o", "streaming_llm", "ada_snapkv", "pyramidkv"):
+        kept, _ = keep({"method": method, "budget": 71}, [150, 71, 3], 1, Scoring(0.3))
+        assert kept[2].all(), method
+        assert method == "pyramidkv" or kept[1].all(), method
+
+
+def test_every_method_is_registered_under_its_name() -> None:
+    assert list(METHODS) == ["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"method": "snapkv", "sinks": 4},
+            "megakv.fairkv.sinks is not a setting of method 'snapkv', which has: window",
+        ),
+        ({"method": "snapkv", "window": 0}, "megakv.fairkv.window = 0: allowed: 1 or more"),
+        ({"method": "ada_snapkv", "pool": 4}, "megakv.fairkv.pool = 4: allowed: odd numbers"),
+        ({"method": "ada_snapkv", "safeguard": 1.5}, "megakv.fairkv.safeguard = 1.5: allowed: 0 to 1"),
+        ({"method": "h2o", "recent": -0.1}, "megakv.fairkv.recent = -0.1: allowed: 0 to 1"),
+        ({"method": "pyramidkv", "decay": 0.5}, "megakv.fairkv.decay = 0.5: allowed: 1 or more"),
+        ({"method": "streaming_llm", "sinks": -1}, "megakv.fairkv.sinks = -1: allowed: 0 or more"),
+        ({"method": "headkv"}, "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance"),
+        (
+            {"method": "headkv", "importance": "nowhere.json"},
+            "megakv.fairkv.importance = 'nowhere.json' cannot be read",
+        ),
+    ],
+)
+def test_bad_settings_are_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_method(FairKVConfig(**{"budget": 0.25, **section}), LAYERS, KV_HEADS)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("budget", [0, -3, 1.5, "many", True])
+def test_impossible_budgets_are_refused(budget: Any) -> None:
+    with pytest.raises(ValueError, match=f"megakv.fairkv.budget = {budget!r}: "):
+        load_config({"megakv": {"fairkv": {"budget": budget}}})
+
+
+def test_settings_without_a_budget_are_refused() -> None:
+    assert load_config({"megakv": {"fairkv": {}}}).megakv.fairkv.budget is None
+    with pytest.raises(ValueError, match="method is given, but nothing is compressed without megakv.fairkv.budget"):
+        load_config({"megakv": {"fairkv": {"method": "snapkv"}}})
+    with pytest.raises(ValueError, match="megakv.fairkv.method = 'zip': allowed: 'streaming_llm', 'snapkv'"):
+        load_config({"megakv": {"fairkv": {"method": "zip", "budget": 0.5}}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"budgets": [[1, 2], [3, 4]]}, "is of another model: 2 layers of 2 KV heads, this one has 3 of 4"),
+        ({"budgets": [[0] * 4] * 3}, "not all 0"),
+        ({"budgets": [[1, 1, 1, -1]] * 3}, "none below 0"),
+        ({"budgets": [[1, 2], [3]]}, "holds no numbers"),
+        ({"other": 1}, "holds no numbers"),
+        ([1, 2], "holds no numbers"),
+    ],
+)
+def test_bad_importance_is_named(write_json: Callable[[str, Any], Path], content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_importance(str(write_json("importance.json", content)), LAYERS, KV_HEADS)
+
+
+def test_a_pass_is_compressed_from_enough_tokens_on() -> None:
+    comm: Any = Alone()
+    heads = contiguous_head_map(LAYERS, HEADS, KV_HEADS, 1)
+    compressor = Compressor(FairKVConfig(budget=200, min_tokens=100), heads, comm)
+    assert compressor.wanted(np.array([5, 300]), 300, first=True)
+    assert not compressor.wanted(np.array([5, 99]), 399, first=False)
+    assert compressor.wanted(np.array([5, 100]), 399, first=False)
+    with pytest.raises(ValueError, match=r"megakv.fairkv.budget = 200 tokens per head is above .* 199 tokens"):
+        compressor.wanted(np.array([5, 199]), 199, first=True)
+    with pytest.raises(MegaKVError, match="not supported beyond 16777216 tokens"):
+        compressor.wanted(np.array([300]), 1 << 25, first=False)
