@@ -11,6 +11,7 @@ from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
+from megakv.offload.config import OffloadConfig
 from megakv.tracking.config import TrackingConfig
 
 REFUSED_KEYS = {
@@ -86,6 +87,8 @@ class MegaKVSection(DeepSpeedConfigModel):
 
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
+
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
 
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 

@@ -27,6 +27,7 @@ from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
 from megakv.loading import LoadedModel
+from megakv.offload.assembly import make_offloader
 from megakv.placement import head_counts
 from megakv.record import RunRecord
 from megakv.runtime import Runtime
@@ -68,7 +69,9 @@ class MegaKVEngine(InferenceEngine):
         _, heads, kv_heads = head_counts(model.config)
         self._runtime = Runtime(comm=comm, config=config.megakv.context_parallel, heads=heads, kv_heads=kv_heads)
         layers = attach(model, self._runtime, self._policy)
-        self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
+        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers)
+        make_cache = None if self._offloader is None else self._offloader.new_cache
+        self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers, make_cache)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
         self.tracker = Tracker(
@@ -219,6 +222,8 @@ class MegaKVEngine(InferenceEngine):
             assert self._hooks is not None
             self._hooks.remove()
             self._hooks = None
+            if self._offloader is not None:
+                self._offloader.close()
             self._comm.watch.uninstall()
             self.tracker.close()
 

@@ -159,7 +159,7 @@ class Runtime:
         tokens = step.layout.tokens[rank]
         rows = len(tokens)
         store = step.cache.store(layer)
-        kept = self._kept_rows(step)
+        kept = self.kept_rows()
         for sequence in range(step.batch):
             run = step.layout.stored[rank].run(sequence)
             if run.stop > run.start:
@@ -178,6 +178,7 @@ class Runtime:
             comm=self.comm,
         )
         out_HLD, lse_HL = self._method(step.method or self._prefill_method(step, call))(call)
+        store.release()
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]
@@ -192,8 +193,10 @@ class Runtime:
             self.methods[name] = METHODS[name]()
         return self.methods[name]
 
-    def _kept_rows(self, step: ForwardPass) -> np.ndarray | None:
-        """Rows of this rank's tokens that it stores; None where it stores them all."""
+    def kept_rows(self) -> np.ndarray | None:
+        """Of the pass under way, rows of this rank's tokens that it stores; None where it stores them all."""
+        step = self.current
+        assert step is not None
         if not step.layout.replicated:
             return None
         rank = self.comm.mesh.cp_rank

@@ -21,6 +21,9 @@ class KVStore(Protocol):
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
 
+    def release(self) -> None:
+        """A pass has attended: what `part` gave is not read any more."""
+
     def crop(self, lengths: list[int]) -> None:
         """Cut every sequence back to a number of rows."""
 
@@ -96,6 +99,9 @@ class DenseStore:
         keys, values = self._keys[sequence], self._values[sequence]
         assert keys is not None and values is not None
         return keys.view(), values.view()
+
+    def release(self) -> None:
+        """Everything stays where it is."""
 
     def crop(self, lengths: list[int]) -> None:
         for rows in (self._keys, self._values):

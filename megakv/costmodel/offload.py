@@ -197,3 +197,53 @@ def steady_seconds(
     streaming = recomputed + on_host + resident < tokens
     lines = steady_lines(costs, tokens, resident, on_host, -(-recomputed // chunk), streaming)
     return max(host_seconds(costs, on_host), *(line.at(recomputed) for line in lines))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What the layers of one step take, for its pipeline.
+
+    Parameters
+    ----------
+    sent_s : float
+        The link's work for one layer.
+    landed_s : float
+        Of it, what comes before the last activations are there.
+    recompute_s, layer_s : float
+        The accelerator's work for one layer: recomputation, and all else.
+    outside_s : float
+        Its work outside the layers, between the last layer of a step and the first of the next.
+    """
+
+    sent_s: float
+    landed_s: float
+    recompute_s: float
+    layer_s: float
+    outside_s: float
+
+
+def step_seconds(times: StepTimes, layers: int, *, rounds: int = 4) -> float:
+    """Seconds from step to step once the pipeline is full.
+
+    A layer's transfers begin when one of two buffers is free, so when the layer before the last has attended. Its
+    recomputation ends with the last activations at the earliest, its attention when everything is there.
+
+    Parameters
+    ----------
+    times : StepTimes
+    layers : int
+    rounds : int
+        Steps that are played through; the last one counts.
+    """
+    link = device = before = 0.0
+    released = [0.0, 0.0]
+    for _ in range(rounds):
+        before = device
+        for _ in range(layers):
+            begun = max(link, released[-2])
+            landed, link = begun + times.landed_s, begun + times.sent_s
+            device = max(max(device, landed) + times.recompute_s, link)
+            released = [released[-1], device]
+            device += times.layer_s
+        device += times.outside_s
+    return device - before

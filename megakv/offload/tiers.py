@@ -46,6 +46,11 @@ def available_memory() -> int | None:
     return sizes.get("MemAvailable")
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, of any type."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
 class Tier(Protocol):
     """Memory of one kind, in pages."""
 
@@ -138,7 +143,7 @@ class FileRows:
     nbytes: int
 
     def read_into(self, target: Tensor) -> None:
-        memory = memoryview(target.view(-1).view(torch.uint8).numpy())
+        memory = _bytes_of(target)
         done = 0
         while done < self.nbytes:
             count = os.preadv(self.descriptor, [memory[done:]], self.offset + done)
@@ -147,7 +152,7 @@ class FileRows:
             done += count
 
     def write_from(self, source: Tensor) -> None:
-        memory = memoryview(source.view(-1).view(torch.uint8).numpy())
+        memory = _bytes_of(source)
         done = 0
         while done < self.nbytes:
             done += os.pwritev(self.descriptor, [memory[done:]], self.offset + done)

@@ -1,0 +1,63 @@
+"""The offload engine of a model, put together from the JSON; what cannot fit is refused here, with the numbers."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from megakv.injection.hooks import depends_on_length
+from megakv.injection.recomputation import Recomputation
+from megakv.offload.config import OffloadConfig
+from megakv.offload.link import make_link
+from megakv.offload.runtime import Offloader
+from megakv.offload.tiers import DiskTier, HostTier, PagePool, Tier
+from megakv.runtime import Runtime
+from megakv.sharding import IntArray
+
+GIB = 1 << 30
+
+
+def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int) -> Offloader | None:
+    """The offload engine that the JSON asks for; None where it asks for none.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With MegaKV's attention attached.
+    config : OffloadConfig
+    runtime : Runtime
+    layers : int
+        Attention layers.
+
+    Raises
+    ------
+    ValueError
+        If a budget cannot be had, or the method cannot work with the model.
+    """
+    if not config.enabled:
+        return None
+    device = runtime.comm.mesh.device
+    recomputes = config.method != "stream"
+    if recomputes and depends_on_length(model):
+        if config.method != "auto":
+            raise ValueError(
+                f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
+                "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed; "
+                "use 'stream' or 'auto'"
+            )
+        recomputes = False
+    bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
+    link = make_link(device, bandwidth)
+    tiers: list[Tier] = [HostTier(int(config.host_gb * GIB), pin=device.type == "cuda")]
+    if config.disk_gb:
+        tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path))
+    pool = PagePool(tiers, config.page_kib << 10)
+    offloader = Offloader(config, runtime, layers=layers, link=link, pool=pool, device=device)
+
+    def positions() -> IntArray:
+        step = runtime.current
+        assert step is not None
+        return step.layout.tokens[runtime.comm.mesh.cp_rank].position
+
+    recomputation = Recomputation(model, entered=offloader.enter, positions=positions)
+    offloader.attach(recomputation, recomputes=recomputes)
+    return offloader
