@@ -64,7 +64,8 @@ class _RotaryTable:
 
     def learn(self, embeddings: tuple[Tensor, ...], positions: Tensor) -> None:
         """Take those of a pass: each ``[1, L, R]`` or ``[B, L, R]`` of one row."""
-        needed = int(positions.max()) + 1
+        # A rank without tokens in the pass computes a stand-in row, which is nobody's.
+        needed = int(positions.max()) + 1 if len(positions) else 0
         if not self._columns:
             self._columns = tuple(part.new_zeros((0, *part.shape[2:])) for part in embeddings)
         if len(self._columns[0]) < needed:
