@@ -143,7 +143,7 @@ class Offloader:
             following = store.layer + ahead
             if following < self._layers:
                 self._stage(following, new)
-            elif self._decoding and self._ahead and following - self._layers < store.layer:
+            elif self._decoding and self._ahead and following - self._layers <= store.layer:
                 # The next step's first layers: their rows of this step are in their tiers or on the way there.
                 self._stage(following - self._layers, [1] * len(new))
 
