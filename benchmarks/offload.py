@@ -18,6 +18,8 @@ from harness.arguments import check_positive
 if TYPE_CHECKING:
     from harness.offloads import Sample
 
+CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")
+"""What `auto` chooses from."""
 QUICK = {"layers": 4, "repeats": 2, "links": "0.1,0.4", "new": 14}
 
 
@@ -93,8 +95,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if (row["shape"], row["link_gb_s"]) == (shape, link)
         }
         name = f"{shape} {link:g} GB/s"
-        auto_over_best[name] = found["auto"] / min(found[method] for method in ("stream", "kvpr", "chunked"))
-        over_stream[name] = {method: found["stream"] / found[method] for method in ("kvpr", "chunked", "auto")}
+        auto_over_best[name] = found["auto"] / min(found[method] for method in CHOICES)
+        over_stream[name] = {method: found["stream"] / found[method] for method in (*CHOICES[1:], "auto")}
         over_transformers[name] = found["transformers"] / found["auto"]
     return {
         "link": "emulated",

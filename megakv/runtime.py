@@ -177,7 +177,10 @@ class Runtime:
             table=step.cache.table,
             comm=self.comm,
         )
+        elsewhere = store.attend_elsewhere(call)
         out_HLD, lse_HL = self._method(step.method or self._prefill_method(step, call))(call)
+        if elsewhere is not None:
+            elsewhere.merge_into(out_HLD, lse_HL)
         store.release()
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)

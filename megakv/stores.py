@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
+
 GROWTH_DIVISOR = 32
 """A full buffer grows by this fraction of its length, so unused room stays near 3%."""
 GROWTH_MINIMUM = 16
+
+
+class ElsewherePart(Protocol):
+    """Attention to some rows where they lie, under way."""
+
+    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge it into the attention to all other rows, in place."""
 
 
 class KVStore(Protocol):
@@ -19,7 +29,13 @@ class KVStore(Protocol):
         """Add rows behind the present ones of a sequence."""
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
+        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order.
+
+        All rows; or the last n, where `attend_elsewhere` takes the others.
+        """
+
+    def attend_elsewhere(self, call: AttentionCall) -> ElsewherePart | None:
+        """Begin to attend to rows that `part` does not give; None where it gives all."""
 
     def release(self) -> None:
         """A pass has attended: what `part` gave is not read any more."""
@@ -99,6 +115,9 @@ class DenseStore:
         keys, values = self._keys[sequence], self._values[sequence]
         assert keys is not None and values is not None
         return keys.view(), values.view()
+
+    def attend_elsewhere(self, call: AttentionCall) -> None:
+        """Nothing lies elsewhere."""
 
     def release(self) -> None:
         """Everything stays where it is."""

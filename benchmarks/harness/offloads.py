@@ -19,13 +19,14 @@ from transformers import (
 )
 
 import megakv
-from megakv.offload.link import MemoryRows, Move, ThreadLink, Ticket
-from megakv.offload.profiler import StepRecord
+from megakv.offload.link import MemoryRows, Move, Ticket
+from megakv.offload.record import StepRecord
+from megakv.offload.thread_link import ThreadLink
 
 from .models import twin
 
 IN_MEMORY, OTHERS = "in_memory", "transformers"
-OWN = ("stream", "kvpr", "chunked", "auto")
+OWN = ("stream", "kvpr", "chunked", "cpu_rank", "auto")
 METHODS = (IN_MEMORY, OTHERS, *OWN)
 SHAPES = ("opt", "gqa")
 WARM = 3

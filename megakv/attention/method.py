@@ -92,7 +92,9 @@ class AttentionCall:
             slots = self.table.slots(self.rank, sequence)
             if len(slots):
                 keys, values = self.store.part(sequence)
-                yield KVPart(sequence, keys, values, slots, self.table.positions(self.rank, sequence))
+                # The store may have the first rows attended to elsewhere.
+                here = slice(len(slots) - keys.shape[1], None)
+                yield KVPart(sequence, keys, values, slots[here], self.table.positions(self.rank, sequence)[here])
 
 
 class AttentionMethod(Protocol):

@@ -211,6 +211,8 @@ class StepTimes:
         Of it, what comes before the last activations are there.
     recompute_s, layer_s : float
         The accelerator's work for one layer: recomputation, and all else.
+    host_s : float
+        Attention on the host, from when the layer's queries are there.
     outside_s : float
         Its work outside the layers, between the last layer of a step and the first of the next.
     """
@@ -219,7 +221,8 @@ class StepTimes:
     landed_s: float
     recompute_s: float
     layer_s: float
-    outside_s: float
+    host_s: float = 0.0
+    outside_s: float = 0.0
 
 
 def step_seconds(times: StepTimes, layers: int, *, rounds: int = 4) -> float:
@@ -242,7 +245,8 @@ def step_seconds(times: StepTimes, layers: int, *, rounds: int = 4) -> float:
         for _ in range(layers):
             begun = max(link, released[-2])
             landed, link = begun + times.landed_s, begun + times.sent_s
-            device = max(max(device, landed) + times.recompute_s, link)
+            queries = max(device, landed) + times.recompute_s
+            device = max(queries + times.host_s, link)
             released = [released[-1], device]
             device += times.layer_s
         device += times.outside_s

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from megakv.injection.hooks import depends_on_length
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
-from megakv.offload.link import make_link
+from megakv.offload.cuda_link import CudaLink
+from megakv.offload.link import Link
 from megakv.offload.runtime import Offloader
+from megakv.offload.thread_link import ThreadLink
 from megakv.offload.tiers import DiskTier, HostTier, PagePool, Tier
 from megakv.runtime import Runtime
 from megakv.sharding import IntArray
 
 GIB = 1 << 30
+
+
+def make_link(device: torch.device, emulated_bytes_s: float | None) -> Link:
+    """The link of a device.
+
+    Raises
+    ------
+    ValueError
+        If an emulated bandwidth is given for a real accelerator.
+    """
+    if device.type == "cuda":
+        if emulated_bytes_s is not None:
+            raise ValueError(
+                "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
+            )
+        return CudaLink(device)
+    return ThreadLink(emulated_bytes_s)
 
 
 def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int) -> Offloader | None:
@@ -36,7 +56,7 @@ def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runti
     if not config.enabled:
         return None
     device = runtime.comm.mesh.device
-    recomputes = config.method != "stream"
+    recomputes = config.method in ("auto", "kvpr", "chunked")
     if recomputes and depends_on_length(model):
         if config.method != "auto":
             raise ValueError(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload.link import Move, Ticket
-from megakv.offload.tiers import Page, PagePool, in_units
+from megakv.offload.link import MemoryRows, Move, Ticket
+from megakv.offload.tiers import HostTier, Page, PagePool, in_units
 
 
 class PagedRows:
@@ -116,6 +116,33 @@ class PagedRows:
             done += size
         if held is not None:
             yield held
+
+    def in_memory(self) -> int:
+        """Leading rows that lie in memory, or are on the way there."""
+        for index, page in enumerate(self._pages):
+            if not isinstance(page.tier, HostTier):
+                return index * self._per_page
+        return self.length
+
+    def runs_in_memory(self, count: int) -> list[tuple[int, Tensor]]:
+        """The first rows where they lie, as few ``[n, W]`` as pages allow, each with its first row's index.
+
+        Waits for those that are on the way there.
+        """
+        for page in self._pages[: -(-count // self._per_page)]:
+            if page.written is not None:
+                page.written.settle()
+        found = []
+        for page, offset, start, size in self._spans(0, count):
+            rows = page.tier.rows(offset, size, self.width, self._dtype)
+            if isinstance(rows, MemoryRows):
+                found.append((start, rows.rows))
+            else:
+                # A shared page that was in memory may have been copied to disk since these rows were counted.
+                copied = torch.empty(size, self.width, dtype=self._dtype)
+                rows.read_into(copied)
+                found.append((start, copied))
+        return found
 
     def truncate(self, length: int) -> None:
         """Keep the first rows only."""

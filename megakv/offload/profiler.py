@@ -6,17 +6,19 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import Field
 
 from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload import LayerCosts, StepTimes, step_seconds
 from megakv.costmodel.records import Record, load_record
 from megakv.offload.config import OffloadConfig
+from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.link import Link
+from megakv.offload.record import StepRecord
 from megakv.offload.scheduler import Division
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class OffloadProfile(Record):
         Bandwidth to the accelerator, and what a transfer costs whatever its size.
     recompute_s, launch_s : float
         Recomputing a token in one layer, and what each recomputation costs.
+    host_attend_s, host_fixed_s : float
+        Attending to a token of one layer on the host, and what doing so costs for each sequence.
     emulated_link_gb_s : float, optional
         Where the link is emulated, at what bandwidth.
     """
@@ -57,54 +61,16 @@ class OffloadProfile(Record):
     transfer_s: float = Field(ge=0)
     recompute_s: float = Field(ge=0)
     launch_s: float = Field(ge=0)
+    host_attend_s: float = Field(ge=0)
+    host_fixed_s: float = Field(ge=0)
     emulated_link_gb_s: float | None = None
 
 
-class StepRecord:
-    """What one pass over cached tokens did.
+class HostTrial(NamedTuple):
+    """What the host's attention is measured with."""
 
-    Parameters
-    ----------
-    cached, new : int
-        Tokens of all sequences on this rank.
-    division : Division
-
-    Attributes
-    ----------
-    predicted_s, elapsed_s, gap_s : float
-        Predicted time from step to step; measured time of the model's forward pass, and between the pass before and it.
-    waited_s, recompute_s : float
-        Waiting for transfers, and recomputing.
-    bytes_in, bytes_out : int
-        Sent to the accelerator and from it meanwhile.
-    busy_s : float
-        In which the link to the accelerator was at work.
-    """
-
-    def __init__(self, *, cached: int, new: int, division: Division):
-        self.cached, self.new, self.division = cached, new, division
-        self.predicted_s = self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
-        self.bytes_in = self.bytes_out = 0
-        self.begun = self.ended = 0.0
-
-    def begin(self, link: Link) -> None:
-        """Start the clock and the counts."""
-        self.bytes_in, self.bytes_out = link.traffic["in"].nbytes, link.traffic["out"].nbytes
-        self.busy_s = link.traffic["in"].busy_s
-        self.begun = time.perf_counter()
-
-    def finish(self, link: Link) -> None:
-        """Stop them."""
-        self.ended = time.perf_counter()
-        self.elapsed_s = self.ended - self.begun
-        self.bytes_in = link.traffic["in"].nbytes - self.bytes_in
-        self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
-        self.busy_s = link.traffic["in"].busy_s - self.busy_s
-
-    @property
-    def measured_s(self) -> float:
-        """From the end of the step before to the end of this one."""
-        return self.elapsed_s + self.gap_s
+    rank: HostRank
+    queries: Queries
 
 
 class OffloadCosts:
@@ -126,7 +92,7 @@ class OffloadCosts:
         self._device_s = 0.0
         self._steps = 0
 
-    def layer(self, store: TieredStore, recomputation: Recomputation | None) -> LayerCosts:
+    def layer(self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None) -> LayerCosts:
         """Costs of a layer that holds cached tokens; the first call measures, or reads the profile.
 
         Raises
@@ -135,7 +101,7 @@ class OffloadCosts:
             If the profile is of another machine or model.
         """
         if self.profile is None:
-            self.profile = self._load(store) or self._measure(store, recomputation)
+            self.profile = self._load(store) or self._measure(store, recomputation, host)
         profile = self.profile
         return LayerCosts(
             kv_s=profile.row_bytes / profile.link_bytes_s,
@@ -143,8 +109,24 @@ class OffloadCosts:
             recompute_s=profile.recompute_s,
             transfer_s=profile.transfer_s,
             launch_s=profile.launch_s,
+            host_attend_s=profile.host_attend_s,
+            host_fixed_s=profile.host_fixed_s * len(store.lengths()),
             device_s=self._device_s,
         )
+
+    def predict(self, costs: LayerCosts, division: Division, layers: int) -> float:
+        """Seconds from step to step."""
+        landed = costs.activation_s * division.recomputed
+        on_host = costs.host_fixed_s + costs.host_attend_s * division.on_host if division.on_host else 0.0
+        times = StepTimes(
+            sent_s=landed + costs.kv_s * division.streamed,
+            landed_s=landed,
+            recompute_s=costs.recompute_s * division.recomputed,
+            layer_s=costs.device_s,
+            host_s=on_host,
+            outside_s=self.outside_s,
+        )
+        return step_seconds(times, layers)
 
     def learn(self, record: StepRecord, layers: int) -> None:
         """Take in what a step showed. Only a processor that computes as it is told can be timed this way."""
@@ -161,6 +143,11 @@ class OffloadCosts:
             shown = record.recompute_s / (layers * record.division.recomputed)
             known = self.profile.recompute_s + self.profile.launch_s / record.division.recomputed
             changes["recompute_s"] = self.profile.recompute_s * (1 + weight * (shown / known - 1))
+        if record.division.on_host and record.host_s:
+            fixed = self.profile.host_fixed_s * record.new / record.division.on_host
+            shown = record.host_s / (layers * record.division.on_host)
+            known = self.profile.host_attend_s + fixed
+            changes["host_attend_s"] = self.profile.host_attend_s * (1 + weight * (shown / known - 1))
         if record.bytes_in and record.busy_s:
             shown = record.bytes_in / record.busy_s
             changes["link_bytes_s"] = self.profile.link_bytes_s + weight * (shown - self.profile.link_bytes_s)
@@ -186,7 +173,9 @@ class OffloadCosts:
     def _fingerprint(self, store: TieredStore) -> Fingerprint:
         return Fingerprint.of_this_process(hosts=1, ranks=1, dtype=store.dtype)
 
-    def _measure(self, store: TieredStore, recomputation: Recomputation | None) -> OffloadProfile:
+    def _measure(
+        self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None
+    ) -> OffloadProfile:
         few, many = self._sent(store, 1), self._sent(store, PROBE_BYTES)
         slope = max(many[1] - few[1], 1e-9) / max(many[0] - few[0], 1)
         profile = OffloadProfile(
@@ -197,11 +186,16 @@ class OffloadCosts:
             transfer_s=max(0.0, few[1] - few[0] * slope),
             recompute_s=0.0,
             launch_s=0.0,
+            host_attend_s=0.0,
+            host_fixed_s=0.0,
             emulated_link_gb_s=self._config.emulated_link_gb_s,
         )
         if recomputation is not None and store.input_bytes:
             recompute_s, launch_s = self._recomputed(store, recomputation)
             profile = profile.model_copy(update={"recompute_s": recompute_s, "launch_s": launch_s})
+        if host is not None:
+            host_attend_s, host_fixed_s = self._attended(store, host)
+            profile = profile.model_copy(update={"host_attend_s": host_attend_s, "host_fixed_s": host_fixed_s})
         if self._config.profile is not None:
             profile.save(self._config.profile)
         return profile
@@ -233,6 +227,19 @@ class OffloadCosts:
             times.append((count, self._timed(call)))
         (few, few_s), (many, many_s) = times
         slope = max(many_s - few_s, 0.0) / (many - few)
+        return slope, max(0.0, few_s - few * slope)
+
+    def _attended(self, store: TieredStore, host: HostTrial) -> tuple[float, float]:
+        """Seconds per token of the host's attention, and of a sequence whatever its tokens."""
+        lengths = store.in_memory()
+        sequence = max(range(len(lengths)), key=lambda index: lengths[index])
+        many = lengths[sequence]
+        few = max(1, many // 8)
+        few_s, many_s = (
+            statistics.median(host.rank.measure(store, sequence, count, host.queries) for _ in range(REPEATS))
+            for count in (few, many)
+        )
+        slope = max(many_s - few_s, 1e-9) / max(many - few, 1)
         return slope, max(0.0, few_s - few * slope)
 
     def _timed(self, call: Callable[[], object]) -> float:

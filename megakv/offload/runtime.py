@@ -10,21 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.costmodel.offload import StepTimes, step_seconds
 from megakv.offload.cache import OffloadedCache
 from megakv.offload.config import OffloadConfig
-from megakv.offload.link import Link, Move, Ticket
-from megakv.offload.pages import unwritten
-from megakv.offload.profiler import OffloadCosts, StepRecord
-from megakv.offload.scheduler import Division, divide, split_point, spread
-from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
+from megakv.offload.host_rank import HostPart, HostRank, Queries
+from megakv.offload.link import Link, Ticket
+from megakv.offload.planner import Planner
+from megakv.offload.profiler import OffloadCosts
+from megakv.offload.record import StepRecord
+from megakv.offload.scheduler import Division
+from megakv.offload.staging import StagedLayer, StagingBuffer, bring
 from megakv.offload.store import TieredStore
 from megakv.offload.tiers import PagePool
 
 if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
     from megakv.injection.recomputation import Recomputation
     from megakv.runtime import Runtime
-    from megakv.sharding import Layout
+    from megakv.sharding import Layout, TokenBlock
 
 BUFFERS = 2
 OUTGOING = 4
@@ -67,19 +69,26 @@ class Offloader:
         self._current: int | None = None
         self._decoding = False
         self._ahead = True
-        self._division: tuple[tuple[int, ...], Division] | None = None
         self._record: StepRecord | None = None
         self._ended = 0.0
+        # Only alone: on a ring, keys and values, or queries, of other ranks would have to come to this host as well.
+        hosts = config.method in ("auto", "cpu_rank") and runtime.comm.mesh.cp_size == 1
+        self._host_rank = HostRank(config.cpu_threads) if hosts else None
+        self._planner = Planner(config, self.costs, layers=layers, host_rank=self._host_rank)
+        self._host_part: HostPart | None = None
 
     def attach(self, recomputation: Recomputation, *, recomputes: bool) -> None:
         """Take the hooks that call `enter`; `recomputes` says whether activations are kept."""
         self._recomputation, self._recomputes = recomputation, recomputes
+        self._planner.recomputation = recomputation
 
     def close(self) -> None:
         """End all transfers and give the tiers back."""
         self._drop_all()
         if self._recomputation is not None:
             self._recomputation.remove()
+        if self._host_rank is not None:
+            self._host_rank.close()
         self.link.close()
         self.pool.close()
 
@@ -92,8 +101,7 @@ class Offloader:
 
     def begin(self, cache: OffloadedCache, layout: Layout) -> None:
         """A pass over a cache begins; its new tokens are in the cache's table already."""
-        mine = layout.stored[cache.rank]
-        new = np.diff(mine.bounds).tolist()
+        new = np.diff(layout.stored[cache.rank].bounds).tolist()
         if self._cache is not cache or not all(staged.valid(new) for staged in self._staged.values()):
             # What was brought ahead is of no use: beams changed places, or another session goes on.
             self._ahead = self._ahead and not self._staged
@@ -115,12 +123,7 @@ class Offloader:
         mine = layout.stored[cache.rank]
         store = cache.store(layer)
         if self._recomputes:
-            kept = self._runtime.kept_rows()
-            for sequence in range(layout.stored[cache.rank].batch):
-                run = mine.run(sequence)
-                if run.stop > run.start:
-                    index = run if kept is None else torch.from_numpy(kept[run]).to(hidden_LE.device)
-                    store.offer(sequence, hidden_LE[index])
+            self._offer(store, mine, hidden_LE)
         staged = self._staged.get(layer)
         if staged is None:
             self._drop_all()
@@ -135,6 +138,10 @@ class Offloader:
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return
         store.flush()
+        if self._host_part is not None and self._record is not None:
+            self._record.host_s += self._host_part.seconds
+            self._record.waited_s += self._host_part.waited_s
+        self._host_part = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()
         self._release(store.layer)
@@ -186,6 +193,17 @@ class Offloader:
             if self._record is not None:
                 self._record.waited_s += time.perf_counter() - begun
 
+    def attend_on_host(self, store: TieredStore, call: AttentionCall) -> HostPart | None:
+        """Begin to attend to the tokens of a layer that were left on the host."""
+        if self._planner.queries is None:
+            self._planner.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], call.scoring)
+        staged = self.staged(store)
+        if staged is None or not any(staged.on_host):
+            return None
+        assert self._host_rank is not None
+        self._host_part = self._host_rank.start(call, store, staged.on_host)
+        return self._host_part
+
     def sent(self, ticket: Ticket) -> None:
         """New rows are on their way to a tier."""
         self._outgoing.append(ticket)
@@ -201,24 +219,15 @@ class Offloader:
 
     # Inside
 
-    def _divide(self, store: TieredStore) -> Division:
-        """What becomes of the cached tokens of this step's layers: the same for all."""
-        lengths = tuple(store.lengths())
-        if self._division is not None and self._division[0] == lengths:
-            return self._division[1]
-        tokens, most = sum(lengths), sum(store.with_inputs())
-        division = Division(tokens)
-        if most:
-            costs = self.costs.layer(store, self._recomputation)
-            if self.config.method == "kvpr":
-                division = split_point(costs, tokens, most=most)
-            else:
-                division = divide(costs, tokens, chunk=self._chunk(tokens), most=most)
-        self._division = lengths, division
-        return division
-
-    def _chunk(self, tokens: int) -> int:
-        return max(1, tokens if self.config.method == "kvpr" else self.config.chunk_tokens)
+    def _offer(self, store: TieredStore, mine: TokenBlock, hidden_LE: Tensor) -> None:
+        """Hand the inputs of the tokens that this rank stores to their store."""
+        kept = self._runtime.kept_rows()
+        for sequence in range(mine.batch):
+            run = mine.run(sequence)
+            if run.stop > run.start:
+                index = run if kept is None else torch.from_numpy(kept[run]).to(hidden_LE.device)
+                # A copy: the model may go on to work on its own tensor in place.
+                store.offer(sequence, hidden_LE[index].clone())
 
     def _stage(self, layer: int, new: list[int]) -> None:
         """Begin to bring a layer's rows, if there is a buffer and anything to bring."""
@@ -230,54 +239,8 @@ class Offloader:
         if layer in self._staged or not self._free or not tokens:
             return
         store.flush()
-        division = self._divide(store)
-        splits = spread(division.recomputed, store.with_inputs())
-        buffer = self._free.pop()
-        sizes = [count + room for count, room in zip(cached, new, strict=True)]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
-        staged = StagedLayer(store, store.version, buffer, rows, starts[:-1], cached, list(new), splits)
-        if division.recomputed:
-            self._stage_inputs(staged, division.recomputed)
-        moves: list[Move] = []
-        pending: dict[int, Ticket] = {}
-        for sequence, (count, split) in enumerate(zip(cached, splits, strict=True)):
-            if split < count:
-                at = staged.row(sequence, split)
-                found, pages = store.row_moves(sequence, split, rows[at : at + count - split])
-                moves += found
-                pending.update((id(ticket), ticket) for ticket in unwritten(pages))
-        if moves:
-            staged.streamed = self.link.start("in", moves, after=list(pending.values()))
-        self._staged[layer] = staged
-
-    def _stage_inputs(self, staged: StagedLayer, total: int) -> None:
-        """Begin to bring activations, a transfer for each chunk."""
-        store = staged.store
-        inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
-        size = self._chunk(sum(staged.cached))
-        pieces: list[Piece] = []
-        filled = begun = 0
-        for sequence, split in enumerate(staged.splits):
-            first = 0
-            while first < split:
-                count = min(split - first, size - (filled - begun))
-                pieces.append(Piece(sequence, first, count))
-                first, filled = first + count, filled + count
-                if filled - begun == size or filled == total:
-                    staged.chunks.append(self._send_inputs(store, inputs[begun:filled], tuple(pieces)))
-                    pieces, begun = [], filled
-
-    def _send_inputs(self, store: TieredStore, inputs: Tensor, pieces: tuple[Piece, ...]) -> Chunk:
-        moves: list[Move] = []
-        pending: dict[int, Ticket] = {}
-        at = 0
-        for piece in pieces:
-            found, pages = store.input_moves(piece.sequence, piece.first, inputs[at : at + piece.count])
-            moves += found
-            pending.update((id(ticket), ticket) for ticket in unwritten(pages))
-            at += piece.count
-        return Chunk(inputs, pieces, self.link.start("in", moves, after=list(pending.values())))
+        division, chunk = self._planner.divide(store), self._planner.chunk(tokens)
+        self._staged[layer] = bring(store, self._free.pop(), self.link, division, new, chunk=chunk)
 
     def _recompute(self, layer: int, staged: StagedLayer, cache: OffloadedCache) -> None:
         """Keys and values of the activations, chunk by chunk as they land, into their rows."""
@@ -318,18 +281,9 @@ class Offloader:
         counts = cache.table.counts()[cache.rank].tolist()
         cached = sum(counts) - sum(new)
         store = cache.store(0)
-        division = self._divide(store) if cached else Division(0)
+        division = self._planner.divide(store) if cached else Division(0)
         record = StepRecord(cached=cached, new=sum(new), division=division)
         if cached:
-            costs = self.costs.layer(store, self._recomputation)
-            landed = costs.activation_s * division.recomputed
-            times = StepTimes(
-                sent_s=landed + costs.kv_s * division.streamed,
-                landed_s=landed,
-                recompute_s=costs.recompute_s * division.recomputed,
-                layer_s=costs.device_s,
-                outside_s=self.costs.outside_s,
-            )
-            record.predicted_s = step_seconds(times, self._layers)
+            record.predicted_s = self._planner.predict(store, division)
         record.begin(self.link)
         return record

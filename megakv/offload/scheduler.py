@@ -143,7 +143,7 @@ def divide(
     chunk: int,
     resident: int = 0,
     recompute: bool = True,
-    host: bool = False,
+    host: int = 0,
     most: int | None = None,
 ) -> Division:
     """The fastest division of a layer's tokens among all that are allowed; plain streaming always is.
@@ -157,10 +157,12 @@ def divide(
         Tokens of a chunk of activations.
     resident : int
         Tokens that fit on the accelerator: as they cost nothing, all of these stay.
-    recompute, host : bool
-        Whether tokens may be recomputed, and whether the host may attend.
+    recompute : bool
+        Whether tokens may be recomputed.
+    host : int
+        Tokens that the host may attend to.
     most : int, optional
-        Tokens that may be recomputed, where not all have activations.
+        Tokens of which there are activations, where not all have them; the host's come first among them.
     """
     resident = min(resident, tokens)
     limit = _checked(tokens - resident, most) if recompute else 0
@@ -169,7 +171,7 @@ def divide(
         """The best with that many tokens on the host; never slower with more, but for the host itself."""
         best = Division(tokens, 0, on_host, resident, math.inf)
         rest = tokens - resident - on_host
-        for low, high, chunks, streaming in _chunk_ranges(min(limit, rest), rest, chunk):
+        for low, high, chunks, streaming in _chunk_ranges(max(0, limit - on_host), rest, chunk):
             lines = steady_lines(costs, tokens, resident, on_host, chunks, streaming)
             point, seconds = lowest_point(lines, low, high)
             seconds = max(seconds, host_seconds(costs, on_host))
@@ -181,7 +183,7 @@ def divide(
     if not host or resident == tokens:
         return best
     # What the others need falls with every token on the host, and the host's own time rises: where they cross.
-    low, high = 1, tokens - resident
+    low, high = 1, min(host, tokens - resident)
     while low < high:
         middle = (low + high) // 2
         if beside(middle).seconds <= host_seconds(costs, middle):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.offload.link import Ticket
+from megakv.offload.link import Link, Move, Ticket
+from megakv.offload.pages import unwritten
+from megakv.offload.scheduler import Division, spread
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore
@@ -90,7 +93,9 @@ class StagedLayer:
     starts, cached, room : list of int
         Per sequence: first row, cached tokens, and room for new ones.
     splits : list of int
-        Tokens recomputed from activations, per sequence.
+        Tokens recomputed from activations, per sequence: those behind the host's.
+    on_host : list of int
+        First tokens of each sequence, which stay away: the host attends to them.
     chunks : list of Chunk
     streamed : Ticket, optional
         The transfer of all other rows.
@@ -104,6 +109,7 @@ class StagedLayer:
     cached: list[int]
     room: list[int]
     splits: list[int]
+    on_host: list[int]
     chunks: list[Chunk] = field(default_factory=list)
     streamed: Ticket | None = None
     recomputed: bool = False
@@ -121,10 +127,85 @@ class StagedLayer:
 
     def row(self, sequence: int, token: int) -> int:
         """Where a token of a sequence lies."""
-        return self.starts[sequence] + token
+        return self.starts[sequence] + token - self.on_host[sequence]
 
     def put(self, sequence: int, first: int, rows: Tensor) -> None:
         """Write rows of tokens from `first` on."""
         at = self.row(sequence, first)
         assert first + len(rows) <= self.cached[sequence] + self.room[sequence]
         self.rows[at : at + len(rows)] = rows
+
+
+def bring(
+    store: TieredStore, buffer: StagingBuffer, link: Link, division: Division, new: list[int], *, chunk: int
+) -> StagedLayer:
+    """Begin to bring a layer's rows.
+
+    Parameters
+    ----------
+    store : TieredStore
+        Of the layer; everything appended to it was sent to its tier.
+    buffer : StagingBuffer
+        Nothing may be under way into it.
+    link : Link
+    division : Division
+        Of all cached tokens.
+    new : list of int
+        Per sequence, tokens that room is left for.
+    chunk : int
+        Tokens of a chunk of activations.
+    """
+    cached = store.lengths()
+    # A later layer may have more on disk than the one that was divided.
+    memory = store.in_memory()
+    on_host = spread(min(division.on_host, sum(memory)), memory)
+    inputs = [max(0, kept - away) for kept, away in zip(store.with_inputs(), on_host, strict=True)]
+    splits = spread(min(division.recomputed, sum(inputs)), inputs)
+    sizes = [count - away + room for count, away, room in zip(cached, on_host, new, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
+    staged = StagedLayer(store, store.version, buffer, rows, starts[:-1], cached, list(new), splits, on_host)
+    if sum(splits):
+        _bring_inputs(staged, link, sum(splits), chunk)
+    moves: list[Move] = []
+    pending: dict[int, Ticket] = {}
+    for sequence, count in enumerate(cached):
+        first = on_host[sequence] + splits[sequence]
+        if first < count:
+            at = staged.row(sequence, first)
+            found, pages = store.row_moves(sequence, first, rows[at : at + count - first])
+            moves += found
+            pending.update((id(ticket), ticket) for ticket in unwritten(pages))
+    if moves:
+        staged.streamed = link.start("in", moves, after=list(pending.values()))
+    return staged
+
+
+def _bring_inputs(staged: StagedLayer, link: Link, total: int, size: int) -> None:
+    """Begin to bring activations, a transfer for each chunk."""
+    store = staged.store
+    inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
+    pieces: list[Piece] = []
+    filled = begun = 0
+    for sequence, split in enumerate(staged.splits):
+        first = staged.on_host[sequence]
+        last = first + split
+        while first < last:
+            count = min(last - first, size - (filled - begun))
+            pieces.append(Piece(sequence, first, count))
+            first, filled = first + count, filled + count
+            if filled - begun == size or filled == total:
+                staged.chunks.append(_send_inputs(store, link, inputs[begun:filled], tuple(pieces)))
+                pieces, begun = [], filled
+
+
+def _send_inputs(store: TieredStore, link: Link, inputs: Tensor, pieces: tuple[Piece, ...]) -> Chunk:
+    moves: list[Move] = []
+    pending: dict[int, Ticket] = {}
+    at = 0
+    for piece in pieces:
+        found, pages = store.input_moves(piece.sequence, piece.first, inputs[at : at + piece.count])
+        moves += found
+        pending.update((id(ticket), ticket) for ticket in unwritten(pages))
+        at += piece.count
+    return Chunk(inputs, pieces, link.start("in", moves, after=list(pending.values())))

@@ -12,6 +12,8 @@ from megakv.offload.pages import PagedRows, mark_written, unwritten
 from megakv.offload.tiers import Page
 
 if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
+    from megakv.offload.host_rank import HostPart
     from megakv.offload.runtime import Offloader
 
 
@@ -84,7 +86,7 @@ class TieredStore:
         if staged is not None:
             self._offloader.await_streamed(staged)
             at = staged.starts[sequence]
-            return self.heads_of(staged.rows[at : at + paged.length])
+            return self.heads_of(staged.rows[at : staged.row(sequence, paged.length)])
         fresh = self._fresh.get(sequence)
         if fresh is not None and len(fresh) == paged.length:
             return self.heads_of(fresh)
@@ -92,6 +94,9 @@ class TieredStore:
         moves, pages = paged.moves(0, device)
         self._offloader.link.start("in", moves, after=unwritten(pages)).wait()
         return self.heads_of(device)
+
+    def attend_elsewhere(self, call: AttentionCall) -> HostPart | None:
+        return self._offloader.attend_on_host(self, call)
 
     def crop(self, lengths: list[int]) -> None:
         self.flush()
@@ -180,6 +185,15 @@ class TieredStore:
         """Copies of activations of tokens from `first` on to device memory ``[n, h]``."""
         paged = self._inputs[sequence]
         return ([], []) if paged is None else paged.moves(first, device)
+
+    def in_memory(self) -> list[int]:
+        """Leading tokens of every sequence whose keys and values lie in host memory."""
+        return [0 if row is None else row.in_memory() for row in self._rows]
+
+    def rows_in_memory(self, sequence: int, count: int) -> list[tuple[int, Tensor]]:
+        """The first tokens' keys and values where they lie: runs of rows ``[n, W]``, each with its first token."""
+        paged = self._rows[sequence]
+        return [] if paged is None else paged.runs_in_memory(count)
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "offload.py"
 TINY = [
     "--layers", "2", "--hidden", "64", "--heads", "4", "--batch", "2", "--prompt", "33", "--chunk", "8",
 ]  # fmt: skip
-METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "auto"]
+METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "cpu_rank", "auto"]
 
 
 def run(*argv: str | Path, timeout: float = 180) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
             assert row["bytes_in"] == 0
             continue
         assert row["bytes_in"] > 0
-        if method in ("stream", "auto") and shape == "gqa":
+        if method in ("stream", "cpu_rank") and shape == "gqa":
             # New tokens only: two sequences, two layers.
             assert row["bytes_out"] == pytest.approx(2 * 2 * token[shape], rel=0.6)
         if method == "transformers":

@@ -42,8 +42,8 @@ def offloaded(alone: None) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
-    """A machine on which recomputing about half of the tokens is best, whatever this one measures."""
-    costs = LayerCosts(kv_s=3.0, activation_s=1.0, recompute_s=1.3)
+    """A machine on which every way to treat a token has its share, whatever this one measures."""
+    costs = LayerCosts(kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0)
     measured = OffloadCosts.layer
 
     def layer(self: OffloadCosts, *args: Any) -> LayerCosts:

@@ -74,7 +74,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
 
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}], ids=["beams", "sampled"])
-@pytest.mark.parametrize("method", ["stream", "kvpr", "chunked", "auto"])
+@pytest.mark.parametrize("method", ["stream", "kvpr", "chunked", "cpu_rank", "auto"])
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"])
 def test_every_method_gives_the_plain_tokens(name: str, method: str, options: dict[str, Any], offloaded: Any) -> None:
     model = plain_model(name)
@@ -92,6 +92,19 @@ def test_every_method_gives_the_plain_tokens(name: str, method: str, options: di
     smaller = config.hidden_size < 2 * kv_heads * head_dim
     pays = method in ("kvpr", "chunked") or (method == "auto" and smaller)
     assert all(recomputed) if pays else not any(recomputed)
+    on_host = [step.division.on_host for step in engine._offloader.steps]
+    assert all(on_host) if method in ("cpu_rank", "auto") else not any(on_host)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "falcon_alibi", "mpt", "deepseek_v3"])
+def test_the_host_attends_with_windows_caps_sinks_and_biases(name: str, offloaded: Any) -> None:
+    model = plain_model(name)
+    ids, mask = ragged()
+    expected = generate(model, ids, mask, max_new_tokens=30)
+    engine = offloaded(copy.deepcopy(model), method="cpu_rank", cpu_threads=2)
+    assert torch.equal(generate(engine, ids, mask, max_new_tokens=30), expected)
+    assert all(step.division.on_host for step in engine._offloader.steps)
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -105,7 +118,7 @@ def test_changing_frequencies_are_streamed_or_refused(name: str, offloaded: Any)
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["stream", "chunked"])
+@pytest.mark.parametrize("method", ["stream", "chunked", "auto"])
 def test_disk_takes_what_host_memory_does_not(method: str, offloaded: Any, tmp_path: Any) -> None:
     model = plain_model("opt")
     ids, mask = ragged()
@@ -139,7 +152,7 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["stream", "chunked"])
+@pytest.mark.parametrize("method", ["stream", "chunked", "auto"])
 def test_sessions_go_on_fork_and_are_cut(method: str, offloaded: Any) -> None:
     model = plain_model("qwen3")
     generator = torch.Generator().manual_seed(11)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload.link import MemoryRows, Move, ThreadLink, make_link
+from megakv.offload.assembly import make_link
+from megakv.offload.link import MemoryRows, Move
+from megakv.offload.thread_link import ThreadLink
 
 
 class Gate:

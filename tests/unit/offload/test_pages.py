@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload.link import ThreadLink
 from megakv.offload.pages import PagedRows, mark_written, unwritten
+from megakv.offload.thread_link import ThreadLink
 from megakv.offload.tiers import DiskTier, HostTier, PagePool, available_memory
 
 WIDTH = 5

@@ -67,18 +67,18 @@ def test_division_equals_brute_force(seed: int) -> None:
         costs, tokens = random_costs(generator), generator.randrange(0, 40)
         chunk = generator.choice([1, 3, 8, 100])
         resident = generator.choice([0, 0, generator.randrange(0, 45)])
-        recompute, host = generator.random() < 0.8, generator.random() < 0.7
+        recompute, host = generator.random() < 0.8, generator.choice([0, 1000, 1000, generator.randrange(0, 45)])
         most = generator.choice([None, generator.randrange(0, 45)])
         found = divide(costs, tokens, chunk=chunk, resident=resident, recompute=recompute, host=host, most=most)
         kept = min(resident, tokens)
         limit = min(tokens - kept, tokens if most is None else most) if recompute else 0
         times = [
             steady_seconds(costs, tokens, split, resident=kept, on_host=a, chunk=chunk)
-            for a in range((tokens - kept if host else 0) + 1)
-            for split in range(min(limit, tokens - kept - a) + 1)
+            for a in range(min(host, tokens - kept) + 1)
+            for split in range(max(0, limit - a) + 1)
         ]
         assert found.resident == kept and found.streamed >= 0
-        assert (found.on_host == 0 or host) and found.recomputed <= limit
+        assert found.on_host <= host and found.recomputed <= max(0, limit - found.on_host)
         at_found = steady_seconds(costs, tokens, found.recomputed, resident=kept, on_host=found.on_host, chunk=chunk)
         assert found.seconds == pytest.approx(at_found, rel=1e-12)
         assert found.seconds == pytest.approx(min(times), rel=1e-9)
@@ -103,7 +103,7 @@ def test_streaming_is_never_beaten_by_the_choice() -> None:
     for _ in range(INSTANCES):
         costs, tokens = random_costs(generator), generator.randrange(1, 5000)
         plain = steady_seconds(costs, tokens, 0, chunk=256)
-        assert divide(costs, tokens, chunk=256, host=True).seconds <= plain * (1 + 1e-9)
+        assert divide(costs, tokens, chunk=256, host=tokens).seconds <= plain * (1 + 1e-9)
 
 
 def test_bounds_of_the_paper_and_of_chunks() -> None:
