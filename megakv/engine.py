@@ -19,6 +19,7 @@ from megakv.generation import (
     TokenClock,
     check_length,
     check_options,
+    new_token_limit,
     pad_left,
     prepare_options,
     share_random_state,
@@ -164,11 +165,15 @@ class MegaKVEngine(InferenceEngine):
         reset_peak_memory(self.mesh.device)
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
+        if self._offloader is not None:
+            self._offloader.new_run(new_token_limit(self.module, options, 0 if ids is None else ids.shape[1]))
         prepared = prepare_options(self.module, options, self._comm, self._record.clock)
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         with self._holding(cache if use_cache else None):
             output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
         self._record.finish(ids, options.get("attention_mask"), cache, output)
+        if self._offloader is not None:
+            self._record.offload = [step.report() for step in self._offloader.steps]
         return output
 
     def session(self) -> Session:

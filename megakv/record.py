@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.generation import TokenClock
-from megakv.tracking import RankReport, RunReport, Traffic, machine_info, peak_memory_bytes, version_info
+from megakv.tracking import OffloadStep, RankReport, RunReport, Traffic, machine_info, peak_memory_bytes, version_info
 
 
 @dataclass
@@ -26,6 +26,8 @@ class RunRecord:
         Over the whole batch.
     tokens, kv_bytes : int
         Tokens whose keys and values this rank holds, and their bytes.
+    offload : list of OffloadStep
+        Passes over offloaded keys and values.
     """
 
     clock: TokenClock
@@ -33,6 +35,7 @@ class RunRecord:
     new_tokens: int = 0
     tokens: int = 0
     kv_bytes: int = 0
+    offload: list[OffloadStep] = field(default_factory=list)
 
     def finish(self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any) -> None:
         """Note what came out."""
@@ -66,6 +69,7 @@ class RunRecord:
                 for (operation, layer), tally in comm.ledger.tallies.items()
             ],
             events=list(comm.ledger.spans),
+            offload=self.offload,
         )
 
     def run_report(self, comm: Communicator, config: MegaKVConfig, model: str) -> RunReport:

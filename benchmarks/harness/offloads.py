@@ -177,11 +177,10 @@ class Decoder:
         if self._engine is None:
             return self._with_transformers(ids, clock, options)
         offloader = self._engine._offloader
-        begun = 0 if offloader is None else len(offloader.steps)
         tokens = self._engine.generate(ids, **options)
         sample = Sample(tokens, self._between(clock))
         if offloader is not None:
-            sample.steps = offloader.steps[begun + WARM :]
+            sample.steps = offloader.steps[WARM:]
             sample.bytes_in = sum(step.bytes_in for step in sample.steps) / len(sample.steps)
             sample.bytes_out = sum(step.bytes_out for step in sample.steps) / len(sample.steps)
         return sample

@@ -22,6 +22,8 @@ from megakv.injection.interface import RUNTIME_ATTRIBUTE
 from megakv.sharding import IntArray
 
 QUERY_PROJECTION = "q_proj"
+CACHES = ("past_key_values", "layer_past")
+"""Arguments that are not kept from a call: they would keep a cache alive that nobody else holds."""
 TABLE_ROWS = 1024
 """Positions by which the table of rotary embeddings grows."""
 
@@ -85,7 +87,7 @@ class _RotaryTable:
 
 
 class _Seen(NamedTuple):
-    """How a module was called in the pass under way."""
+    """How a module was called in the pass under way, but for its input where that is not named."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -134,7 +136,7 @@ class Recomputation:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer: Any = module.layer_idx
         hidden = args[0] if args else kwargs["hidden_states"]
-        self._seen[layer] = _Seen(args, kwargs)
+        self._seen[layer] = _Seen(args[1:], {name: kwargs[name] for name in kwargs if name not in CACHES})
         embeddings = kwargs.get("position_embeddings")
         if embeddings is not None:
             self._learn(layer, embeddings)
@@ -163,14 +165,14 @@ class Recomputation:
             ``[n]`` their rotary positions.
         """
         module, seen = self._modules[layer], self._seen[layer]
-        kwargs = {name: value for name, value in seen.kwargs.items() if name not in ("past_key_values", "layer_past")}
+        kwargs = dict(seen.kwargs)
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = x_LE.unsqueeze(0)
         if isinstance(kwargs.get("position_ids"), Tensor):
             kwargs["position_ids"] = torch.from_numpy(positions).to(x_LE.device).unsqueeze(0)
         if kwargs.get("position_embeddings") is not None:
             kwargs["position_embeddings"] = self._embeddings(layer, positions, x_LE.device)
-        args = (x_LE.unsqueeze(0), *seen.args[1:]) if seen.args else ()
+        args = () if "hidden_states" in kwargs else (x_LE.unsqueeze(0), *seen.args)
         try:
             with self._stopping(module):
                 module.forward(*args, **kwargs)

@@ -10,9 +10,10 @@ from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
 from megakv.offload.cuda_link import CudaLink
 from megakv.offload.link import Link
+from megakv.offload.pool import PagePool
 from megakv.offload.runtime import Offloader
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import DiskTier, HostTier, PagePool, Tier
+from megakv.offload.tiers import DiskTier, HostTier, Tier
 from megakv.runtime import Runtime
 from megakv.sharding import IntArray
 

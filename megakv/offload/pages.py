@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megakv.errors import MegaKVError
 from megakv.offload.link import MemoryRows, Move, Ticket
-from megakv.offload.tiers import HostTier, Page, PagePool, in_units
+from megakv.offload.pool import Page, PagePool
+from megakv.offload.tiers import HostTier, in_units
 
 
 class PagedRows:

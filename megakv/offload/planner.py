@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megakv.costmodel.offload import LayerCosts
+from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
+from megakv.offload.pool import PagePool
 from megakv.offload.profiler import HostTrial, OffloadCosts
 from megakv.offload.scheduler import Division, divide, split_point
 from megakv.offload.store import TieredStore
+from megakv.offload.tiers import in_units
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
@@ -69,6 +72,35 @@ class Planner:
     def predict(self, store: TieredStore, division: Division) -> float:
         """Seconds from step to step."""
         return self._costs.predict(self._layer(store), division, self._layers)
+
+    def check_room(self, store: TieredStore, pool: PagePool, new_tokens: int, *, later_turn: bool) -> None:
+        """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
+
+        Parameters
+        ----------
+        store : TieredStore
+            Of the first layer, the prompt in it.
+        pool : PagePool
+        new_tokens : int
+            How many each sequence may still get on this rank.
+        later_turn : bool
+            Whether the other layers hold earlier turns already.
+
+        Raises
+        ------
+        MegaKVError
+            With what is needed and what there is.
+        """
+        lengths = store.lengths()
+        needed = self._layers * store.bytes_for([count + new_tokens for count in lengths])
+        held = store.nbytes() * (self._layers if later_turn else 1)
+        if not pool.has_room(needed - held):
+            raise MegaKVError(
+                f"this generation needs {in_units(needed)} for offloaded keys and values on this rank "
+                f"({sum(lengths)} tokens so far, up to {new_tokens} more for each of {len(lengths)} sequences), but "
+                f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise a budget or ask "
+                "for fewer tokens"
+            )
 
     def _layer(self, store: TieredStore) -> LayerCosts:
         trial = None

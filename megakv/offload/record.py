@@ -6,6 +6,7 @@ import time
 
 from megakv.offload.link import Link
 from megakv.offload.scheduler import Division
+from megakv.tracking.metrics import OffloadStep
 
 
 class StepRecord:
@@ -49,6 +50,19 @@ class StepRecord:
         self.bytes_in = link.traffic["in"].nbytes - self.bytes_in
         self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
         self.busy_s = link.traffic["in"].busy_s - self.busy_s
+
+    def report(self) -> OffloadStep:
+        """As it stands in the report of a run."""
+        return OffloadStep(
+            cached=self.cached,
+            recomputed=self.division.recomputed,
+            on_host=self.division.on_host,
+            predicted_s=self.predicted_s,
+            measured_s=self.measured_s,
+            waited_s=self.waited_s,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+        )
 
     @property
     def measured_s(self) -> float:

@@ -15,12 +15,12 @@ from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostPart, HostRank, Queries
 from megakv.offload.link import Link, Ticket
 from megakv.offload.planner import Planner
+from megakv.offload.pool import PagePool
 from megakv.offload.profiler import OffloadCosts
 from megakv.offload.record import StepRecord
 from megakv.offload.scheduler import Division
 from megakv.offload.staging import StagedLayer, StagingBuffer, bring
 from megakv.offload.store import TieredStore
-from megakv.offload.tiers import PagePool
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -68,6 +68,7 @@ class Offloader:
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
         self._decoding = False
+        self._announced: int | None = None
         self._ahead = True
         self._record: StepRecord | None = None
         self._ended = 0.0
@@ -96,6 +97,11 @@ class Offloader:
         """An empty cache of the engine."""
         mesh = self._runtime.comm.mesh
         return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, offloader=self)
+
+    def new_run(self, new_tokens: int) -> None:
+        """A generation begins that may add so many tokens to each sequence."""
+        self.steps.clear()
+        self._announced = new_tokens
 
     # A pass
 
@@ -138,6 +144,10 @@ class Offloader:
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return
         store.flush()
+        if self._announced is not None:
+            turn = self._record is not None and self._record.cached > 0
+            self._planner.check_room(store, self.pool, -(-self._announced // cache.size), later_turn=turn)
+            self._announced = None
         if self._host_part is not None and self._record is not None:
             self._record.host_s += self._host_part.seconds
             self._record.waited_s += self._host_part.waited_s

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakv.offload.link import Move
 from megakv.offload.pages import PagedRows, mark_written, unwritten
-from megakv.offload.tiers import Page
+from megakv.offload.pool import Page
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -194,6 +194,12 @@ class TieredStore:
         """The first tokens' keys and values where they lie: runs of rows ``[n, W]``, each with its first token."""
         paged = self._rows[sequence]
         return [] if paged is None else paged.runs_in_memory(count)
+
+    def bytes_for(self, tokens: list[int]) -> int:
+        """Bytes of the pages of so many tokens per sequence, in one layer."""
+        page = self._offloader.pool.page_bytes
+        widths = [width for width in (self.row_bytes, self.input_bytes) if width]
+        return sum(page * -(-count // (page // width)) for count in tokens for width in widths)
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""

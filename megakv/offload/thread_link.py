@@ -111,10 +111,11 @@ class ThreadLink:
         while (ticket := self._queues[direction].get()) is not None:
             error: Exception | None = None
             try:
+                held_up = not all(other.done for other in ticket.after)
                 for other in ticket.after:
                     other.settle()
                 begun = time.perf_counter()
-                free = max(free, ticket.started) if not ticket.after else max(free, begun)
+                free = max(free, begun if held_up else ticket.started)
                 for move in ticket.moves:
                     free = self._copy(direction, move, free)
                 traffic = self.traffic[direction]

@@ -3,7 +3,16 @@
 from megakv.tracking.config import CSVTrackingConfig, TrackingConfig, WandbTrackingConfig
 from megakv.tracking.machine import machine_info, version_info
 from megakv.tracking.memory import peak_memory_bytes, reset_peak_memory
-from megakv.tracking.metrics import Event, RankReport, RunReport, Traffic, load_report, report_from_json, report_to_json
+from megakv.tracking.metrics import (
+    Event,
+    OffloadStep,
+    RankReport,
+    RunReport,
+    Traffic,
+    load_report,
+    report_from_json,
+    report_to_json,
+)
 from megakv.tracking.monitor import Tracker
 from megakv.tracking.timeline import draw_timeline
 from megakv.tracking.trace import write_trace
@@ -11,6 +20,7 @@ from megakv.tracking.trace import write_trace
 __all__ = [
     "CSVTrackingConfig",
     "Event",
+    "OffloadStep",
     "RankReport",
     "RunReport",
     "Tracker",

@@ -189,9 +189,8 @@ def test_a_saved_session_streams_what_has_no_activations(offloaded: Any, tmp_pat
     longer = torch.cat([first, turn], dim=1)
     expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=6)
     for each in (session, restored):
-        begun = len(engine._offloader.steps)
         assert torch.equal(each.generate(turn, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
-        recomputed = [step.division.recomputed for step in engine._offloader.steps[begun:]]
+        recomputed = [step.division.recomputed for step in engine._offloader.steps]
         assert any(recomputed) == (each is session)
 
 
@@ -216,3 +215,31 @@ def test_outgrown_budgets_are_named_and_sessions_survive(offloaded: Any) -> None
     longer = torch.cat([first, turn], dim=1)
     expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
     assert torch.equal(session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_computed(offloaded: Any) -> None:
+    model = plain_model("opt")
+    layers = model.config.num_hidden_layers
+    engine = offloaded(copy.deepcopy(model), method="stream", host_gb=layers * 4 * 8 / (1 << 20))
+    ids = torch.randint(3, 190, (2, 20), generator=torch.Generator().manual_seed(3))
+    # A page holds 16 tokens of a layer: 64 KiB are two pages per layer and sequence.
+    with pytest.raises(
+        RuntimeError,
+        match=r"needs 96.00 KiB.*40 tokens so far, up to 20 more for each of 2 sequences.*host_gb holds 64.00 KiB",
+    ):
+        engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20)
+    expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=12)
+    assert torch.equal(generate(engine, ids, torch.ones_like(ids), max_new_tokens=12), expected)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_the_report_has_every_step(offloaded: Any) -> None:
+    engine = offloaded(plain_model("opt"), method="auto")
+    ids, mask = ragged()
+    generate(engine, ids, mask)
+    (rank,) = engine.report().ranks
+    cached = int(mask.sum())
+    assert [step.cached for step in rank.offload] == [cached + 3 * step for step in range(NEW - 1)]
+    for step in rank.offload:
+        assert 0 < step.recomputed < step.cached and 0 < step.on_host < step.cached
+        assert step.measured_s >= step.waited_s >= 0 and step.predicted_s > 0

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megakv.errors import MegaKVError
 from megakv.offload.pages import PagedRows, mark_written, unwritten
+from megakv.offload.pool import PagePool
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import DiskTier, HostTier, PagePool, available_memory
+from megakv.offload.tiers import DiskTier, HostTier, available_memory
 
 WIDTH = 5
 PAGE = 7 * WIDTH * 4
