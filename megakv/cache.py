@@ -140,6 +140,8 @@ class ShardedCache(Cache):
     """
 
     is_compileable = False
+    compressible = True
+    """Whether its stores may hold compressed tokens."""
 
     def __init__(self, layers: int, *, size: int, rank: int, new_store: Callable[[int], KVStore] = DenseStore):
         super().__init__(layers=[_LayerView(self) for _ in range(layers)])

@@ -12,6 +12,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
 from megakv.fairkv.config import FairKVConfig
+from megakv.offload.config import OffloadConfig
 from megakv.runahead.config import RunaheadConfig, check_runahead
 from megakv.tracking.config import TrackingConfig
 
@@ -92,6 +93,8 @@ class MegaKVSection(DeepSpeedConfigModel):
     """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
 
     fairkv: FairKVConfig = Field(default_factory=FairKVConfig)
+
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
 
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
@@ -194,6 +197,21 @@ def _check_policy(config: ContextParallelConfig, source: str) -> None:
         )
 
 
+def _check_offload(section: MegaKVSection, source: str) -> None:
+    if not section.offload.enabled:
+        return
+    refused = {
+        "megakv.fairkv.budget": (section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
+        "megakv.runahead.kv": (section.runahead.kv, "sharded", "what the last rank collects stays on its accelerator"),
+    }
+    for key, (value, allowed, reason) in refused.items():
+        if value != allowed:
+            raise ValueError(
+                f"{source}: {key} = {value!r} is not supported with megakv.offload.enabled = true: {reason}; allowed: "
+                f"{allowed!r}, or megakv.offload.enabled = false"
+            )
+
+
 def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
     """Read and check a configuration.
 
@@ -234,4 +252,5 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
     _refuse(parsed, source)
     _check_policy(parsed.megakv.context_parallel, source)
     check_runahead(parsed.megakv.runahead, parsed.megakv.context_parallel, source)
+    _check_offload(parsed.megakv, source)
     return parsed

@@ -20,6 +20,7 @@ from megakv.generation import (
     TokenClock,
     check_length,
     check_options,
+    new_token_limit,
     pad_left,
     prepare_options,
     share_random_state,
@@ -28,6 +29,7 @@ from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
 from megakv.loading import LoadedModel
+from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
 from megakv.session import Session
@@ -67,7 +69,9 @@ class MegaKVEngine(InferenceEngine):
         text = model.config.get_text_config()
         self._runtime = make_runtime(loaded, config, comm)
         layers = attach(model, self._runtime, self._policy)
-        self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers)
+        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers)
+        make_cache = None if self._offloader is None else self._offloader.new_cache
+        self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers, make_cache)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
         self.tracker = Tracker(
@@ -160,12 +164,16 @@ class MegaKVEngine(InferenceEngine):
         reset_peak_memory(self.mesh.device)
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
+        if self._offloader is not None:
+            self._offloader.new_run(new_token_limit(self.module, options, 0 if ids is None else ids.shape[1]))
         prepared = prepare_options(self.module, options, self._comm, self._record.clock)
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         with self._holding(cache if use_cache else None):
             output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
         self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
+        if self._offloader is not None:
+            self._record.offload = [step.report() for step in self._offloader.steps]
         return output
 
     def session(self) -> Session:
@@ -219,6 +227,8 @@ class MegaKVEngine(InferenceEngine):
             assert self._hooks is not None
             self._hooks.remove()
             self._hooks = None
+            if self._offloader is not None:
+                self._offloader.close()
             self._comm.watch.uninstall()
             self.tracker.close()
 

@@ -105,6 +105,15 @@ def check_length(
         )
 
 
+def new_token_limit(model: PreTrainedModel, options: dict[str, Any], prompt: int) -> int:
+    """Tokens that a call may add to each row of its prompt; 0 for beams, which share most of theirs."""
+    config = options.get("generation_config") or model.generation_config
+    if (_given("num_beams", options, config) or 1) > 1:
+        return 0
+    new = _given("max_new_tokens", options, config)
+    return int(new) if new is not None else max(0, (_given("max_length", options, config) or 0) - prompt)
+
+
 def pad_left(ids: Tensor, mask: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Move padding behind a row's new tokens to their front, since transformers continues at the last column.
 

@@ -12,7 +12,16 @@ from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.generation import TokenClock
-from megakv.tracking import PrefillPlan, RankReport, RunReport, Traffic, machine_info, peak_memory_bytes, version_info
+from megakv.tracking import (
+    OffloadStep,
+    PrefillPlan,
+    RankReport,
+    RunReport,
+    Traffic,
+    machine_info,
+    peak_memory_bytes,
+    version_info,
+)
 
 
 @dataclass
@@ -31,6 +40,8 @@ class RunRecord:
         How the prompt was spread.
     head_tokens : list
         ``[layer][KV head]`` tokens that this rank's heads hold; empty if none were compressed.
+    offload : list of OffloadStep
+        Passes over offloaded keys and values.
     """
 
     clock: TokenClock
@@ -40,6 +51,7 @@ class RunRecord:
     kv_bytes: int = 0
     prefill: PrefillPlan | None = None
     head_tokens: list[list[int]] = field(default_factory=list)
+    offload: list[OffloadStep] = field(default_factory=list)
 
     def finish(
         self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
@@ -81,6 +93,7 @@ class RunRecord:
                 for (operation, layer), tally in comm.ledger.tallies.items()
             ],
             events=list(comm.ledger.spans),
+            offload=self.offload,
         )
 
     def run_report(self, comm: Communicator, config: MegaKVConfig, model: str) -> RunReport:

@@ -110,11 +110,15 @@ class Runtime:
             comm=self.comm,
             compressed=bool(step.cache.compressed),
         )
+        elsewhere = store.attend_elsewhere(call)
         out_HLD, lse_HL = self._method(step.method or self.planner.prefill_method(step, call))(call)
+        if elsewhere is not None:
+            elsewhere.merge_into(out_HLD, lse_HL)
         if step.compress:
             assert self.compressor is not None
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
             self.compressor.compress(call, whole)
+        store.release()
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]
@@ -127,7 +131,7 @@ class Runtime:
     def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""
         stored = step.layout.stored[self.comm.mesh.cp_rank]
-        kept = self._kept_rows(step)
+        kept = self.kept_rows()
         for sequence in range(step.batch):
             run = stored.run(sequence)
             if run.stop > run.start:
@@ -139,8 +143,10 @@ class Runtime:
             self.methods[name] = METHODS[name]()
         return self.methods[name]
 
-    def _kept_rows(self, step: ForwardPass) -> np.ndarray | None:
-        """Rows of this rank's tokens that it stores; None where it stores them all."""
+    def kept_rows(self) -> np.ndarray | None:
+        """Of the pass under way, rows of this rank's tokens that it stores; None where it stores them all."""
+        step = self.current
+        assert step is not None
         if not step.layout.replicated:
             return None
         rank = self.comm.mesh.cp_rank

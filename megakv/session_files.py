@@ -190,6 +190,11 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
     else:
         layout = balanced(everything, cache.size)
     if meta.compressed:
+        if not cache.compressible:
+            raise MegaKVError(
+                f"{folder} holds compressed keys and values, which are not supported with megakv.offload.enabled = "
+                "true; restore it with megakv.offload.enabled = false"
+            )
         cache.new_store = RaggedStore
     cache.begin(layout, meta.batch)
     mine = layout.stored[cache.rank]

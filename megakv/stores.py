@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,9 +13,19 @@ from torch import Tensor
 from megakv.attention.part import KVPart, Part
 from megakv.sharding import IntArray
 
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
+
 GROWTH_DIVISOR = 32
 """A full buffer grows by this fraction of its length, so unused room stays near 3%."""
 GROWTH_MINIMUM = 16
+
+
+class ElsewherePart(Protocol):
+    """Attention to some rows where they lie, under way."""
+
+    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge it into the attention to all other rows, in place."""
 
 
 class KVStore(Protocol):
@@ -23,15 +34,17 @@ class KVStore(Protocol):
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """Add rows behind the present ones of a sequence."""
 
-    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
-        """``[K, rows, D]`` and ``[K, rows, Dv]`` room behind the present rows of a sequence, for the caller to write.
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order.
 
-        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
-        as present at once.
+        All rows; or the last n, where `attend_elsewhere` takes the others.
         """
 
-    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence, in ascending slot order."""
+    def attend_elsewhere(self, call: AttentionCall) -> ElsewherePart | None:
+        """Begin to attend to rows that `part` does not give; None where it gives all."""
+
+    def release(self) -> None:
+        """A pass has attended: what `part` gave is not read any more."""
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """All that is held of a sequence, given the coordinates of every token that was ever appended."""
@@ -53,6 +66,49 @@ class KVStore(Protocol):
 
     def nbytes(self) -> int:
         """Bytes of memory held."""
+
+
+@runtime_checkable
+class CollectingStore(Protocol):
+    """A store that others may write into."""
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
+        """``[K, rows, D]`` and ``[K, rows, Dv]`` room behind the present rows of a sequence, for the caller to write.
+
+        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
+        as present at once.
+        """
+
+
+class UniformStore(ABC):
+    """What stores share whose tokens belong to all heads alike (see `KVStore`)."""
+
+    @abstractmethod
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """See `KVStore`."""
+
+    @abstractmethod
+    def rows(self, sequence: int) -> int:
+        """Rows held of a sequence."""
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        """See `KVStore`."""
+        keys, values = self.part(sequence)
+        # The first rows may be attended to elsewhere.
+        here = slice(len(slots) - keys.shape[1], None)
+        yield KVPart(sequence, keys, values, slots[here], positions[here])
+
+    def kept(self, sequence: int) -> IntArray:
+        """See `KVStore`."""
+        rows = self.rows(sequence)
+        return np.full(self.part(sequence)[0].shape[0] if rows else 0, rows, dtype=np.int64)
+
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+        """See `KVStore`."""
+        if not self.rows(sequence):
+            return {}
+        keys, values = self.part(sequence)
+        return {"k": keys.contiguous(), "v": values.contiguous()}
 
 
 class _GrowingRows:
@@ -102,7 +158,7 @@ class _GrowingRows:
         return self._buffer.numel() * self._buffer.element_size()
 
 
-class DenseStore:
+class DenseStore(UniformStore):
     """Keys and values in the memory of the model's device, one growing buffer per sequence.
 
     Parameters
@@ -144,19 +200,6 @@ class DenseStore:
         assert keys is not None and values is not None
         return keys.view(), values.view()
 
-    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
-        yield KVPart(sequence, *self.part(sequence), slots, positions)
-
-    def kept(self, sequence: int) -> IntArray:
-        keys = self._keys[sequence]
-        return np.full(0 if keys is None else keys.view().shape[0], self.rows(sequence), dtype=np.int64)
-
-    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
-        if not self.rows(sequence):
-            return {}
-        keys, values = self.part(sequence)
-        return {"k": keys.contiguous(), "v": values.contiguous()}
-
     def rows(self, sequence: int) -> int:
         """Rows held of a sequence."""
         keys = self._keys[sequence]
@@ -168,6 +211,12 @@ class DenseStore:
             kept = rows[sequence]
             assert kept is not None
             rows[sequence] = _GrowingRows(kept.view()[:, :length].clone(), self._least_growth) if length else None
+
+    def attend_elsewhere(self, call: AttentionCall) -> None:
+        """Nothing lies elsewhere."""
+
+    def release(self) -> None:
+        """Everything stays where it is."""
 
     def crop(self, lengths: list[int]) -> None:
         for rows in (self._keys, self._values):

@@ -12,6 +12,7 @@ from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
 from megakv.errors import MegaKVError
 from megakv.sharding import IntArray, Layout
+from megakv.stores import CollectingStore
 
 CHUNK_TOKENS = 1024
 """Longest message, in tokens."""
@@ -114,10 +115,12 @@ class _Collected:
         stored = call.layout.stored[call.rank]
         self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: dict[int, IntArray] = {}
+        store = call.store
+        assert isinstance(store, CollectingStore), "refused at start"
         for sequence in range(stored.batch):
             run = stored.run(sequence)
             if run.stop > run.start:
-                room = call.store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD)
+                room = store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD)
                 self._rooms[sequence], self._slots[sequence] = room, stored.slot[run]
 
     def add(self, part: KVPart) -> None:

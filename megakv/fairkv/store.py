@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,9 @@ from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.pages import RaggedBody
 from megakv.sharding import IntArray
 from megakv.stores import DenseStore
+
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
 
 LEAST_GROWTH = 2
 """Rows that a full buffer of new tokens grows by at least: few, since what was kept may be few too."""
@@ -82,6 +86,12 @@ class RaggedStore:
         runs = [values[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
         # One run, the usual case, is not copied.
         return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+    def attend_elsewhere(self, call: AttentionCall) -> None:
+        """Nothing lies elsewhere."""
+
+    def release(self) -> None:
+        """Everything stays where it is."""
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
         """Keep a part of the latest tokens and free the others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +59,20 @@ class ForwardHooks:
     policy : Policy
     layers : int
         Number of attention layers.
+    make_cache : callable, optional
+        Makes an empty cache of that many layers; one in the memory of the model's device if None.
     """
 
-    def __init__(self, model: PreTrainedModel, runtime: Runtime, policy: Policy, layers: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        runtime: Runtime,
+        policy: Policy,
+        layers: int,
+        make_cache: Callable[[int], ShardedCache] | None = None,
+    ):
         self._runtime = runtime
+        self._make_cache = make_cache
         self._policy = policy
         self._layers = layers
         self._signature = inspect.signature(type(model).forward)
@@ -88,6 +99,8 @@ class ForwardHooks:
 
     def new_cache(self) -> ShardedCache:
         """An empty cache of this model on this mesh."""
+        if self._make_cache is not None:
+            return self._make_cache(self._layers)
         mesh = self._runtime.comm.mesh
         new_store = DenseStore if self._runtime.compressor is None else RaggedStore
         return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank, new_store=new_store)

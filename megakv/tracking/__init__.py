@@ -5,6 +5,7 @@ from megakv.tracking.machine import machine_info, version_info
 from megakv.tracking.memory import peak_memory_bytes, reset_peak_memory
 from megakv.tracking.metrics import (
     Event,
+    OffloadStep,
     PrefillPlan,
     RankReport,
     RunReport,
@@ -20,6 +21,7 @@ from megakv.tracking.trace import write_trace
 __all__ = [
     "CSVTrackingConfig",
     "Event",
+    "OffloadStep",
     "PrefillPlan",
     "RankReport",
     "RunReport",

@@ -85,6 +85,34 @@ class PrefillPlan:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadStep:
+    """One pass over keys and values that lie off the accelerator.
+
+    Attributes
+    ----------
+    cached, recomputed, on_host
+        Cached tokens of all sequences; of them, recomputed from activations in each layer (the split point), and
+        attended to by the host.
+    predicted_s, measured_s
+        From the end of the pass before to the end of this one.
+    waited_s
+        In which the accelerator stood still for the link or the host.
+    bytes_in, bytes_out
+        To the accelerator and from it.
+    """
+
+    cached: int
+    recomputed: int
+    on_host: int
+    predicted_s: float
+    measured_s: float
+    waited_s: float
+    bytes_in: int
+    bytes_out: int
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
 @dataclass(slots=True)
 class RankReport:
     """What one rank did.
@@ -102,6 +130,8 @@ class RankReport:
         By operation: bytes this rank sent, calls, and seconds in which it waited for the result.
     traffic
         The same by operation and layer, with the time that computation hid.
+    offload
+        Passes over offloaded keys and values.
     """
 
     rank: int
@@ -117,6 +147,7 @@ class RankReport:
     traffic: list[Traffic] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     head_tokens: list[list[int]] = field(default_factory=list)
+    offload: list[OffloadStep] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def __post_init__(self) -> None:

@@ -63,6 +63,20 @@ def test_deprecated_spelling_of_tp_size() -> None:
             {"megakv": {"context_parallel": {"prefill": "runahead", "decode": "pass_q"}, "runahead": {"kv": "last"}}},
             "context_parallel.decode = 'pass_q' contradicts megakv.runahead.kv = 'last'",
         ),
+        (
+            {"megakv": {"offload": {"enabled": True}, "fairkv": {"budget": 0.25}}},
+            "megakv.fairkv.budget = 0.25 is not supported with megakv.offload.enabled = true: compressed keys",
+        ),
+        (
+            {
+                "megakv": {
+                    "context_parallel": {"prefill": "runahead"},
+                    "runahead": {"kv": "last"},
+                    "offload": {"enabled": True},
+                }
+            },
+            "megakv.runahead.kv = 'last' is not supported with megakv.offload.enabled = true: what the last rank",
+        ),
         ({"megakv": {"load": "pickle"}}, "megakv.load = 'pickle': allowed: 'checkpoint' or 'random'"),
         ({"megakv": {"timeout_s": -1}}, "megakv.timeout_s = -1"),
         ({"dtype": "int8"}, "dtype = torch.int8: allowed: fp32, bf16, fp16"),

@@ -1,8 +1,8 @@
 """Started on every rank: runs families over meshes against plain transformers and writes what it found as JSON.
 
 Usage: exactness.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `family`, `mesh` as CPxTP, `section` of
-``megakv.context_parallel``, the names of its `cases`, and how many tokens are `decoded`. One family's runs have the
-same `decoded`.
+``megakv.context_parallel``, the names of its `cases`, how many tokens are `decoded`, and perhaps ``megakv.offload``.
+One family's runs have the same `decoded`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from megakv.groups import start_distributed
 from megakv.launcher.voice import quiet_libraries
 
 Answer = tuple[Tensor, Tensor]
+CHUNK = 20
+"""Tokens of a prompt that are read at a time where it is read in chunks."""
 RAGGED_OPTIONS: dict[str, dict[str, Any]] = {
     "ragged greedy": {},
     "ragged sampled": {"do_sample": True, "top_k": 20},
@@ -49,10 +51,11 @@ def tokens(vocabulary: int, batch: int, length: int, seed: int) -> Tensor:
 
 
 def make_case(name: str, vocabulary: int) -> dict[str, Any]:
-    """A prompt and generation options, from a name such as ``greedy 64`` or ``ragged beams``."""
-    if name.startswith("greedy "):
-        length = int(name.split()[1])
-        return {"name": name, "ids": tokens(vocabulary, 1, length, length), "mask": None, "options": {}}
+    """A prompt and generation options, from a name such as ``greedy 64``, ``chunked 64`` or ``ragged beams``."""
+    kind, size = name.split()
+    if kind != "ragged":
+        options = {"prefill_chunk_size": CHUNK} if kind == "chunked" else {}
+        return {"name": name, "ids": tokens(vocabulary, 1, int(size), int(size)), "mask": None, "options": options}
     ids = tokens(vocabulary, 3, 41, 99)
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
@@ -93,11 +96,14 @@ def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> 
         return {"case": case["name"], "failure": f"{type(error).__name__}: {error}"}
     relative = ((logits - wanted[0]).abs().max() / wanted[0].abs().max()).item()
     everyone = engine._comm.gather_objects((relative, torch.equal(generated, wanted[1])))
+    steps = [] if engine._offloader is None else engine._offloader.steps
+    recomputed = engine._comm.gather_objects(sum(step.division.recomputed for step in steps))
     return {
         "case": case["name"],
         # A comparison with NaN is false: it must not pass as the smaller one.
         "error": max((error for error, _ in everyone), key=lambda error: (error != error, error)),
         "equal": all(equal for _, equal in everyone),
+        "recomputed": min(recomputed),
     }
 
 
@@ -107,7 +113,7 @@ def run_mesh(folder: Path, run: dict[str, Any], cases: list[dict[str, Any]], ans
     config = {
         "dtype": "fp32",
         "tensor_parallel": {"tp_size": tp},
-        "megakv": {"context_parallel": {"size": cp, **run["section"]}},
+        "megakv": {"context_parallel": {"size": cp, **run["section"]}, "offload": run.get("offload", {})},
     }
     try:
         engine = megakv.init_inference(str(folder), config)

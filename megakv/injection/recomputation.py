@@ -1,0 +1,202 @@
+"""Keys and values from kept activations (KVPR, Equation 7), by each attention module's own code.
+
+What is kept of a token is the input of its layer's attention module, after the norm. To recompute, the module's own
+`forward` runs on such inputs and is stopped where it calls attention, with keys and values in hand: biases, fused
+projections, norms of keys, partial and interleaved rotary embeddings are the family's own. Queries, which nobody
+needs, are not computed where the module has a projection for them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megakv.attention.partial import Scoring
+from megakv.injection.interface import RUNTIME_ATTRIBUTE
+from megakv.sharding import IntArray
+
+QUERY_PROJECTION = "q_proj"
+CACHES = ("past_key_values", "layer_past")
+"""Arguments that are not kept from a call: they would keep a cache alive that nobody else holds."""
+TABLE_ROWS = 1024
+"""Positions by which the table of rotary embeddings grows."""
+
+
+class _Reached(Exception):  # noqa: N818
+    """Attention was called. No error, but the way out of a module's forward: what it has by then is all that counts."""
+
+    def __init__(self, k_BKSD: Tensor, v_BKSD: Tensor):
+        super().__init__()
+        self.found = k_BKSD[0], v_BKSD[0]
+
+
+class _Stop:
+    """In the place of the engine's runtime while keys and values are recomputed."""
+
+    def attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """Leave the module's forward."""
+        raise _Reached(k_BKSD, v_BKSD)
+
+
+class _NoQueries(nn.Module):
+    """Zeros without memory in the place of a query projection."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self._width = width
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., h]`` to ``[..., width]``."""
+        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._width)
+
+
+class _RotaryTable:
+    """Rotary embeddings by position, as the model computed them for the tokens it has seen."""
+
+    def __init__(self) -> None:
+        self._columns: tuple[Tensor, ...] = ()
+
+    def learn(self, embeddings: tuple[Tensor, ...], positions: Tensor) -> None:
+        """Take those of a pass: each ``[1, L, R]`` or ``[B, L, R]`` of one row."""
+        # A rank without tokens in the pass computes a stand-in row, which is nobody's.
+        needed = int(positions.max()) + 1 if len(positions) else 0
+        if not self._columns:
+            self._columns = tuple(part.new_zeros((0, *part.shape[2:])) for part in embeddings)
+        if len(self._columns[0]) < needed:
+            self._columns = tuple(self._grown(column, needed + TABLE_ROWS) for column in self._columns)
+        for column, part in zip(self._columns, embeddings, strict=True):
+            column.index_copy_(0, positions, part[0])
+
+    @staticmethod
+    def _grown(column: Tensor, rows: int) -> Tensor:
+        grown = column.new_zeros((rows, *column.shape[1:]))
+        grown[: len(column)] = column
+        return grown
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Those of some positions, each ``[1, n, R]``."""
+        return tuple(column.index_select(0, positions).unsqueeze(0) for column in self._columns)
+
+
+class _Seen(NamedTuple):
+    """How a module was called in the pass under way, but for its input where that is not named."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recomputation:
+    """Hooks on a model's attention modules: they show each layer's input, and run its first part again.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With MegaKV's attention attached.
+    entered : callable
+        Called as ``entered(layer, hidden_LE)`` when a layer's attention module begins, with its input.
+    positions : callable
+        The rotary positions of the pass's packed tokens, ``[L]``.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, entered: Callable[[int, Tensor], None], positions: Callable[[], IntArray]
+    ):
+        self._entered = entered
+        self._positions = positions
+        self._seen: dict[int, _Seen] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._tables: dict[int, _RotaryTable] = {}
+        self._learned: dict[int, _RotaryTable] = {}
+        self._gathered: dict[tuple[int, bytes], tuple[Tensor, ...]] = {}
+        self._handles = []
+        for module in model.modules():
+            if getattr(module, RUNTIME_ATTRIBUTE, None) is not None:
+                layer: Any = module.layer_idx
+                self._modules[layer] = module
+                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._learned.clear()
+        self._gathered.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layer: Any = module.layer_idx
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._seen[layer] = _Seen(args[1:], {name: kwargs[name] for name in kwargs if name not in CACHES})
+        embeddings = kwargs.get("position_embeddings")
+        if embeddings is not None:
+            self._learn(layer, embeddings)
+        self._entered(layer, hidden[0])
+
+    def _learn(self, layer: int, embeddings: tuple[Tensor, ...]) -> None:
+        # Layers of a kind are given the same tensors; kinds differ where rotary frequencies do.
+        key = embeddings[0].data_ptr()
+        table = self._learned.get(key)
+        if table is None:
+            table = self._learned[key] = self._tables.get(layer) or _RotaryTable()
+            positions = torch.from_numpy(self._positions()).to(embeddings[0].device)
+            table.learn(tuple(part[:, : len(positions)] for part in embeddings), positions)
+        self._tables[layer] = table
+
+    def recompute(self, layer: int, x_LE: Tensor, positions: IntArray) -> tuple[Tensor, Tensor]:
+        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of tokens from their activations.
+
+        Parameters
+        ----------
+        layer : int
+            One that has begun in the pass under way.
+        x_LE : Tensor
+            ``[n, h]`` inputs of its attention module.
+        positions : IntArray
+            ``[n]`` their rotary positions.
+        """
+        module, seen = self._modules[layer], self._seen[layer]
+        kwargs = dict(seen.kwargs)
+        if "hidden_states" in kwargs:
+            kwargs["hidden_states"] = x_LE.unsqueeze(0)
+        if isinstance(kwargs.get("position_ids"), Tensor):
+            kwargs["position_ids"] = torch.from_numpy(positions).to(x_LE.device).unsqueeze(0)
+        if kwargs.get("position_embeddings") is not None:
+            kwargs["position_embeddings"] = self._embeddings(layer, positions, x_LE.device)
+        args = () if "hidden_states" in kwargs else (x_LE.unsqueeze(0), *seen.args)
+        try:
+            with self._stopping(module):
+                module.forward(*args, **kwargs)
+        except _Reached as reached:
+            return reached.found
+        raise AssertionError("an attention module returned without calling attention")
+
+    def _embeddings(self, layer: int, positions: IntArray, device: torch.device) -> tuple[Tensor, ...]:
+        table = self._tables[layer]
+        key = (id(table), positions.tobytes())
+        if key not in self._gathered:
+            self._gathered[key] = table.rows(torch.from_numpy(np.ascontiguousarray(positions)).to(device))
+        return self._gathered[key]
+
+    @contextmanager
+    def _stopping(self, module: nn.Module) -> Any:
+        runtime = getattr(module, RUNTIME_ATTRIBUTE)
+        queries: Any = module._modules.get(QUERY_PROJECTION)
+        setattr(module, RUNTIME_ATTRIBUTE, _Stop())
+        if queries is not None:
+            module._modules[QUERY_PROJECTION] = _NoQueries(queries.weight.shape[0])
+        try:
+            yield
+        finally:
+            setattr(module, RUNTIME_ATTRIBUTE, runtime)
+            if queries is not None:
+                module._modules[QUERY_PROJECTION] = queries

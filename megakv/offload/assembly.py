@@ -1,0 +1,84 @@
+"""The offload engine of a model, put together from the JSON; what cannot fit is refused here, with the numbers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from megakv.injection.hooks import depends_on_length
+from megakv.injection.recomputation import Recomputation
+from megakv.offload.config import OffloadConfig
+from megakv.offload.cuda_link import CudaLink
+from megakv.offload.link import Link
+from megakv.offload.pool import PagePool
+from megakv.offload.runtime import Offloader
+from megakv.offload.thread_link import ThreadLink
+from megakv.offload.tiers import DiskTier, HostTier, Tier
+from megakv.runtime import Runtime
+from megakv.sharding import IntArray
+
+GIB = 1 << 30
+
+
+def make_link(device: torch.device, emulated_bytes_s: float | None) -> Link:
+    """The link of a device.
+
+    Raises
+    ------
+    ValueError
+        If an emulated bandwidth is given for a real accelerator.
+    """
+    if device.type == "cuda":
+        if emulated_bytes_s is not None:
+            raise ValueError(
+                "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
+            )
+        return CudaLink(device)
+    return ThreadLink(emulated_bytes_s)
+
+
+def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int) -> Offloader | None:
+    """The offload engine that the JSON asks for; None where it asks for none.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With MegaKV's attention attached.
+    config : OffloadConfig
+    runtime : Runtime
+    layers : int
+        Attention layers.
+
+    Raises
+    ------
+    ValueError
+        If a budget cannot be had, or the method cannot work with the model.
+    """
+    if not config.enabled:
+        return None
+    device = runtime.comm.mesh.device
+    recomputes = config.method in ("auto", "kvpr", "chunked")
+    if recomputes and depends_on_length(model):
+        if config.method != "auto":
+            raise ValueError(
+                f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
+                "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed; "
+                "use 'stream' or 'auto'"
+            )
+        recomputes = False
+    bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
+    link = make_link(device, bandwidth)
+    tiers: list[Tier] = [HostTier(int(config.host_gb * GIB), pin=device.type == "cuda")]
+    if config.disk_gb:
+        tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path))
+    pool = PagePool(tiers, config.page_kib << 10)
+    offloader = Offloader(config, runtime, layers=layers, link=link, pool=pool, device=device)
+
+    def positions() -> IntArray:
+        step = runtime.current
+        assert step is not None
+        return step.layout.tokens[runtime.comm.mesh.cp_rank].position
+
+    recomputation = Recomputation(model, entered=offloader.enter, positions=positions)
+    offloader.attach(recomputation, recomputes=recomputes)
+    return offloader

@@ -1,0 +1,44 @@
+"""Section ``megakv.offload`` of the JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field
+
+
+class OffloadConfig(DeepSpeedConfigModel):
+    """Keys and values off the accelerator, layer by layer."""
+
+    enabled: bool = False
+    """Whether keys and values lie in host memory or on disk."""
+
+    method: Literal["auto", "stream", "kvpr", "chunked", "cpu_rank"] = "auto"
+    """``stream`` sends all keys and values; ``kvpr`` recomputes some from activations that come whole (Equation 11);
+    ``chunked`` recomputes them as they land; ``cpu_rank`` lets the host's processor attend to some where they lie;
+    ``auto`` takes what is predicted to be fastest."""
+
+    host_gb: float = Field(4.0, gt=0)
+    """Host memory of each rank, in GiB: taken at start, page-locked where there is an accelerator."""
+
+    disk_gb: float = Field(0.0, ge=0)
+    """Disk space of each rank, in GiB: reserved at start, used where host memory is full."""
+
+    disk_path: str = "."
+    """Folder of the file."""
+
+    page_kib: int = Field(512, ge=1)
+    """Size of the pages that both are cut into."""
+
+    chunk_tokens: int = Field(256, ge=1)
+    """Tokens of a chunk of activations."""
+
+    cpu_threads: int | None = Field(None, ge=1)
+    """Cores of each rank with which the host attends; as many as the rank computes with if left out."""
+
+    emulated_link_gb_s: float | None = Field(None, gt=0)
+    """Without an accelerator: bandwidth of the emulated link, in GB/s each way; as fast as memory if left out."""
+
+    profile: str | None = None
+    """File that the measured speeds of this machine and model are kept in; measured anew where it is missing."""

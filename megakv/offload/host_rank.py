@@ -1,0 +1,127 @@
+"""The host's processor as one more rank: it attends to keys and values where they lie, and its part is merged.
+
+This is pass-Q with a ring of two: queries go to the host, outputs with their log-sum-exp come back. A layer's queries
+are known only once the layer has begun, so unlike transfers this cannot run ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.merge import merge_
+from megakv.attention.method import AttentionCall, KVPart, PackedAttention
+from megakv.attention.partial import PartialAttention, Scoring
+
+if TYPE_CHECKING:
+    from megakv.offload.store import TieredStore
+
+
+class Queries(NamedTuple):
+    """What a layer's queries look like on this rank."""
+
+    heads: int
+    dim: int
+    scoring: Scoring
+
+
+class HostPart:
+    """A layer's attention on the host, under way.
+
+    Parameters
+    ----------
+    future : Future
+        Gives outputs, log-sum-exps and seconds.
+    device : torch.device
+        Where the results are wanted.
+
+    Attributes
+    ----------
+    seconds, waited_s : float
+        What it took, and how long it was waited for; once merged.
+    """
+
+    def __init__(self, future: Future[tuple[Tensor, Tensor, float]], device: torch.device):
+        self._future = future
+        self._device = device
+        self.seconds = self.waited_s = 0.0
+
+    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge it into what the accelerator attended to, in place, once it is there."""
+        begun = time.perf_counter()
+        out, lse, self.seconds = self._future.result()
+        self.waited_s = time.perf_counter() - begun
+        merge_(out_HLD, lse_HL, out.to(self._device), lse.to(self._device))
+
+
+class HostRank:
+    """A thread that attends.
+
+    Parameters
+    ----------
+    threads : int, optional
+        Cores that it computes with; as many as the process's other computations if None.
+    """
+
+    def __init__(self, threads: int | None = None):
+        self._pool = ThreadPoolExecutor(1, "host-rank", initializer=self._prepare, initargs=(threads,))
+
+    @staticmethod
+    def _prepare(threads: int | None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def start(self, call: AttentionCall, store: TieredStore, on_host: list[int]) -> HostPart:
+        """Begin to attend to the first tokens of each sequence.
+
+        Parameters
+        ----------
+        call : AttentionCall
+        store : TieredStore
+            Of the layer.
+        on_host : list of int
+            Tokens, per sequence.
+        """
+        queries = call.q_HLD.cpu()
+        return HostPart(self._pool.submit(self._attend, queries, call, store, on_host), call.q_HLD.device)
+
+    @staticmethod
+    @torch.no_grad()
+    def _attend(
+        queries: Tensor, call: AttentionCall, store: TieredStore, on_host: list[int]
+    ) -> tuple[Tensor, Tensor, float]:
+        begun = time.perf_counter()
+        attention = PackedAttention(queries, call.tokens, call.scoring, call.value_dim)
+        for sequence, count in enumerate(on_host):
+            slots = call.table.slots(call.rank, sequence)
+            positions = call.table.positions(call.rank, sequence)
+            for first, rows in store.rows_in_memory(sequence, count):
+                keys, values = store.heads_of(rows)
+                span = slice(first, first + len(rows))
+                attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
+        return *attention.result(), time.perf_counter() - begun
+
+    def measure(self, store: TieredStore, sequence: int, count: int, queries: Queries) -> float:
+        """Seconds of attending to the first tokens of a sequence with one query."""
+        return self._pool.submit(self._timed, store, sequence, count, queries).result()
+
+    @staticmethod
+    @torch.no_grad()
+    def _timed(store: TieredStore, sequence: int, count: int, queries: Queries) -> float:
+        # The kernel must be called as it will be: one row a head, and keys where they lie.
+        query = torch.zeros(queries.heads, 1, queries.dim, dtype=store.dtype)
+        begun = time.perf_counter()
+        partial = PartialAttention(query, np.array([count]), queries.scoring)
+        for first, rows in store.rows_in_memory(sequence, count):
+            partial.add(*store.heads_of(rows), np.arange(first, first + len(rows)))
+        _ = partial.out
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()

@@ -1,0 +1,70 @@
+"""What one step of an offloaded model did, and what was predicted of it."""
+
+from __future__ import annotations
+
+import time
+
+from megakv.offload.link import Link
+from megakv.offload.scheduler import Division
+from megakv.tracking.metrics import OffloadStep
+
+
+class StepRecord:
+    """What one pass over cached tokens did.
+
+    Parameters
+    ----------
+    cached, new : int
+        Tokens of all sequences on this rank.
+    division : Division
+
+    Attributes
+    ----------
+    predicted_s, elapsed_s, gap_s : float
+        Predicted time from step to step; measured time of the model's forward pass, and between the pass before and it.
+    waited_s, recompute_s, host_s : float
+        Waiting for transfers, recomputing, and attending on the host.
+    bytes_in, bytes_out : int
+        Sent to the accelerator and from it meanwhile.
+    busy_s : float
+        In which the link to the accelerator was at work.
+    """
+
+    def __init__(self, *, cached: int, new: int, division: Division):
+        self.cached, self.new, self.division = cached, new, division
+        self.predicted_s = self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
+        self.host_s = 0.0
+        self.bytes_in = self.bytes_out = 0
+        self.begun = self.ended = 0.0
+
+    def begin(self, link: Link) -> None:
+        """Start the clock and the counts."""
+        self.bytes_in, self.bytes_out = link.traffic["in"].nbytes, link.traffic["out"].nbytes
+        self.busy_s = link.traffic["in"].busy_s
+        self.begun = time.perf_counter()
+
+    def finish(self, link: Link) -> None:
+        """Stop them."""
+        self.ended = time.perf_counter()
+        self.elapsed_s = self.ended - self.begun
+        self.bytes_in = link.traffic["in"].nbytes - self.bytes_in
+        self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
+        self.busy_s = link.traffic["in"].busy_s - self.busy_s
+
+    def report(self) -> OffloadStep:
+        """As it stands in the report of a run."""
+        return OffloadStep(
+            cached=self.cached,
+            recomputed=self.division.recomputed,
+            on_host=self.division.on_host,
+            predicted_s=self.predicted_s,
+            measured_s=self.measured_s,
+            waited_s=self.waited_s,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+        )
+
+    @property
+    def measured_s(self) -> float:
+        """From the end of the step before to the end of this one."""
+        return self.elapsed_s + self.gap_s

@@ -1,0 +1,211 @@
+"""Buffers on the accelerator that a layer's rows are brought into, and what is under way into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.offload.link import Link, Move, Ticket
+from megakv.offload.pages import unwritten
+from megakv.offload.scheduler import Division, spread
+
+if TYPE_CHECKING:
+    from megakv.offload.store import TieredStore
+
+SLACK_DIVISOR = 16
+"""A buffer that is too small grows by this fraction more than needed."""
+
+
+class StagingBuffer:
+    """Memory for the rows of one layer: keys and values, and activations.
+
+    Parameters
+    ----------
+    device : torch.device
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._memory = {name: torch.empty(0, dtype=torch.uint8, device=device) for name in ("rows", "inputs")}
+
+    def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """``[count, width]``; nothing may be under way into what was taken before."""
+        nbytes = count * width * dtype.itemsize
+        if self._memory[name].numel() < nbytes:
+            self._memory[name] = torch.empty(nbytes + nbytes // SLACK_DIVISOR, dtype=torch.uint8, device=self._device)
+        return self._memory[name][:nbytes].view(dtype).view(count, width)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(memory.numel() for memory in self._memory.values())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one sequence in a chunk of activations.
+
+    Parameters
+    ----------
+    sequence, first, count : int
+        Batch row, first token, and how many.
+    """
+
+    sequence: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Activations that come in one transfer and are recomputed together.
+
+    Parameters
+    ----------
+    inputs : Tensor
+        ``[n, h]``.
+    pieces : tuple of Piece
+        Whose they are, in order.
+    ticket : Ticket
+    """
+
+    inputs: Tensor
+    pieces: tuple[Piece, ...]
+    ticket: Ticket
+
+
+@dataclass
+class StagedLayer:
+    """A layer's cached rows on the accelerator, or on their way there.
+
+    Parameters
+    ----------
+    store : TieredStore
+    version : int
+        Of the store when this began: what was reordered or cut since is not what was staged.
+    buffer : StagingBuffer
+    rows : Tensor
+        ``[n, W]`` keys and values of all sequences, with room for new tokens behind each one's cached rows.
+    starts, cached, room : list of int
+        Per sequence: first row, cached tokens, and room for new ones.
+    splits : list of int
+        Tokens recomputed from activations, per sequence: those behind the host's.
+    on_host : list of int
+        First tokens of each sequence, which stay away: the host attends to them.
+    chunks : list of Chunk
+    streamed : Ticket, optional
+        The transfer of all other rows.
+    """
+
+    store: TieredStore
+    version: int
+    buffer: StagingBuffer
+    rows: Tensor
+    starts: list[int]
+    cached: list[int]
+    room: list[int]
+    splits: list[int]
+    on_host: list[int]
+    chunks: list[Chunk] = field(default_factory=list)
+    streamed: Ticket | None = None
+    recomputed: bool = False
+
+    def valid(self, new: list[int]) -> bool:
+        """Whether it is what a pass with so many new tokens per sequence needs."""
+        fits = len(new) == len(self.room) and all(n <= room for n, room in zip(new, self.room, strict=True))
+        return fits and self.version == self.store.version and self.cached == self.store.lengths()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way into it any more."""
+        for ticket in (*(chunk.ticket for chunk in self.chunks), self.streamed):
+            if ticket is not None:
+                ticket.wait()
+
+    def row(self, sequence: int, token: int) -> int:
+        """Where a token of a sequence lies."""
+        return self.starts[sequence] + token - self.on_host[sequence]
+
+    def put(self, sequence: int, first: int, rows: Tensor) -> None:
+        """Write rows of tokens from `first` on."""
+        at = self.row(sequence, first)
+        assert first + len(rows) <= self.cached[sequence] + self.room[sequence]
+        self.rows[at : at + len(rows)] = rows
+
+
+def bring(
+    store: TieredStore, buffer: StagingBuffer, link: Link, division: Division, new: list[int], *, chunk: int
+) -> StagedLayer:
+    """Begin to bring a layer's rows.
+
+    Parameters
+    ----------
+    store : TieredStore
+        Of the layer; everything appended to it was sent to its tier.
+    buffer : StagingBuffer
+        Nothing may be under way into it.
+    link : Link
+    division : Division
+        Of all cached tokens.
+    new : list of int
+        Per sequence, tokens that room is left for.
+    chunk : int
+        Tokens of a chunk of activations.
+    """
+    cached = store.lengths()
+    # A later layer may have more on disk than the one that was divided.
+    memory = store.in_memory()
+    on_host = spread(min(division.on_host, sum(memory)), memory)
+    inputs = [max(0, kept - away) for kept, away in zip(store.with_inputs(), on_host, strict=True)]
+    splits = spread(min(division.recomputed, sum(inputs)), inputs)
+    sizes = [count - away + room for count, away, room in zip(cached, on_host, new, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
+    staged = StagedLayer(store, store.version, buffer, rows, starts[:-1], cached, list(new), splits, on_host)
+    if sum(splits):
+        _bring_inputs(staged, link, sum(splits), chunk)
+    moves: list[Move] = []
+    pending: dict[int, Ticket] = {}
+    for sequence, count in enumerate(cached):
+        first = on_host[sequence] + splits[sequence]
+        if first < count:
+            at = staged.row(sequence, first)
+            found, pages = store.row_moves(sequence, first, rows[at : at + count - first])
+            moves += found
+            pending.update((id(ticket), ticket) for ticket in unwritten(pages))
+    if moves:
+        staged.streamed = link.start("in", moves, after=list(pending.values()))
+    return staged
+
+
+def _bring_inputs(staged: StagedLayer, link: Link, total: int, size: int) -> None:
+    """Begin to bring activations, a transfer for each chunk."""
+    store = staged.store
+    inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
+    pieces: list[Piece] = []
+    filled = begun = 0
+    for sequence, split in enumerate(staged.splits):
+        first = staged.on_host[sequence]
+        last = first + split
+        while first < last:
+            count = min(last - first, size - (filled - begun))
+            pieces.append(Piece(sequence, first, count))
+            first, filled = first + count, filled + count
+            if filled - begun == size or filled == total:
+                staged.chunks.append(_send_inputs(store, link, inputs[begun:filled], tuple(pieces)))
+                pieces, begun = [], filled
+
+
+def _send_inputs(store: TieredStore, link: Link, inputs: Tensor, pieces: tuple[Piece, ...]) -> Chunk:
+    moves: list[Move] = []
+    pending: dict[int, Ticket] = {}
+    at = 0
+    for piece in pieces:
+        found, pages = store.input_moves(piece.sequence, piece.first, inputs[at : at + piece.count])
+        moves += found
+        pending.update((id(ticket), ticket) for ticket in unwritten(pages))
+        at += piece.count
+    return Chunk(inputs, pieces, link.start("in", moves, after=list(pending.values())))

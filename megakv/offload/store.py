@@ -1,0 +1,233 @@
+"""The store of one layer whose rows lie in tiers off the accelerator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakv.offload.link import Move
+from megakv.offload.pages import PagedRows, mark_written, unwritten
+from megakv.offload.pool import Page
+from megakv.stores import UniformStore
+
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
+    from megakv.offload.host_rank import HostPart
+    from megakv.offload.runtime import Offloader
+
+
+class _HeadShape(NamedTuple):
+    """KV heads, and head dimensions of keys and values."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class TieredStore(UniformStore):
+    """Keys, values and activations of one layer on this rank, per sequence, off the accelerator.
+
+    A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory.
+
+    Parameters
+    ----------
+    layer : int
+    batch : int
+    offloader : Offloader
+        Whose link, pages and staged layers it uses.
+
+    Attributes
+    ----------
+    version : int
+        Goes up when rows are cut or change places.
+    """
+
+    def __init__(self, layer: int, batch: int, offloader: Offloader):
+        self.layer = layer
+        self.version = 0
+        self._offloader = offloader
+        self._shape: _HeadShape | None = None
+        self._dtype: torch.dtype | None = None
+        self._rows: list[PagedRows | None] = [None] * batch
+        self._inputs: list[PagedRows | None] = [None] * batch
+        self._offered: dict[int, Tensor] = {}
+        self._fresh: dict[int, Tensor] = {}
+        self._moves: list[Move] = []
+        self._pages: list[Page] = []
+
+    # As a KVStore
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        heads, count, key_dim = k_KSD.shape
+        self._shape, self._dtype = _HeadShape(heads, key_dim, v_KSD.shape[2]), k_KSD.dtype
+        keys, values = k_KSD.transpose(0, 1).flatten(1), v_KSD.transpose(0, 1).flatten(1)
+        rows = torch.cat((keys, values), dim=1)
+        first = self._write(self._rows, sequence, rows)
+        offered = self._offered.pop(sequence, None)
+        inputs = self._inputs[sequence]
+        if offered is not None and self._offloader.worth_keeping(offered, rows):
+            # Only an unbroken run from the first token on can be recomputed.
+            if (0 if inputs is None else inputs.length) == first:
+                self._write(self._inputs, sequence, offered)
+        staged = self._offloader.staged(self)
+        if staged is not None:
+            staged.put(sequence, first, rows)
+        elif first == 0:
+            self._fresh[sequence] = rows
+        else:
+            self._fresh.pop(sequence, None)
+
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
+        self.flush()
+        paged = self._rows[sequence]
+        assert paged is not None
+        staged = self._offloader.staged(self)
+        if staged is not None:
+            self._offloader.await_streamed(staged)
+            at = staged.starts[sequence]
+            return self.heads_of(staged.rows[at : staged.row(sequence, paged.length)])
+        fresh = self._fresh.get(sequence)
+        if fresh is not None and len(fresh) == paged.length:
+            return self.heads_of(fresh)
+        device = torch.empty((paged.length, paged.width), dtype=self._dtype, device=self._offloader.device)
+        moves, pages = paged.moves(0, device)
+        self._offloader.link.start("in", moves, after=unwritten(pages)).wait()
+        return self.heads_of(device)
+
+    def rows(self, sequence: int) -> int:
+        paged = self._rows[sequence]
+        return 0 if paged is None else paged.length
+
+    def attend_elsewhere(self, call: AttentionCall) -> HostPart | None:
+        return self._offloader.attend_on_host(self, call)
+
+    def crop(self, lengths: list[int]) -> None:
+        self.flush()
+        for paged, length in zip(self._rows, lengths, strict=True):
+            if paged is not None and length < paged.length:
+                paged.truncate(length)
+                self.version += 1
+        for inputs, length in zip(self._inputs, lengths, strict=True):
+            if inputs is not None:
+                inputs.truncate(length)
+        self._fresh.clear()
+        self._offered.clear()
+
+    def reorder(self, index: list[int]) -> None:
+        if index == list(range(len(self._rows))):
+            return
+        self.flush()
+        self.version += 1
+        self._fresh.clear()
+        for rows in (self._rows, self._inputs):
+            present = list(rows)
+            rows[:] = [None if (row := present[source]) is None else row.fork() for source in index]
+
+    def fork(self) -> TieredStore:
+        self.flush()
+        twin = TieredStore(self.layer, len(self._rows), self._offloader)
+        twin._shape, twin._dtype = self._shape, self._dtype
+        twin._rows = [None if row is None else row.fork() for row in self._rows]
+        twin._inputs = [None if row is None else row.fork() for row in self._inputs]
+        return twin
+
+    def release(self) -> None:
+        self._fresh.clear()
+        self._offloader.leave(self)
+
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
+
+    # For the runtime
+
+    def offer(self, sequence: int, x_LE: Tensor) -> None:
+        """The activations ``[n, h]`` of the tokens that are appended to a sequence next."""
+        self._offered[sequence] = x_LE
+
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence."""
+        return [self.rows(sequence) for sequence in range(len(self._rows))]
+
+    def with_inputs(self) -> list[int]:
+        """Leading tokens of every sequence whose activations are kept."""
+        return [0 if row is None else row.length for row in self._inputs]
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a token's keys and values."""
+        assert self._shape is not None
+        return self._shape.heads * (self._shape.key_dim + self._shape.value_dim)
+
+    @property
+    def input_width(self) -> int:
+        """Elements of a token's activations; 0 where none are kept."""
+        return max((row.width for row in self._inputs if row is not None), default=0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return self.row_width * self.dtype.itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of a token's activations; 0 where none are kept."""
+        return self.input_width * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the rows."""
+        assert self._dtype is not None
+        return self._dtype
+
+    def row_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
+        """Copies of keys and values of tokens from `first` on to device memory ``[n, W]``."""
+        paged = self._rows[sequence]
+        return ([], []) if paged is None else paged.moves(first, device)
+
+    def input_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
+        """Copies of activations of tokens from `first` on to device memory ``[n, h]``."""
+        paged = self._inputs[sequence]
+        return ([], []) if paged is None else paged.moves(first, device)
+
+    def in_memory(self) -> list[int]:
+        """Leading tokens of every sequence whose keys and values lie in host memory."""
+        return [0 if row is None else row.in_memory() for row in self._rows]
+
+    def rows_in_memory(self, sequence: int, count: int) -> list[tuple[int, Tensor]]:
+        """The first tokens' keys and values where they lie: runs of rows ``[n, W]``, each with its first token."""
+        paged = self._rows[sequence]
+        return [] if paged is None else paged.runs_in_memory(count)
+
+    def bytes_for(self, tokens: list[int]) -> int:
+        """Bytes of the pages of so many tokens per sequence, in one layer."""
+        page = self._offloader.pool.page_bytes
+        widths = [width for width in (self.row_bytes, self.input_bytes) if width]
+        return sum(page * -(-count // (page // width)) for count in tokens for width in widths)
+
+    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""
+        assert self._shape is not None
+        heads, key_dim, value_dim = self._shape
+        keys = rows[:, : heads * key_dim].unflatten(1, (heads, key_dim))
+        values = rows[:, heads * key_dim :].unflatten(1, (heads, value_dim))
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def flush(self) -> None:
+        """Send what was appended to its tier: new tokens only."""
+        if self._moves:
+            ticket = self._offloader.link.start("out", self._moves)
+            mark_written(self._pages, ticket)
+            self._offloader.sent(ticket)
+            self._moves, self._pages = [], []
+
+    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> int:
+        paged = column[sequence]
+        if paged is None:
+            paged = column[sequence] = PagedRows(self._offloader.pool, rows.shape[1], rows.dtype)
+        first = paged.extend(len(rows))
+        moves, pages = paged.moves(first, rows.contiguous())
+        self._moves += moves
+        self._pages += pages
+        return first

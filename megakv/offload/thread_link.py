@@ -1,0 +1,145 @@
+"""An emulated link, for machines without an accelerator: real copies in a thread, paced to a bandwidth.
+
+Whatever is measured on it must say so.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megakv.errors import MegaKVError
+from megakv.offload.link import Direction, MemoryRows, Move, Ticket, Traffic
+
+PIECE_BYTES = 1 << 20
+"""An emulated link copies that much before it looks at the clock."""
+
+
+@dataclass
+class _ThreadTicket:
+    """A transfer of a `ThreadLink`."""
+
+    moves: tuple[Move, ...]
+    after: tuple[Ticket, ...]
+    nbytes: int
+    written: tuple[int, int]
+    started: float = field(default_factory=time.perf_counter)
+    error: Exception | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def end(self, error: Exception | None) -> None:
+        """Let those who wait go on; what it moved is no longer held."""
+        self.error, self.moves, self.after = error, (), ()
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self.error is not None:
+            raise MegaKVError(f"a transfer of {self.nbytes} bytes failed: {self.error}") from self.error
+
+    settle = wait
+
+
+def _written(direction: Direction, moves: Sequence[Move]) -> tuple[int, int]:
+    """First and last address of what copies write on the accelerator's side."""
+    if direction == "out" or not moves:
+        return 0, 0
+    begins = [move.device.data_ptr() for move in moves]
+    ends = [move.device.data_ptr() + move.nbytes for move in moves]
+    return min(begins), max(ends)
+
+
+class ThreadLink:
+    """An emulated link: a thread for each direction that makes real copies and keeps to a bandwidth.
+
+    Parameters
+    ----------
+    bytes_s : float, optional
+        Bandwidth of each direction; None copies as fast as memory allows.
+
+    Raises
+    ------
+    ValueError
+        If the bandwidth is not positive.
+    """
+
+    emulated = True
+
+    def __init__(self, bytes_s: float | None = None):
+        if bytes_s is not None and bytes_s <= 0:
+            raise ValueError(f"a link of {bytes_s} bytes per second: allowed: more than 0")
+        self.bytes_s = bytes_s
+        self.traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
+        self._queues: dict[Direction, queue.SimpleQueue[_ThreadTicket | None]] = {}
+        self._waiting: dict[Direction, list[_ThreadTicket]] = {"in": [], "out": []}
+        self._threads: list[threading.Thread] = []
+        for direction in self.traffic:
+            self._queues[direction] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._work, args=(direction,), name=f"link-{direction}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket] = ()) -> Ticket:
+        written = _written(direction, moves)
+        ticket = _ThreadTicket(tuple(moves), tuple(after), sum(move.nbytes for move in moves), written)
+        pending = [other for other in self._waiting[direction] if not other.done]
+        low, high = written
+        for other in pending:
+            begin, end = other.written
+            assert high <= begin or end <= low, "a buffer is used again while a transfer into it is under way"
+        self._waiting[direction] = [*pending, ticket]
+        self._queues[direction].put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        for direction in self._queues:
+            self._queues[direction].put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self, direction: Direction) -> None:
+        # The moment from which the emulated wire is free: oversleeping is made good by what follows at once.
+        free = 0.0
+        while (ticket := self._queues[direction].get()) is not None:
+            error: Exception | None = None
+            try:
+                held_up = not all(other.done for other in ticket.after)
+                for other in ticket.after:
+                    other.settle()
+                begun = time.perf_counter()
+                free = max(free, begun if held_up else ticket.started)
+                for move in ticket.moves:
+                    free = self._copy(direction, move, free)
+                traffic = self.traffic[direction]
+                traffic.nbytes += ticket.nbytes
+                traffic.transfers += 1
+                traffic.busy_s += time.perf_counter() - begun
+            except Exception as problem:  # it belongs to whoever waits for the ticket
+                error = problem
+            ticket.end(error)
+
+    def _copy(self, direction: Direction, move: Move, free: float) -> float:
+        rows = max(1, PIECE_BYTES * len(move.device) // max(1, move.nbytes))
+        if self.bytes_s is None or not isinstance(move.host, MemoryRows):
+            rows = max(1, len(move.device))
+        for first in range(0, len(move.device), rows):
+            device = move.device[first : first + rows]
+            host = MemoryRows(move.host.rows[first : first + rows]) if isinstance(move.host, MemoryRows) else move.host
+            if direction == "in":
+                host.read_into(device)
+            else:
+                host.write_from(device)
+            if self.bytes_s is not None:
+                free += host.nbytes / self.bytes_s
+                ahead = free - time.perf_counter()
+                if ahead > 0:
+                    time.sleep(ahead)
+        return free

@@ -1,0 +1,194 @@
+"""Where rows lie off the accelerator: host memory and a file, each with a budget."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megakv.offload.link import MemoryRows, Rows
+
+logger = logging.getLogger(__name__)
+
+PIN_BYTES = 1 << 30
+"""Memory is pinned in pieces of that size: some drivers refuse larger ones."""
+
+
+def in_units(nbytes: float) -> str:
+    """A size for people, such as ``1.50 GiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def available_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
+    return sizes.get("MemAvailable")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, of any type."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+class Tier(Protocol):
+    """Memory of one kind, in pages."""
+
+    name: str
+    budget: int
+
+    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
+        """``[count, width]`` rows that lie one behind the other from a byte on."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+class HostTier:
+    """Host memory, taken once: its size is exactly the budget.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes.
+    pin : bool
+        Whether to page-lock it, so that an accelerator copies at full speed beside computation.
+
+    Raises
+    ------
+    ValueError
+        If the machine has less memory, with both numbers.
+    """
+
+    name = "host"
+
+    def __init__(self, budget: int, *, pin: bool = False):
+        free = available_memory()
+        if free is not None and budget > free:
+            raise ValueError(
+                f"megakv.offload.host_gb asks for {in_units(budget)} of host memory, {in_units(free)} are free; "
+                "make it smaller, or put the rest on disk with megakv.offload.disk_gb"
+            )
+        self.budget = budget
+        self._memory = torch.empty(budget, dtype=torch.uint8)
+        self._pinned: list[int] = []
+        if pin:
+            self._pin()
+
+    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
+        nbytes = count * width * dtype.itemsize
+        return MemoryRows(self._memory[offset : offset + nbytes].view(dtype).view(count, width))
+
+    def close(self) -> None:
+        runtime = torch.cuda.cudart() if self._pinned else None
+        for address in self._pinned:
+            assert runtime is not None
+            runtime.cudaHostUnregister(address)
+        self._pinned.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _pin(self) -> None:
+        """Pin in place: torch's own pinned memory is rounded up to a power of two."""
+        runtime: Any = torch.cuda.cudart()
+        start = self._memory.data_ptr()
+        for first in range(0, self.budget, PIN_BYTES):
+            size = min(PIN_BYTES, self.budget - first)
+            status = int(runtime.cudaHostRegister(start + first, size, 0))
+            if status:
+                logger.warning(
+                    "pinning host memory failed after %s of %s (error %d): copies to and from the rest go through a "
+                    "staging buffer, at about half the speed and not beside computation; a smaller "
+                    "megakv.offload.host_gb, or a higher limit of locked memory (ulimit -l), avoids that",
+                    in_units(first),
+                    in_units(self.budget),
+                    status,
+                )
+                return
+            self._pinned.append(start + first)
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows in a file.
+
+    Parameters
+    ----------
+    descriptor, offset : int
+        Open file, and the byte at which they begin.
+    nbytes : int
+    """
+
+    descriptor: int
+    offset: int
+    nbytes: int
+
+    def read_into(self, target: Tensor) -> None:
+        memory = _bytes_of(target)
+        done = 0
+        while done < self.nbytes:
+            count = os.preadv(self.descriptor, [memory[done:]], self.offset + done)
+            if count == 0:
+                raise OSError(f"the file ends {self.nbytes - done} bytes early")
+            done += count
+
+    def write_from(self, source: Tensor) -> None:
+        memory = _bytes_of(source)
+        done = 0
+        while done < self.nbytes:
+            done += os.pwritev(self.descriptor, [memory[done:]], self.offset + done)
+
+
+class DiskTier:
+    """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes.
+    folder : path
+        Where it lies; it is gone when the process ends, however that happens.
+
+    Raises
+    ------
+    ValueError
+        If the folder cannot be written to, or its disk is too full, with the numbers.
+    """
+
+    name = "disk"
+
+    def __init__(self, budget: int, folder: str | Path):
+        self.budget = budget
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="megakv-")
+        except OSError as error:
+            raise ValueError(
+                f"megakv.offload.disk_path = {str(folder)!r} cannot be written to: {error.strerror}"
+            ) from error
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, budget)
+        except OSError as error:
+            self._file.close()
+            usage = os.statvfs(folder)
+            raise ValueError(
+                f"megakv.offload.disk_gb asks for {in_units(budget)} in {str(folder)!r}, where "
+                f"{in_units(usage.f_bavail * usage.f_frsize)} are free ({error.strerror}); make it smaller or choose "
+                "another megakv.offload.disk_path"
+            ) from error
+
+    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
+        return FileRows(self._file.fileno(), offset, count * width * dtype.itemsize)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,59 @@
+"""Offloaded keys and values over ranks: tokens are those of the plain model, with context and tensor parallelism."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
+TOLERANCE = 1e-4
+CASES = ("greedy 65", "chunked 65", "ragged greedy", "ragged beams")
+# A link so slow that recomputing pays even for tiny models.
+SLOW = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.001}
+RUNS = [
+    (family, mesh, method, prefill)
+    for family, mesh, prefill in (
+        ("opt", "2x1", "auto"),
+        ("qwen3", "2x1", "auto"),
+        ("gpt_neox", "2x1", "auto"),
+        ("llama", "1x2", "auto"),
+        ("opt", "2x1", "runahead"),
+        ("gpt_neox", "2x1", "tsp"),
+    )
+    for method in ("stream", "chunked")
+]
+Results = dict[tuple[str, str, str, str], Any]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Every run's cases, of one launch."""
+    folder = tmp_path_factory.mktemp("offload")
+    plan, out = folder / "plan.json", folder / "out.json"
+    runs = [
+        {
+            "family": family,
+            "mesh": mesh,
+            "cases": CASES,
+            "decoded": 6,
+            "section": {"prefill": prefill},
+            "offload": {**SLOW, "method": method},
+        }
+        for family, mesh, method, prefill in RUNS
+    ]
+    plan.write_text(json.dumps(runs))
+    run_ranks(SCRIPT, plan, out, folder, ranks=2, timeout=300).check()
+    return dict(zip(RUNS, [row["result"] for row in json.loads(out.read_text())], strict=True))
+
+
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_tokens_are_the_plain_model_s(run: tuple[str, str, str, str], results: Results) -> None:
+    _, mesh, method, _ = run
+    for case in results[run]:
+        assert "failure" not in case, case
+        assert case["equal"] and case["error"] < TOLERANCE, case
+        # Every tensor-parallel rank needs all activations but has only its heads: these are larger than what they save.
+        assert (case["recomputed"] > 0) == (method == "chunked" and mesh == "2x1"), case

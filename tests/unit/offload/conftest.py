@@ -1,0 +1,55 @@
+"""A process group of this process alone, and engines that offload on it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import megakv
+from megakv.costmodel.offload import LayerCosts
+from megakv.offload.profiler import OffloadCosts
+
+SETTINGS = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A world of one rank."""
+    if dist.is_initialized():
+        yield
+        return
+    store = dist.FileStore(str(tmp_path_factory.mktemp("world") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def offloaded(alone: None) -> Iterator[Callable[..., Any]]:
+    """A function that makes an engine with keys and values offloaded; settings beside ``enabled`` by name."""
+    engines = []
+
+    def make(model: Any, **settings: Any) -> Any:
+        engine = megakv.init_inference(model, {"dtype": "fp32", "megakv": {"offload": {**SETTINGS, **settings}}})
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.fixture
+def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
+    """A machine on which every way to treat a token has its share, whatever this one measures."""
+    costs = LayerCosts(kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0)
+    measured = OffloadCosts.layer
+
+    def layer(self: OffloadCosts, *args: Any) -> LayerCosts:
+        measured(self, *args)
+        return costs
+
+    monkeypatch.setattr(OffloadCosts, "layer", layer)
+    monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
+    return costs

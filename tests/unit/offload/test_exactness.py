@@ -1,0 +1,245 @@
+"""Offloaded generation gives the plain model's tokens, for every family and method."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megakv.offload.runtime import Offloader
+from megakv.offload.staging import StagedLayer
+from tests.families import FAMILIES
+
+CHANGING = ("llama_dynamic_rope", "phi3_longrope")
+"""Rotary frequencies follow the length: nothing can be recomputed."""
+NEW = 12
+TOLERANCE = 2e-4
+
+
+def plain_model(name: str) -> Any:
+    torch.manual_seed(0)
+    attention = "sdpa" if name == "falcon_alibi" else "eager"
+    config = FAMILIES[name]()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def ragged(rows: int = 3, length: int = 41) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, 190, (rows, length), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    mask[-1, : length - 2] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    defaults = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=mask, **{**defaults, **options})
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CHANGING])
+def test_every_family_recomputes_its_own_keys_and_values(
+    name: str, offloaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain_model(name)
+    ids, mask = ragged()
+    expected = generate(model, ids, mask)
+    engine = offloaded(copy.deepcopy(model), method="chunked")
+    errors: list[float] = []
+    recompute = Offloader._recompute
+
+    def compared(self: Offloader, layer: int, staged: StagedLayer, cache: Any) -> None:
+        recompute(self, layer, staged, cache)
+        for sequence, split in enumerate(staged.splits):
+            kept = torch.empty(split, staged.store.row_width)
+            moves, pages = staged.store.row_moves(sequence, 0, kept)
+            for page in pages:
+                assert page.written is not None
+                page.written.settle()
+            self.link.start("in", moves).settle()
+            found = staged.rows[staged.starts[sequence] : staged.starts[sequence] + split]
+            errors.append(((found - kept).abs().max() / kept.abs().max()).item() if split else 0.0)
+
+    monkeypatch.setattr(Offloader, "_recompute", compared)
+    assert torch.equal(generate(engine, ids, mask), expected)
+    assert len(errors) > 2 * NEW and max(errors) < TOLERANCE
+    assert all(0 < step.division.recomputed < step.cached for step in engine._offloader.steps)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}], ids=["beams", "sampled"])
+@pytest.mark.parametrize("method", ["stream", "kvpr", "chunked", "cpu_rank", "auto"])
+@pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"])
+def test_every_method_gives_the_plain_tokens(name: str, method: str, options: dict[str, Any], offloaded: Any) -> None:
+    model = plain_model(name)
+    ids, mask = ragged(4)
+    torch.manual_seed(7)
+    expected = generate(model, ids, mask, **options)
+    engine = offloaded(copy.deepcopy(model), method=method)
+    torch.manual_seed(7)
+    assert torch.equal(generate(engine, ids, mask, **options), expected)
+    recomputed = [step.division.recomputed for step in engine._offloader.steps]
+    config = model.config
+    kv_heads = getattr(config, "num_kv_heads", getattr(config, "num_key_value_heads", config.num_attention_heads))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Activations no smaller than keys and values cannot pay: auto does not keep them.
+    smaller = config.hidden_size < 2 * kv_heads * head_dim
+    pays = method in ("kvpr", "chunked") or (method == "auto" and smaller)
+    assert all(recomputed) if pays else not any(recomputed)
+    on_host = [step.division.on_host for step in engine._offloader.steps]
+    assert all(on_host) if method in ("cpu_rank", "auto") else not any(on_host)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "falcon_alibi", "mpt", "deepseek_v3"])
+def test_the_host_attends_with_windows_caps_sinks_and_biases(name: str, offloaded: Any) -> None:
+    model = plain_model(name)
+    ids, mask = ragged()
+    expected = generate(model, ids, mask, max_new_tokens=30)
+    engine = offloaded(copy.deepcopy(model), method="cpu_rank", cpu_threads=2)
+    assert torch.equal(generate(engine, ids, mask, max_new_tokens=30), expected)
+    assert all(step.division.on_host for step in engine._offloader.steps)
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_changing_frequencies_are_streamed_or_refused(name: str, offloaded: Any) -> None:
+    model = plain_model(name)
+    with pytest.raises(ValueError, match=r"offload.method = 'kvpr'.*rotary frequencies change"):
+        offloaded(copy.deepcopy(model), method="kvpr")
+    ids, mask = ragged()
+    expected = generate(copy.deepcopy(model), ids, mask, max_new_tokens=40)
+    assert torch.equal(generate(offloaded(model), ids, mask, max_new_tokens=40), expected)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["stream", "chunked", "auto"])
+def test_disk_takes_what_host_memory_does_not(method: str, offloaded: Any, tmp_path: Any) -> None:
+    model = plain_model("opt")
+    ids, mask = ragged()
+    expected = generate(model, ids, mask, num_beams=2)
+    tiny = 5 * 8 / (1 << 20)
+    engine = offloaded(copy.deepcopy(model), method=method, host_gb=tiny, disk_gb=0.01, disk_path=str(tmp_path))
+    assert torch.equal(generate(engine, ids, mask, num_beams=2), expected)
+    used = engine._offloader.pool.used()
+    assert used["host"] == 5 * 8192 and used["disk"] > 0
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_only_new_tokens_go_back(offloaded: Any) -> None:
+    model = plain_model("gpt_neox")
+    ids, mask = ragged()
+    config = model.config
+    row = 2 * config.hidden_size * 4
+    for method, per_token in (("stream", row), ("chunked", row + config.hidden_size * 4)):
+        engine = offloaded(copy.deepcopy(model), method=method)
+        generate(engine, ids, mask)
+        steps = engine._offloader.steps
+        assert len(steps) == NEW - 1
+        assert [step.new for step in steps] == [3] * (NEW - 1)
+        sent = sum(step.bytes_out for step in steps)
+        # The prompt's own rows may still be on their way when the first step begins.
+        prompt = int(mask.sum()) * per_token * config.num_hidden_layers
+        tokens = 3 * (NEW - 1) * per_token * config.num_hidden_layers
+        engine._offloader.link.close()
+        total = engine._offloader.link.traffic["out"].nbytes
+        assert total == prompt + tokens and sent <= total
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["stream", "chunked", "auto"])
+def test_sessions_go_on_fork_and_are_cut(method: str, offloaded: Any) -> None:
+    model = plain_model("qwen3")
+    generator = torch.Generator().manual_seed(11)
+    turns = [torch.randint(3, 190, (2, length), generator=generator) for length in (17, 1, 9)]
+    engine = offloaded(copy.deepcopy(model), method=method)
+    session = engine.session()
+    history = torch.empty(2, 0, dtype=torch.int64)
+    for turn in turns:
+        history = torch.cat([history, turn], dim=1)
+        expected = generate(model, history, torch.ones_like(history), max_new_tokens=5)
+        assert torch.equal(session.generate(turn, max_new_tokens=5, do_sample=False, pad_token_id=0), expected)
+        history = expected
+    twin = session.fork()
+    for other, seed in ((twin, 1), (session, 2)):
+        turn = torch.randint(3, 190, (2, 6), generator=torch.Generator().manual_seed(seed))
+        longer = torch.cat([history, turn], dim=1)
+        expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
+        assert torch.equal(other.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+    session.cut_back(20)
+    longer = torch.cat([session.input_ids, turns[2]], dim=1)
+    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
+    assert torch.equal(session.generate(turns[2], max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_a_saved_session_streams_what_has_no_activations(offloaded: Any, tmp_path: Any) -> None:
+    model = plain_model("opt")
+    engine = offloaded(copy.deepcopy(model), method="chunked")
+    turn = torch.randint(3, 190, (2, 15), generator=torch.Generator().manual_seed(3))
+    session = engine.session()
+    first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    session.save(tmp_path / "saved")
+    restored = engine.restore_session(tmp_path / "saved")
+    longer = torch.cat([first, turn], dim=1)
+    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=6)
+    for each in (session, restored):
+        assert torch.equal(each.generate(turn, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
+        recomputed = [step.division.recomputed for step in engine._offloader.steps]
+        assert any(recomputed) == (each is session)
+
+
+def test_memory_comes_back_after_each_call(offloaded: Any) -> None:
+    model = plain_model("llama")
+    ids, mask = ragged()
+    engine = offloaded(model, host_gb=16 * 8 / (1 << 20))
+    expected = generate(engine, ids, mask)
+    for _ in range(5):
+        assert torch.equal(generate(engine, ids, mask), expected)
+
+
+def test_outgrown_budgets_are_named_and_sessions_survive(offloaded: Any) -> None:
+    model = plain_model("opt")
+    engine = offloaded(copy.deepcopy(model), host_gb=24 * 8 / (1 << 20))
+    session = engine.session()
+    turn = torch.randint(3, 190, (1, 20), generator=torch.Generator().manual_seed(3))
+    first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with pytest.raises(RuntimeError, match=r"outgrow their budgets: megakv.offload.host_gb holds 192.00 KiB"):
+        session.generate(turn.repeat(1, 30), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert session.length == first.shape[1] - 1
+    longer = torch.cat([first, turn], dim=1)
+    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
+    assert torch.equal(session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_computed(offloaded: Any) -> None:
+    model = plain_model("opt")
+    layers = model.config.num_hidden_layers
+    engine = offloaded(copy.deepcopy(model), method="stream", host_gb=layers * 4 * 8 / (1 << 20))
+    ids = torch.randint(3, 190, (2, 20), generator=torch.Generator().manual_seed(3))
+    # A page holds 16 tokens of a layer: 64 KiB are two pages per layer and sequence.
+    with pytest.raises(
+        RuntimeError,
+        match=r"needs 96.00 KiB.*40 tokens so far, up to 20 more for each of 2 sequences.*host_gb holds 64.00 KiB",
+    ):
+        engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20)
+    expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=12)
+    assert torch.equal(generate(engine, ids, torch.ones_like(ids), max_new_tokens=12), expected)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_the_report_has_every_step(offloaded: Any) -> None:
+    engine = offloaded(plain_model("opt"), method="auto")
+    ids, mask = ragged()
+    generate(engine, ids, mask)
+    (rank,) = engine.report().ranks
+    cached = int(mask.sum())
+    assert [step.cached for step in rank.offload] == [cached + 3 * step for step in range(NEW - 1)]
+    for step in rank.offload:
+        assert 0 < step.recomputed < step.cached and 0 < step.on_host < step.cached
+        assert step.measured_s >= step.waited_s >= 0 and step.predicted_s > 0

@@ -1,0 +1,155 @@
+"""The emulated link copies truly, in order, at its pace, and hands errors to whoever waits."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakv.errors import MegaKVError
+from megakv.offload.assembly import make_link
+from megakv.offload.link import MemoryRows, Move
+from megakv.offload.thread_link import ThreadLink
+
+
+class Gate:
+    """Rows that are only there once somebody opens the gate."""
+
+    nbytes = 4
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def read_into(self, target: Tensor) -> None:
+        assert self.open.wait(10)
+        target.fill_(1)
+
+    def write_from(self, source: Tensor) -> None:
+        assert self.open.wait(10)
+
+
+class Broken:
+    """Rows whose file is gone."""
+
+    nbytes = 4
+
+    def read_into(self, target: Tensor) -> None:
+        raise OSError("no space left on device")
+
+    write_from = read_into
+
+
+def moves(*pairs: tuple[Tensor, Tensor]) -> list[Move]:
+    return [Move(MemoryRows(host), device) for host, device in pairs]
+
+
+def test_rows_arrive_as_they_were() -> None:
+    link = ThreadLink()
+    hosts = [torch.randn(n, 5) for n in (1, 7, 100)]
+    devices = [torch.zeros_like(host) for host in hosts]
+    link.start("in", moves(*zip(hosts, devices, strict=True))).wait()
+    for host, device in zip(hosts, devices, strict=True):
+        assert torch.equal(host, device)
+    back = torch.zeros_like(hosts[1])
+    link.start("out", moves((back, devices[1]))).wait()
+    assert torch.equal(back, hosts[1])
+    assert link.traffic["in"].nbytes == 108 * 5 * 4 and link.traffic["out"].nbytes == 7 * 5 * 4
+    link.close()
+
+
+def test_one_direction_keeps_its_order_and_the_other_goes_on() -> None:
+    link, gate = ThreadLink(), Gate()
+    target, later = torch.zeros(1, 1), torch.zeros(1, 1)
+    first = link.start("in", [Move(gate, target)])
+    second = link.start("in", moves((torch.ones(1, 1), later)))
+    other = link.start("out", moves((torch.zeros(1, 1), torch.ones(1, 1))))
+    other.wait()
+    assert not first.done and not second.done and later.item() == 0
+    gate.open.set()
+    second.wait()
+    assert first.done and later.item() == 1
+    link.close()
+
+
+def test_a_transfer_waits_for_those_it_comes_after() -> None:
+    link, gate = ThreadLink(), Gate()
+    written = torch.zeros(1, 1)
+    slow = link.start("out", [Move(gate, torch.ones(1, 1))])
+    writing = link.start("out", moves((written, torch.full((1, 1), 3.0))))
+    read = torch.zeros(1, 1)
+    reading = link.start("in", moves((written, read)), after=[writing])
+    time.sleep(0.02)
+    assert not slow.done and not reading.done
+    gate.open.set()
+    reading.wait()
+    assert read.item() == 3
+    link.close()
+
+
+def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
+    link = ThreadLink()
+    broken = link.start("in", [Move(Broken(), torch.zeros(1, 1))])
+    depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
+    for ticket in (broken, depending):
+        with pytest.raises(MegaKVError, match="transfer of 4 bytes failed.*no space left"):
+            ticket.wait()
+    target = torch.zeros(3, 2)
+    link.start("in", moves((torch.ones(3, 2), target))).wait()
+    assert target.sum() == 6
+    link.close()
+
+
+def test_a_buffer_in_flight_is_not_written_again() -> None:
+    link, gate = ThreadLink(), Gate()
+    target = torch.zeros(1, 1)
+    first = link.start("in", [Move(gate, target)])
+    with pytest.raises(AssertionError, match="used again"):
+        link.start("in", moves((torch.ones(1, 1), target)))
+    gate.open.set()
+    first.wait()
+    link.start("in", moves((torch.full((1, 1), 5.0), target))).wait()
+    assert target.item() == 5
+    link.close()
+
+
+def test_the_pace_is_kept() -> None:
+    link = ThreadLink(200e6)
+    host = torch.randn(1000, 5000)
+    begun = time.perf_counter()
+    tickets = [link.start("in", moves((host[part::4].contiguous(), torch.empty(250, 5000)))) for part in range(4)]
+    for ticket in tickets:
+        ticket.wait()
+    taken = time.perf_counter() - begun
+    # A busy machine may be slower, never faster.
+    assert 0.1 <= taken < 2
+    assert link.traffic["in"].busy_s >= 0.09
+    link.close()
+
+
+def test_a_stress_of_both_directions_corrupts_nothing() -> None:
+    link = ThreadLink()
+    generator = torch.Generator().manual_seed(3)
+    host = torch.randn(64, 33, generator=generator)
+    expected, buffers = host.clone(), [torch.empty(16, 33) for _ in range(2)]
+    held: list = [None, None]
+    last_out = None
+    for step in range(1000):
+        slot, first = step % 2, int(torch.randint(0, 49, (1,), generator=generator))
+        if held[slot] is not None:
+            held[slot].wait()
+        after = [last_out] if last_out is not None else []
+        link.start("in", moves((host[first : first + 16], buffers[slot])), after=after).wait()
+        assert torch.equal(buffers[slot], expected[first : first + 16])
+        new = torch.randn(1, 33, generator=generator)
+        expected[first] = new[0]
+        held[slot] = last_out = link.start("out", moves((host[first : first + 1], new)))
+    link.close()
+    assert torch.equal(host, expected)
+
+
+def test_impossible_links_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 bytes per second"):
+        ThreadLink(0)
+    with pytest.raises(ValueError, match="emulated_link_gb_s"):
+        make_link(torch.device("cuda"), 1e9)

@@ -1,0 +1,118 @@
+"""Pages: rows come back as they went, copies are few, forks share until written, budgets hold."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakv.errors import MegaKVError
+from megakv.offload.pages import PagedRows, mark_written, unwritten
+from megakv.offload.pool import PagePool
+from megakv.offload.thread_link import ThreadLink
+from megakv.offload.tiers import DiskTier, HostTier, available_memory
+
+WIDTH = 5
+PAGE = 7 * WIDTH * 4
+
+
+def make_pool(host_pages: int, disk_pages: int = 0, folder: Path | None = None) -> PagePool:
+    tiers: list = [HostTier(host_pages * PAGE)]
+    if folder is not None:
+        tiers.append(DiskTier(disk_pages * PAGE, folder))
+    return PagePool(tiers, PAGE)
+
+
+def write(link: ThreadLink, paged: PagedRows, rows: Tensor) -> None:
+    first = paged.extend(len(rows))
+    moves, pages = paged.moves(first, rows)
+    mark_written(pages, link.start("out", moves))
+
+
+def read(link: ThreadLink, paged: PagedRows, first: int, count: int) -> Tensor:
+    target = torch.empty(count, WIDTH)
+    moves, pages = paged.moves(first, target)
+    link.start("in", moves, after=unwritten(pages)).wait()
+    return target
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    pool, link = make_pool(9, 200, tmp_path), ThreadLink()
+    torch.manual_seed(seed)
+    held = [(PagedRows(pool, WIDTH, torch.float32), torch.empty(0, WIDTH))]
+    for _ in range(120):
+        index = generator.randrange(len(held))
+        paged, expected = held[index]
+        action = generator.choice(["write", "write", "fork", "truncate", "drop"])
+        if action == "write":
+            rows = torch.randn(generator.randrange(0, 20), WIDTH)
+            write(link, paged, rows)
+            held[index] = paged, torch.cat([expected, rows])
+        elif action == "fork" and len(held) < 5:
+            held.append((paged.fork(), expected))
+        elif action == "truncate":
+            length = generator.randrange(0, len(expected) + 1)
+            paged.truncate(length)
+            held[index] = paged, expected[:length]
+        elif action == "drop" and len(held) > 1:
+            held.pop(index)
+        paged, expected = generator.choice(held)
+        first = generator.randrange(0, len(expected) + 1)
+        count = generator.randrange(0, len(expected) - first + 1)
+        assert torch.equal(read(link, paged, first, count), expected[first : first + count])
+    held.clear()
+    del paged
+    assert pool.used() == {"host": 0, "disk": 0}
+    link.close()
+
+
+def test_a_prompt_moves_in_one_copy() -> None:
+    pool = make_pool(40)
+    paged = PagedRows(pool, WIDTH, torch.float32)
+    paged.extend(100)
+    moves, pages = paged.moves(3, torch.empty(90, WIDTH))
+    assert len(moves) == 1 and moves[0].nbytes == 90 * WIDTH * 4
+    assert len(pages) == 14
+
+
+def test_budgets_that_are_used_up_change_nothing() -> None:
+    pool, link = make_pool(3), ThreadLink()
+    paged = PagedRows(pool, WIDTH, torch.float32)
+    rows = torch.randn(20, WIDTH)
+    write(link, paged, rows)
+    with pytest.raises(MegaKVError, match=r"host_gb holds 420 B, all of it is in use"):
+        paged.extend(2)
+    assert paged.length == 20 and torch.equal(read(link, paged, 0, 20), rows)
+    assert paged.extend(1) == 20
+    link.close()
+
+
+def test_pages_smaller_than_a_row_are_refused() -> None:
+    with pytest.raises(MegaKVError, match="page_kib = 0 is too small.*160 B"):
+        PagedRows(make_pool(3), 40, torch.float32)
+
+
+def test_budgets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    free = available_memory()
+    assert free is not None and free > 0
+    with pytest.raises(ValueError, match=r"host_gb asks for .* GiB of host memory, .* are free"):
+        HostTier(2 * free)
+    with pytest.raises(ValueError, match=r"disk_gb asks for .* GiB in .*, where .* are free"):
+        DiskTier(1 << 60, tmp_path)
+    with pytest.raises(ValueError, match=r"disk_path = .*missing.* cannot be written to: No such file"):
+        DiskTier(100, tmp_path / "missing")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_files_keep_every_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    tier = DiskTier(10000, tmp_path)
+    rows = torch.randn(6, 3).to(dtype)
+    tier.rows(123 * dtype.itemsize, 6, 3, dtype).write_from(rows)
+    found = torch.empty_like(rows)
+    tier.rows(123 * dtype.itemsize, 6, 3, dtype).read_into(found)
+    assert torch.equal(found, rows)
+    assert not list(tmp_path.iterdir()), "the file has no name"
+    tier.close()

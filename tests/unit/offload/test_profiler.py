@@ -1,0 +1,74 @@
+"""The profiler measures the link and recomputation, keeps them, learns, and refuses what is of another machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megakv.costmodel.offload import StepTimes, step_seconds
+from tests.unit.offload.test_exactness import generate, plain_model
+
+LINK_GB_S = 0.004
+
+
+def offloader_after(offloaded: Any, **settings: Any) -> Any:
+    engine = offloaded(plain_model("opt"), method="chunked", emulated_link_gb_s=LINK_GB_S, **settings)
+    ids = torch.randint(3, 190, (2, 60), generator=torch.Generator().manual_seed(1))
+    generate(engine, ids, torch.ones_like(ids), max_new_tokens=10)
+    return engine._offloader
+
+
+def test_an_emulated_link_is_found_to_be_what_it_is(offloaded: Any) -> None:
+    offloader = offloader_after(offloaded)
+    profile = offloader.costs.profile
+    assert profile.link_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.1)
+    assert profile.row_bytes == 2 * 64 * 4 and profile.input_bytes == 64 * 4
+    assert 0 < profile.recompute_s < 1e-3
+    # Recomputing is much cheaper here than sending, so nearly every token is recomputed, and the link is the limit.
+    late = offloader.steps[-3:]
+    assert all(step.division.recomputed > 0.7 * step.cached for step in late)
+    layers = [
+        (step.cached - step.division.recomputed) * profile.row_bytes + step.division.recomputed * profile.input_bytes
+        for step in offloader.steps
+    ]
+    # At either end some layers are on their way, two at most.
+    assert sum(step.bytes_in for step in offloader.steps) == pytest.approx(2 * sum(layers), abs=4.1 * max(layers))
+
+
+def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "offload.json"
+    offloader_after(offloaded, profile=str(path))
+    values = json.loads(path.read_text())
+    assert values["emulated_link_gb_s"] == LINK_GB_S
+    values["recompute_s"] = 1.0
+    path.write_text(json.dumps(values))
+    offloader = offloader_after(offloaded, profile=str(path))
+    assert offloader.steps[0].division.recomputed == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_bytes": 77}, "another model's rows"),
+        ({"fingerprint": {"processor": "abacus"}}, "processor 'abacus', here"),
+        ({"link_bytes_s": -1}, "link_bytes_s: Input should be greater than 0"),
+    ],
+)
+def test_foreign_profiles_are_refused(changes: dict[str, Any], message: str, offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "offload.json"
+    offloader_after(offloaded, profile=str(path))
+    values = json.loads(path.read_text())
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"megakv.offload.profile = .*{message}.*remove it, and it is measured anew"):
+        offloader_after(offloaded, profile=str(path))
+
+
+def test_a_pipeline_runs_at_the_pace_of_its_slower_side() -> None:
+    slow_link = StepTimes(sent_s=10.0, landed_s=4.0, recompute_s=3.0, layer_s=2.0, outside_s=1.0)
+    assert step_seconds(slow_link, 8) == pytest.approx(80.0)
+    slow_device = StepTimes(sent_s=4.0, landed_s=2.0, recompute_s=3.0, layer_s=6.0, outside_s=5.0)
+    assert step_seconds(slow_device, 8) == pytest.approx(8 * 9.0 + 5.0)

@@ -1,0 +1,95 @@
+"""A thousand steps over concurrent transfers: at every step and layer, what attention sees is what was computed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import megakv
+from megakv.offload.store import TieredStore
+from tests.families import FAMILIES
+from tests.unit.offload.test_exactness import plain_model
+
+STEPS = 1000
+
+
+class Shadow:
+    """A second copy of every row, kept in plain memory as it is appended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.rows: dict[tuple[int, int], list[Tensor]] = {}
+        self.checked = 0
+        append, part = TieredStore.append, TieredStore.part
+
+        def appended(store: TieredStore, sequence: int, keys: Tensor, values: Tensor) -> None:
+            self.rows.setdefault((store.layer, sequence), []).append(torch.cat((keys, values), dim=2).clone())
+            append(store, sequence, keys, values)
+
+        def compared(store: TieredStore, sequence: int) -> tuple[Tensor, Tensor]:
+            keys, values = part(store, sequence)
+            found = torch.cat((keys, values), dim=2)
+            pieces = self.rows[store.layer, sequence]
+            if len(pieces) > 50:
+                pieces[:] = [torch.cat(pieces, dim=1)]
+            expected = torch.cat(pieces, dim=1)[:, -found.shape[1] :]
+            assert found.shape == expected.shape
+            error = (found - expected).abs().max() / expected.abs().max()
+            assert error < 1e-4, f"layer {store.layer}, sequence {sequence}, {found.shape[1]} rows: off by {error}"
+            self.checked += 1
+            return keys, values
+
+        monkeypatch.setattr(TieredStore, "append", appended)
+        monkeypatch.setattr(TieredStore, "part", compared)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["stream", "auto"])
+def test_no_row_is_corrupted_in_a_thousand_steps(
+    method: str, offloaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    model = plain_model("opt")
+    # Both tiers, and a link that is always behind.
+    engine = offloaded(model, method=method, host_gb=0.001, disk_gb=0.02, disk_path=str(tmp_path))
+    shadow = Shadow(monkeypatch)
+    ids = torch.randint(3, 190, (2, 5), generator=torch.Generator().manual_seed(1))
+    engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS + 1, do_sample=False)
+    assert len(engine._offloader.steps) == STEPS
+    assert shadow.checked == 2 * 2 * (STEPS + 1)
+    assert all(used > 0 for used in engine._offloader.pool.used().values())
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt_neox"])
+def test_the_error_in_bfloat16_is_bounded(name: str, alone: None) -> None:
+    """Recomputed rows differ from stored ones in the last bits: logits by no more than bfloat16 itself costs."""
+    torch.manual_seed(0)
+    exact = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.randint(3, 190, (2, 90), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = exact(ids).logits[:, -1]
+
+    def last_logits(method: str) -> Tensor:
+        section = {"enabled": method != "none", "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}
+        if method != "none":
+            section["method"] = method
+        model = AutoModelForCausalLM.from_config(exact.config, dtype=torch.bfloat16)
+        model.load_state_dict(exact.state_dict())
+        engine = megakv.init_inference(model.to(torch.bfloat16), {"dtype": "bf16", "megakv": {"offload": section}})
+        past = None
+        for first in (0, 60, *range(61, 90)):
+            last = {0: 60, 60: 61}.get(first, first + 1)
+            output = engine(input_ids=ids[:, first:last], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+        if method not in ("none", "stream"):
+            assert engine._offloader.steps[-1].division.recomputed > 0
+        engine.destroy()
+        return output.logits[:, -1].float()
+
+    in_memory, streamed, recomputed = (last_logits(method) for method in ("none", "stream", "chunked"))
+    assert torch.equal(in_memory, streamed), "sending rows changes no bit"
+    scale = expected.abs().max()
+    bound = 2 * ((in_memory - expected).abs().max() / scale).item()
+    assert ((recomputed - expected).abs().max() / scale).item() < bound
+    assert ((recomputed - in_memory).abs().max() / scale).item() < 2**-6
