@@ -80,8 +80,9 @@ class PagedRows:
         """A page of one's own in the place of a shared last page that is partly filled."""
         index = self.length // self._per_page
         shared, own = self._pages[index], self._pool.take()
-        if shared.written is not None:
-            shared.written.settle()
+        for page in (shared, own):
+            if page.written is not None:
+                page.written.settle()
         buffer = torch.empty(rows, self.width, dtype=self._dtype)
         shared.tier.rows(shared.offset, rows, self.width, self._dtype).read_into(buffer)
         own.tier.rows(own.offset, rows, self.width, self._dtype).write_from(buffer)

@@ -28,7 +28,7 @@ class Page:
     users : int
         Sequences that share it; one with several is copied before it is written to.
     written : Ticket, optional
-        The last transfer into it.
+        The last transfer into it, perhaps its user's before.
     """
 
     tier: Tier
@@ -42,6 +42,7 @@ class _Free:
     """Unused pages of a tier: those given back, lowest first, then those never used."""
 
     returned: list[int] = field(default_factory=list)
+    written: dict[int, Ticket] = field(default_factory=dict)
     fresh: int = 0
 
 
@@ -112,12 +113,17 @@ class PagePool:
         """One user less; without any, the page is free."""
         page.users -= 1
         if page.users == 0:
-            heapq.heappush(self._free[self._index[id(page.tier)]].returned, page.offset)
+            free = self._free[self._index[id(page.tier)]]
+            heapq.heappush(free.returned, page.offset)
+            if page.written is not None and not page.written.done:
+                # Rows that nobody wants any more may still be on their way: the next user must know.
+                free.written[page.offset] = page.written
 
     def _take(self) -> Page | None:
         for tier, free, capacity in zip(self.tiers, self._free, self._capacity, strict=True):
             if free.returned:
-                return Page(tier, heapq.heappop(free.returned))
+                offset = heapq.heappop(free.returned)
+                return Page(tier, offset, written=free.written.pop(offset, None))
             if free.fresh < capacity:
                 free.fresh += 1
                 return Page(tier, (free.fresh - 1) * self.page_bytes)

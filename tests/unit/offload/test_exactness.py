@@ -194,6 +194,18 @@ def test_a_saved_session_streams_what_has_no_activations(offloaded: Any, tmp_pat
         assert any(recomputed) == (each is session)
 
 
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["stream", "auto"])
+def test_beams_over_a_link_that_is_behind(method: str, offloaded: Any) -> None:
+    """Pages of dropped beams are taken anew while rows are still on their way into them."""
+    model = plain_model("opt")
+    ids, mask = ragged()
+    expected = generate(model, ids, mask, num_beams=3)
+    engine = offloaded(copy.deepcopy(model), method=method, emulated_link_gb_s=0.001)
+    for _ in range(2):
+        assert torch.equal(generate(engine, ids, mask, num_beams=3), expected)
+
+
 def test_memory_comes_back_after_each_call(offloaded: Any) -> None:
     model = plain_model("llama")
     ids, mask = ragged()
