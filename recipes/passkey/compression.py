@@ -1,0 +1,192 @@
+"""Measure what compressing the cache costs: the number must be found by a question that comes after compression.
+
+Usage: ``python recipes/passkey/compression.py``. What is measured already is read from the output and not repeated, so
+a run that was stopped goes on; ``--fresh`` starts anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from prose import SEPARATOR
+from task import MODEL_DIR, Document, document, is_correct, load_tokenizer, question
+from transformers import PreTrainedTokenizerBase
+
+import megakv
+from megakv.launcher.environment import adopt_single_process
+from megakv.launcher.voice import quiet_libraries
+
+RESULTS_DIR = Path(__file__).resolve().parent / "results"
+HEADS_FILE = RESULTS_DIR / "heads.json"
+IMPORTANCE_FILE = RESULTS_DIR / "head_importance.json"
+BUDGETS = (0.02, 0.05, 0.1, 0.25, 0.5)
+METHODS = ("streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv")
+WITH_PEAK = ("snapkv", "pyramidkv", "ada_snapkv", "headkv")
+PEAK: dict[str, Any] = {"observe": "prompt", "reduce": "peak"}
+FULL = "every token"
+ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the table.
+
+    Parameters
+    ----------
+    label : str
+        What it is called.
+    section : dict or None
+        ``megakv.fairkv`` but for the budget; None keeps every token.
+    """
+
+    label: str
+    section: dict[str, Any] | None
+
+
+def settings() -> list[Setting]:
+    """All lines: every method as its paper has it, and those that can with the peak over the whole prompt."""
+    lines = [Setting(FULL, None)]
+    for peak in (False, True):
+        for method in WITH_PEAK if peak else METHODS:
+            section: dict[str, Any] = {"method": method, **(PEAK if peak else {})}
+            if method == "headkv":
+                section["importance"] = str(IMPORTANCE_FILE)
+            lines.append(Setting(method + (", peak" if peak else ""), section))
+    return lines
+
+
+def write_importance() -> None:
+    """The importance of KV heads for HeadKV: the share of their attention on the digit that is said next."""
+    shares = np.array(json.loads(HEADS_FILE.read_text())["next_digit"])
+    table = shares.reshape(len(shares), -1, 2).mean(-1)
+    IMPORTANCE_FILE.write_text(json.dumps({"model": "passkey", "importance": np.round(table, 4).tolist()}) + "\n")
+
+
+def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[str, float]:
+    """Read each document, compress, then ask.
+
+    Returns
+    -------
+    dict
+        ``exact`` answers, and the share of the cache's ``bytes`` that was held when the question came.
+    """
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer()
+    asked = tokenizer(SEPARATOR + question(), return_tensors="pt").input_ids
+    extra = {} if section is None else {"fairkv": section}
+    engine = megakv.init_inference(str(MODEL_DIR), {"dtype": "fp32", "megakv": extra})
+    config = engine.module.config
+    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    exact, held = 0, 0.0
+    for each in documents:
+        session = engine.session()
+        session.generate(torch.tensor([each.ids]), max_new_tokens=1, do_sample=False)
+        # Without the token that was generated behind the document.
+        session.cut_back(session.length)
+        held += session._cache.nbytes() / (token_bytes * len(each.ids))
+        before = len(each.ids) + asked.shape[1]
+        found = session.generate(asked, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        exact += is_correct(tokenizer.decode(found[0, before:], skip_special_tokens=True), each.number)
+        session.close()
+    engine.destroy()
+    return {"exact": exact, "bytes": held / len(documents)}
+
+
+def make_documents(tokens: int, count: int, seed: int) -> list[Document]:
+    """Documents whose numbers lie at evenly spread depths."""
+    tokenizer, rng = load_tokenizer(), np.random.default_rng(seed)
+    return [document(tokens, (index + 0.5) / count, rng, tokenizer) for index in range(count)]
+
+
+def table(record: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    cells = {(cell["label"], cell["budget"]): cell for cell in record["cells"]}
+    count = record["prompts"]
+    heads = [f"{budget:.0%}" for budget in BUDGETS]
+    lines = [
+        f"Exact answers of {count}, in percent, by the share of a {record['tokens']}-token document's keys and values "
+        "that is kept; the question comes after compression:",
+        "",
+        "| method | " + " | ".join(heads) + " |",
+        "|---|" + "---:|" * len(heads),
+    ]
+    for setting in settings():
+        row = [cells.get((setting.label, None if setting.section is None else budget)) for budget in BUDGETS]
+        shown = ["-" if cell is None else f"{100 * cell['exact'] / count:.0f}" for cell in row]
+        lines.append(f"| {setting.label} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Accuracy by budget, a line per method."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    count = record["prompts"]
+    for index, setting in enumerate(settings()):
+        found = sorted(
+            (cell["budget"] or 1.0, 100 * cell["exact"] / count)
+            for cell in record["cells"]
+            if cell["label"] == setting.label
+        )
+        if setting.section is None:
+            for _, value in found:
+                axes.axhline(value, color="grey", lw=0.8, label=setting.label)
+        else:
+            style = "-" if "peak" in setting.label else "--"
+            color = f"C{METHODS.index(setting.section['method'])}"
+            shift = 1 + 0.012 * (index - 5)
+            axes.plot([x * shift for x, _ in found], [y for _, y in found], style, marker="o", ms=4, color=color,
+                      label=setting.label)  # fmt: skip
+    axes.set(xscale="log", ylim=(-3, 103), xlabel="share of keys and values kept", ylabel="exact answers, percent")
+    axes.set_xticks(BUDGETS, [f"{budget:.0%}" for budget in BUDGETS])
+    axes.minorticks_off()
+    axes.set_title(f"Question after compression, {record['tokens']} tokens, {count} documents")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measure from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR, help="folder for the results")
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the documents")
+    parser.add_argument("--prompts", type=int, default=40, help="documents for every method and budget")
+    parser.add_argument("--seed", type=int, default=99, help="seed of the documents")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--fresh", action="store_true", help="measure everything anew")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    quiet_libraries()
+    adopt_single_process()
+    write_importance()
+    path = args.output / "compression.json"
+    record: dict[str, Any] = {"tokens": args.tokens, "prompts": args.prompts, "seed": args.seed, "cells": []}
+    if path.exists() and not args.fresh:
+        earlier = json.loads(path.read_text())
+        if all(earlier[name] == record[name] for name in ("tokens", "prompts", "seed")):
+            record = earlier
+    done = {(cell["label"], cell["budget"]) for cell in record["cells"]}
+    documents = make_documents(args.tokens, args.prompts, args.seed)
+    for setting in settings():
+        for budget in [None] if setting.section is None else BUDGETS:
+            if (setting.label, budget) in done:
+                continue
+            section = None if setting.section is None else {**setting.section, "budget": budget}
+            cell = {"label": setting.label, "budget": budget, **answers(section, documents)}
+            record["cells"].append(cell)
+            path.write_text(json.dumps(record, indent=1) + "\n")
+            print(f"{setting.label}, budget {budget}: {cell['exact']} of {args.prompts}", flush=True)
+    (args.output / "compression.md").write_text(table(record))
+    draw(record, args.output / "compression.png")
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()
