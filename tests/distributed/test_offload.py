@@ -10,7 +10,7 @@ from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
 TOLERANCE = 1e-4
-CASES = ("greedy 65", "chunked 65", "ragged greedy", "ragged beams")
+CASES = ("greedy 1", "greedy 65", "chunked 65", "ragged greedy", "ragged beams")
 # A link so slow that recomputing pays even for tiny models.
 SLOW = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.001}
 RUNS = [
