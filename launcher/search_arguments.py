@@ -41,7 +41,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full-grid",
         action="store_true",
-        help="measure all points of every cell, as published: hundreds",
+        help="first measure all points of every cell, as published: hundreds",
     )
     parser.add_argument("--png", metavar="FILE", help="picture of the search (default: beside the table)")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)

@@ -2,8 +2,8 @@
 
 A hierarchical grid search: the best of a coarse grid, then the cell around it at half the stride, and so on down to the
 unit. As published it measures every point of every cell (``full_grid``), 5^(N-1) a level, which is more than a machine
-can afford from 8K tokens on. Here a cell is pruned: its points are measured in the order of what the measurements so
-far promise (`megakv.runahead.trend`), and the cell is left when nothing in it promises to be better.
+can afford from 8K tokens on. By default a cell is pruned: its points are measured in the order of what the measurements
+so far promise (`megakv.runahead.trend`), and the cell is left when nothing in it promises to be better.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PartitionSearch:
         Where the best is expected: of a cost model, of neighbouring prompts. They are measured as they are, on the
         grid or not, also with empty parts.
     full_grid : bool
-        Measure every point of every cell, as published.
+        Measure every point of every cell first, as published.
     patience : int
         Measurements of a level without progress after which it is left; four for each bound if None. It grows where
         measurements turn out otherwise than expected.
@@ -137,8 +137,7 @@ class PartitionSearch:
             self._measure(partition, 0, left=self._ahead(0))
         if self.full_grid:
             self._every_cell()
-        else:
-            self._promising()
+        self._promising()
         again = self._repeat(first)
         best = min(again or self._seconds, key=lambda partition: (again or self._seconds)[partition])
         return SearchResult(

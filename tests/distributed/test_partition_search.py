@@ -116,7 +116,9 @@ def test_runs_cut_their_prompts_by_the_table(search: Search) -> None:
         fractions = table.fractions(tokens)
         assert fractions is not None
         outcome = search.read(tokens)
-        assert [rank["tokens"] for rank in outcome["ranks"]] == list(from_fractions(fractions, tokens))
+        expected = list(from_fractions(fractions, tokens))
+        assert [rank["tokens"] for rank in outcome["ranks"]] == expected
+        assert outcome["prefill"]["partitions"] == [expected] and outcome["prefill"]["chosen"] == "runahead"
     outcome = search.read(LONG + 1)
     nearest = from_fractions(table.entries[-1].fractions, LONG + 1)
     assert [rank["tokens"] for rank in outcome["ranks"]] == list(nearest)

@@ -56,6 +56,14 @@ class SimulatedChain:
             receive=compute / tokens * rng.choice((0.0, 10 ** rng.uniform(-3, -1))),
         )
 
+    @classmethod
+    def usual(cls, tokens: int, rng: random.Random) -> SimulatedChain:
+        """One of 8 layers or more whose links carry a prompt's keys and values in a fifth of the compute at most."""
+        while True:
+            found = cls.any(tokens, rng)
+            if found.layers >= 8 and found.carry * tokens <= 0.2:
+                return found
+
     def seconds(self, partitions: NDArray[np.int64]) -> NDArray[np.float64]:
         """``[n]`` TTFT of the partitions ``[n, N]``."""
         parts = partitions.astype(np.float64)
