@@ -56,4 +56,6 @@ def test_tokens_are_the_plain_model_s(run: tuple[str, str, str, str], results: R
         assert "failure" not in case, case
         assert case["equal"] and case["error"] < TOLERANCE, case
         # Every tensor-parallel rank needs all activations but has only its heads: these are larger than what they save.
-        assert (case["recomputed"] > 0) == (method == "chunked" and mesh == "2x1"), case
+        # One token is on one rank: the other begins with the second.
+        if case["case"] != "greedy 1":
+            assert (case["recomputed"] > 0) == (method == "chunked" and mesh == "2x1"), case
