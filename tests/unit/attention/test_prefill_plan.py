@@ -1,7 +1,7 @@
 """How a prompt is spread: over one rank, a chain or a ring, as asked for or as predicted (KV-Runahead, Appendix B)."""
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -115,6 +115,23 @@ def test_what_was_asked_for_is_obeyed() -> None:
     for prefill in ("pass_kv", "pass_q", "all_gather"):
         config = ContextParallelConfig(size=SIZE, prefill=prefill)
         assert plan_prefill(config, Evidence(), work, sizes=sizes) == PrefillChoice()
+
+
+@pytest.mark.parametrize("prefill", ["auto", "pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal"])
+def test_queries_come_to_what_was_compressed(prefill: Literal["auto"]) -> None:
+    profile, work = machine(), prompt(4096, 900)
+    config = ContextParallelConfig(size=SIZE, prefill=prefill)
+    planner = PrefillPlanner(profile, MODEL, SIZE)
+    chosen = plan_prefill(
+        config, Evidence("cost", profile), work, sizes=planner.partition, planner=planner, compressed=True
+    )
+    assert chosen == PrefillChoice("pass_q")
+
+
+def test_the_chain_goes_on_over_what_was_compressed() -> None:
+    config = ContextParallelConfig(size=SIZE, prefill="runahead")
+    found = plan_prefill(config, Evidence(), prompt(10, 7), sizes=lambda new, cached: (new, 0, 0, 0), compressed=True)
+    assert found == PrefillChoice("runahead", ((10, 0, 0, 0),))
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
