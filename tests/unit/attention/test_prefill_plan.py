@@ -1,7 +1,7 @@
 """How a prompt is spread: over one rank, a chain or a ring, as asked for or as predicted (KV-Runahead, Appendix B)."""
 
 import random
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -118,7 +118,7 @@ def test_what_was_asked_for_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize("prefill", ["auto", "pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal"])
-def test_queries_come_to_what_was_compressed(prefill: Literal["auto"]) -> None:
+def test_queries_come_to_what_was_compressed(prefill: str) -> None:
     profile, work = machine(), prompt(4096, 900)
     config = ContextParallelConfig(size=SIZE, prefill=prefill)
     planner = PrefillPlanner(profile, MODEL, SIZE)
