@@ -32,7 +32,8 @@ check ruff format --check .
 check types
 
 echo "== pytest $*"
-pytest "$@" </dev/null
+# Most tests wait for processes to start or for one thread: two files at a time use two cores.
+pytest -n 2 --dist loadfile "$@" </dev/null
 status=$?
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED before the tests: %s\n' "${failed[@]}"
