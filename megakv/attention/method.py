@@ -14,7 +14,7 @@ from megakv.attention.part import KVPart, Part, dense
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
-from megakv.sharding import Layout, TokenBlock
+from megakv.sharding import IntArray, Layout, TokenBlock
 from megakv.stores import KVStore
 
 
