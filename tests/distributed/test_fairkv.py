@@ -30,8 +30,9 @@ def judge(results: dict[str, Any], alone: dict[str, Any]) -> None:
             continue
         assert result["error"] <= 1e-5, name
         assert result["kept"] == alone[f"1x1 {case}"]["kept"], name
-        # Of a few tokens of 64 bytes, coordinates and the room for the next token are more.
-        assert all(ratio <= (1.05 if mesh == "1x1" else 1.2) for ratio in result["bytes"]), name
+        # A rank of a larger mesh holds a few dozen tokens of 64 bytes: its room for the next ones shows.
+        held, counted = result["bytes"]
+        assert held <= (1.05 if mesh == "1x1" else 1.1) * counted, name
 
 
 def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -161,7 +161,7 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
         "kept": kept,
         "counts": counts,
         "error": worst,
-        "bytes": [held_bytes / max(kept_bytes, 1) for held_bytes, kept_bytes in held],
+        "bytes": [sum(counts) for counts in zip(*held, strict=True)],
     }
 
 

@@ -68,7 +68,7 @@ def keep(section: dict[str, Any], lengths: list[int], layer: int, scoring: Scori
     heads = contiguous_head_map(LAYERS, HEADS, KV_HEADS, 1)
     comm: Any = Alone()
     compressor = Compressor(FairKVConfig(**section), heads, comm)
-    call = AttentionCall(layer, q, layout, scoring, KV_HEADS, DIM, DIM, store, table, comm)
+    call = AttentionCall(layer, q, k, k, layout, scoring, KV_HEADS, DIM, DIM, store, table, comm)
     compressor.compress(call, lse)
     kept = []
     for sequence, length in enumerate(lengths):
