@@ -144,7 +144,8 @@ class Offloader:
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return
         store.flush()
-        if self._announced is not None:
+        # A rank without any token yet does not know the size of its rows: it asks when it has one.
+        if self._announced is not None and any(store.lengths()):
             turn = self._record is not None and self._record.cached > 0
             self._planner.check_room(store, self.pool, -(-self._announced // cache.size), later_turn=turn)
             self._announced = None
