@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +148,9 @@ class Chain:
         chunks = np.array([self._chunks(kind, counts, rank, incoming) for kind in kinds]).reshape(len(kinds), -1)
         after = np.array([self._tokens.after(kind, tokens) for kind in kinds])[self._kinds]
         after[-1] = self._tokens.after(len(self._kinds) - 1, tokens, wanted=len(rows))
-        return LayerWork(before[self._kinds], local[self._kinds], chunks[self._kinds], after)
+        work = LayerWork(before[self._kinds], local[self._kinds], chunks[self._kinds], after)
+        # A layer's kernels take their time to issue, however short they are.
+        return replace(work, after=after + np.maximum(0.0, self._profile.launch_s - work.total))
 
     def _local(self, kind: int, rows: Sequence[int], cached: Sequence[int], size: int) -> float:
         """Seconds of attention to a rank's own tokens, and to what all ranks hold already."""

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
+from megakv.costmodel.tensor_parallel import all_reduce_seconds
 
 # Passes over memory of a decoder layer as transformers computes it: norms and residuals over the hidden width, rotary
 # embedding over queries and keys, activation and gate over the feed-forward's width.
@@ -20,14 +21,17 @@ HELD_GATE = 3
 
 def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
     """Seconds of a layer's projections and feed-forward for `tokens` tokens on one rank."""
-    touched = layer.touched(tokens)
-    return touched / tp_size * profile.matmul.at(layer.multiplied(tokens) / touched)
+    fp8 = layer.fp8 / tp_size * (profile.matmul_fp8 or profile.matmul).at(tokens)
+    plain = replace(layer, dense=layer.dense - layer.fp8, fp8=0)
+    touched = plain.touched(tokens)
+    return fp8 + (touched / tp_size * profile.matmul.at(plain.multiplied(tokens) / touched) if touched else 0.0)
 
 
 class TokenTimes:
     """Seconds of one rank outside attention, in a pass over a prompt.
 
-    Sums over tensor-parallel ranks are not in it: a profile does not know their links.
+    Sums over tensor-parallel ranks are in it as far as the profile knows their links, see
+    `megakv.costmodel.tensor_parallel`.
 
     Parameters
     ----------
@@ -65,13 +69,15 @@ class TokenTimes:
         shape, model = self._model.layers[layer], self._model
         narrowed = wanted is not None and layer == len(model.layers) - 1 and not shape.experts
         rows = tokens if wanted is None or not narrowed else wanted
-        rest = replace(shape, dense=max(0, shape.dense - self._inputs - self._outputs))
+        other = max(0, shape.dense - self._inputs - self._outputs)
+        rest = replace(shape, dense=other, fp8=min(shape.fp8, other))
         seconds = self._matrices(layer, self._outputs, tokens)
         if rest.dense or rest.experts:
             seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
         gate = model.intermediate * shape.active_experts / self._tp_size
         seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden) + self._passes(GATE_PASSES, rows, gate)
         seconds += self._passes(1, tokens, self._query_width / self._tp_size)
+        seconds += self._summed(tokens) + self._summed(rows)
         return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + GATE_PASSES * gate)
 
     def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
@@ -82,6 +88,11 @@ class TokenTimes:
         """The logits of one token of every sequence."""
         model = self._model
         return model.vocab * model.hidden / self._tp_size * self._profile.matmul.at(sequences)
+
+    def _summed(self, tokens: float) -> float:
+        """The all-reduce behind a projection whose weights are cut along its inputs."""
+        nbytes = tokens * self._model.hidden * self._model.element_bytes
+        return all_reduce_seconds(self._profile, nbytes, self._tp_size)
 
     @property
     def _query_width(self) -> int:

@@ -96,6 +96,19 @@ class HardwareProfile(Record):
         Seconds of the collectives, over the bytes that a rank sends.
     step_overhead_s : dict
         Per method, seconds of one of its N steps that none of the above explains (Python, bookkeeping).
+    exchange_inside : Curve, optional
+        Ring steps between ranks of one host, where `exchange` is of a ring between hosts. None: as `exchange`.
+    matmul_fp8 : Curve, optional
+        `matmul` for row-wise FP8 weights. None: as `matmul`.
+    launch_s : float
+        Seconds that issuing a layer's kernels takes: no layer is faster, however little it computes. 0 where the
+        processor that issues them is the one that computes.
+    host_link : Curve, optional
+        Seconds of moving bytes between host and accelerator. None: not known.
+    memory_bytes : int, optional
+        Of one rank's accelerator. None: not known.
+    devices_per_host : int, optional
+        Accelerators of one host. None: not known.
     """
 
     format: Literal["megakv hardware profile"] = "megakv hardware profile"
@@ -115,6 +128,12 @@ class HardwareProfile(Record):
     all_to_all: Curve
     all_gather: Curve
     step_overhead_s: dict[str, Overhead]
+    exchange_inside: Curve | None = None
+    matmul_fp8: Curve | None = None
+    launch_s: Overhead = 0.0
+    host_link: Curve | None = None
+    memory_bytes: int | None = Field(default=None, gt=0)
+    devices_per_host: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _has_fused_kernel(self) -> Self:

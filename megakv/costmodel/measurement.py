@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from megakv.comm import Communicator
 from megakv.costmodel.attention_time import LayerTimes
@@ -103,8 +104,10 @@ def measure_profile(
     steps = ROUNDS * len(battery)
     times = battery.run(seconds, None if report is None else lambda: report(steps))
     exposed_transfer, exposed_compute = overlap.exposed(times)
+    machine = fingerprint(comm, dtype)
+    local = -(-machine.ranks // machine.hosts)
     profile = HardwareProfile(
-        fingerprint=fingerprint(comm, dtype),
+        fingerprint=machine,
         ring_size=ring,
         attention=tuple(table.table(times) for table in tables),
         matmul=matmul.curve(times, scale=1 / WEIGHT_WIDTH**2),
@@ -119,8 +122,16 @@ def measure_profile(
         all_to_all=scatter.curve(times),
         all_gather=gather.curve(times),
         step_overhead_s={},
+        memory_bytes=_memory_bytes(comm, local),
+        devices_per_host=local,
     )
     return profile.model_copy(update={"step_overhead_s": _overheads(profile, trials, times)})
+
+
+def _memory_bytes(comm: Communicator, local: int) -> int:
+    """Memory of the rank with the least: of its accelerator; without one, its share of its host's."""
+    total = int(get_accelerator().total_memory())
+    return min(comm.gather_objects(total // local if comm.mesh.device.type == "cpu" else total))
 
 
 def _with_ungrouped(sizes: Sequence[KernelSizes]) -> list[KernelSizes]:

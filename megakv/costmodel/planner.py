@@ -17,6 +17,7 @@ from megakv.comm import Communicator
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.memory import token_bytes
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition, from_fractions
@@ -29,21 +30,12 @@ KEPT = 4096
 CANDIDATES = ("single", "runahead", "pass_kv", "pass_q")
 MEMORY_SHARE = 0.5
 """How much of the free memory one rank may take for a whole prompt."""
-WORKING_WIDTHS = 8
-"""Tensors of the hidden width, and half as many of the feed-forward's, that a layer holds at a time."""
 
 
 def rounded(count: int) -> int:
     """The nearest number with few significant bits: at most 3% away."""
     step = 1 << max(0, count.bit_length() - SIGNIFICANT_BITS)
     return (count + step // 2) // step * step
-
-
-def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
-    """Bytes that one token of a prompt takes on a rank that reads it alone: keys, values, and tensors of one layer."""
-    kept = len(model.layers) * model.attention(tp_size=tp_size).kv_row_bytes
-    widths = WORKING_WIDTHS * model.hidden + WORKING_WIDTHS // 2 * model.intermediate // tp_size
-    return kept + widths * model.element_bytes
 
 
 @dataclass

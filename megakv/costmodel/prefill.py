@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes
@@ -47,6 +46,7 @@ class PrefillTimes:
         chunk_tokens: int = CHUNK_TOKENS,
     ):
         self.workload = workload
+        self._launch_s = profile.launch_s
         self._model = model
         self._tokens = TokenTimes(profile, model, tp_size=tp_size)
         self._layers = {
@@ -70,20 +70,23 @@ class PrefillTimes:
         if method == "runahead":
             assert partitions is not None
             return self.chain(partitions).seconds
-        return self._dense + sum(
-            count * self._layers[index].predict(method).seconds for index, count in self._model.layer_kinds
-        )
+        return self._rings(method)
 
     def chain(self, partitions: Sequence[Partition]) -> ChainPrediction:
         """The timeline of the runahead chain."""
         return self._chain.predict(partitions, self.workload.cached)
 
-    @cached_property
-    def _dense(self) -> float:
-        """All but attention, of the rank with the most tokens where they are spread evenly."""
+    def _rings(self, method: str) -> float:
+        """Of the rank with the most tokens, where they are spread evenly."""
         tokens = -(-self.workload.total_new // self.workload.size)
         sequences = len(self.workload.new)
         last = len(self._model.layers) - 1
-        layers = sum(count * self._tokens.layer(index, tokens) for index, count in self._model.layer_kinds)
-        saved = self._tokens.layer(last, tokens) - self._tokens.layer(last, tokens, wanted=sequences)
-        return layers - saved + self._tokens.head(sequences)
+
+        def layer(index: int, kind: int, wanted: float | None = None) -> float:
+            work = self._tokens.layer(index, tokens, wanted=wanted) + self._layers[kind].predict(method).seconds
+            return max(work, self._launch_s)
+
+        kinds = {self._model.layers[index]: index for index, _ in self._model.layer_kinds}
+        kind = kinds[self._model.layers[last]]
+        layers = sum(count * layer(index, index) for index, count in self._model.layer_kinds)
+        return layers - layer(kind, kind) + layer(last, kind, sequences) + self._tokens.head(sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,8 @@ class LayerShape:
         Routed experts, and how many a token uses; 1 and 1 in a dense layer.
     window : int, optional
         The attention window of the layer.
+    fp8 : int
+        How many of `dense` are row-wise FP8, one byte each.
     """
 
     dense: int
@@ -83,6 +85,7 @@ class LayerShape:
     n_experts: int = 1
     active_experts: int = 1
     window: int | None = None
+    fp8: int = 0
 
     def multiplied(self, tokens: float) -> float:
         """Multiplications of `tokens` tokens through the layer's weights."""
@@ -192,6 +195,22 @@ class ModelShape:
     def parameters(self) -> int:
         """All elements of all weights."""
         return self.embedding + sum(layer.dense + layer.experts for layer in self.layers)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.element_bytes - sum(layer.fp8 for layer in self.layers) * (self.element_bytes - 1)
+
+    @cached_property
+    def attention_elements(self) -> int:
+        """Weights of one layer's attention: projections to and from queries, keys and values of full rank."""
+        projections = self.heads * (self.key_dim + self.value_dim) + self.kv_heads * (self.key_dim + self.value_dim)
+        return min(self.hidden * projections, *(layer.dense for layer in self.layers))
+
+    def with_fp8_feed_forward(self) -> ModelShape:
+        """The same model with row-wise FP8 weights in its feed-forward layers (``megakv.feed_forward``: ``fp8``)."""
+        layers = tuple(replace(layer, fp8=layer.dense - self.attention_elements) for layer in self.layers)
+        return replace(self, layers=layers)
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[int, int], ...]:

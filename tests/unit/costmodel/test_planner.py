@@ -11,7 +11,8 @@ from megakv.costmodel.chain import chain_seconds
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.planner import PrefillPlanner, rounded, token_bytes
+from megakv.costmodel.memory import token_bytes
+from megakv.costmodel.planner import PrefillPlanner, rounded
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.runahead.partition import even
 from tests.unit.costmodel.profiles import ideal

@@ -1,0 +1,242 @@
+"""What a machine's data sheet says, as a hardware profile: all predictions work with it as with a measured one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from megakv.costmodel.curves import AttentionTable, Curve
+from megakv.costmodel.hardware import Fingerprint, HardwareProfile, Overhead, Share
+from megakv.costmodel.records import Record
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+HEADS, HEAD_DIM = 8, 128
+LARGE = 1e6
+"""Rows, keys and tokens that everything is proportional from, long before."""
+HUGE_BYTES = 1e9
+MERGE_BYTES = 12
+"""Of one element of a partial output that is merged in place: two are read and one is written, in float32."""
+COMBINE_BYTES = 4
+"""Of one element of a stacked partial output."""
+
+
+class Link(BaseModel):
+    """What carries messages between two ranks.
+
+    Parameters
+    ----------
+    bandwidth : float
+        Bytes per second that one rank reaches, one way.
+    latency_s : float
+        Seconds of an empty message.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bandwidth: Positive
+    latency_s: Positive
+
+    def curve(self, *, messages: int = 1) -> Curve:
+        """Seconds over bytes, sent in so many messages one after another."""
+        return Curve.affine(messages * self.latency_s, self.bandwidth, up_to=HUGE_BYTES)
+
+
+class MachineSpec(Record):
+    """A kind of machine, in the numbers of its data sheet and what part of them is reached.
+
+    Parameters
+    ----------
+    name, accelerator : str
+    dtype : str
+        Of weights and cache, as in ``bfloat16``.
+    devices_per_host : int
+        Accelerators of one host; each is one rank.
+    memory_bytes : int
+        Of one accelerator.
+    memory_bandwidth : float
+        Its peak, bytes per second.
+    peak_flops : float
+        Operations per second in `dtype`.
+    fp8_flops : float, optional
+        Operations per second in FP8. None: FP8 weights are computed in `dtype`.
+    inside, between : Link
+        Between two ranks of one host, and of two hosts.
+    host : Link
+        Between host memory and accelerator.
+    matmul_efficiency, attention_efficiency, memory_efficiency : float
+        What part of the peaks matrix products, attention and reading memory reach.
+    causal_share : float
+        What part of a causal square's scores attention computes: half where masked ones are skipped, 1 where all are
+        computed first and masked then.
+    exposed_transfer, exposed_compute : float
+        As in a profile: 0 where messages take nothing from what computes.
+    kernel_s : float
+        Seconds that a kernel takes at least.
+    launch_s : float
+        Seconds that issuing a layer's kernels takes; as in a profile.
+    step_s : float
+        Seconds of bookkeeping in each of a method's steps.
+    """
+
+    format: Literal["megakv machine"] = "megakv machine"
+    version: Literal[1] = 1
+    name: str
+    accelerator: str
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    devices_per_host: int = Field(ge=1)
+    memory_bytes: int = Field(gt=0)
+    memory_bandwidth: Positive
+    peak_flops: Positive
+    fp8_flops: Positive | None = None
+    inside: Link
+    between: Link
+    host: Link
+    matmul_efficiency: float = Field(gt=0, le=1)
+    attention_efficiency: float = Field(gt=0, le=1)
+    memory_efficiency: float = Field(gt=0, le=1)
+    causal_share: float = Field(default=0.5, gt=0, le=1)
+    exposed_transfer: Share = 0.0
+    exposed_compute: Share = 0.0
+    kernel_s: Positive = 2e-6
+    launch_s: Overhead = 0.0
+    step_s: Overhead = 0.0
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of weights and cache."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
+    def hosts(self, ranks: int) -> int:
+        """Hosts that so many ranks fill."""
+        return -(-ranks // self.devices_per_host)
+
+    def profile(self, *, cp_size: int = 2, tp_size: int = 1) -> HardwareProfile:
+        """The profile that these numbers make.
+
+        Parameters
+        ----------
+        cp_size, tp_size : int
+            The mesh. Tensor-parallel ranks are neighbours, so that the ring of the context-parallel ones stays inside
+            a host only where the whole mesh does.
+
+        Raises
+        ------
+        ValueError
+            If a degree is not positive.
+        """
+        if cp_size < 1 or tp_size < 1:
+            raise ValueError(f"cp_size = {cp_size} and tp_size = {tp_size}: allowed: 1 or more")
+        hosts = self.hosts(cp_size * tp_size)
+        ring = self.inside if hosts == 1 else self.between
+        others = max(1, cp_size - 1)
+        bandwidth = self.memory_bandwidth * self.memory_efficiency
+        copy = Curve.affine(self.kernel_s, bandwidth / 2, up_to=HUGE_BYTES)
+        return HardwareProfile(
+            fingerprint=Fingerprint(
+                processor=self.name,
+                accelerator=self.accelerator,
+                cores=1,
+                threads=1,
+                hosts=hosts,
+                ranks=cp_size * tp_size,
+                torch_version="any",
+                dtype=self.dtype,
+            ),
+            ring_size=cp_size,
+            attention=(self._attention(),),
+            matmul=self._matmul(self.element_bytes, self.peak_flops),
+            matmul_fp8=self._matmul(1, self.fp8_flops or self.peak_flops),
+            copy_bytes=copy,
+            copy_fresh=copy,
+            merge=Curve.affine(self.kernel_s, bandwidth / MERGE_BYTES, up_to=HUGE_BYTES),
+            combine=Curve.affine(self.kernel_s, bandwidth / COMBINE_BYTES, up_to=HUGE_BYTES),
+            exchange=ring.curve(),
+            exchange_inside=self.inside.curve(),
+            exposed_transfer=self.exposed_transfer,
+            exposed_compute=self.exposed_compute,
+            straggle=0.0,
+            all_to_all=ring.curve(messages=others),
+            all_gather=ring.curve(messages=others),
+            step_overhead_s={name: self.step_s for name in ("pass_kv", "pass_q", "all_gather", "replicated")},
+            launch_s=self.launch_s,
+            host_link=self.host.curve(),
+            memory_bytes=self.memory_bytes,
+            devices_per_host=self.devices_per_host,
+        )
+
+    def _matmul(self, element_bytes: int, flops: float) -> Curve:
+        """Seconds per weight element over tokens: reading the weight, or computing with it, whichever is longer."""
+        reading = element_bytes / (self.memory_bandwidth * self.memory_efficiency)
+        computing = 2 / (flops * self.matmul_efficiency)
+        knee = reading / computing
+        first = min(1.0, knee / 2)
+        return Curve(sizes=(first, knee, knee * LARGE), seconds=(reading, reading, reading * LARGE))
+
+    def _attention(self) -> AttentionTable:
+        """Attention likewise, over rows and keys: reading keys and values, or computing scores and sums with them."""
+        flops = self.peak_flops * self.attention_efficiency / (4 * HEADS * HEAD_DIM)
+        reading = 2 * HEADS * HEAD_DIM * self.element_bytes / (self.memory_bandwidth * self.memory_efficiency)
+        knee = max(reading * flops, 1.5)
+
+        def seconds(rows: float, keys: float) -> float:
+            # From the knee on time is taken to grow with rows, and a launch does not.
+            return keys * max(reading, rows / flops) + (self.kernel_s if rows < knee else 0.0)
+
+        rows, keys = (1.0, knee, knee * LARGE), (1.0, LARGE)
+        return AttentionTable(
+            kernel="flash",
+            head_dim=HEAD_DIM,
+            heads=HEADS,
+            group=1,
+            rows=rows,
+            keys=keys,
+            seconds=tuple(tuple(seconds(row, key) for key in keys) for row in rows),
+            causal=Curve.affine(self.kernel_s, flops / self.causal_share, up_to=LARGE**2),
+        )
+
+
+def machine_of(profile: HardwareProfile) -> MachineSpec:
+    """A measured machine in the terms of a data sheet, all efficiencies 1: what it reached is what it is taken to have.
+
+    Raises
+    ------
+    ValueError
+        If the profile is of a version that did not note memory: names what to do.
+    """
+    if profile.memory_bytes is None:
+        raise ValueError(
+            "the hardware profile does not say how much memory a rank has; write a new one with megakv profile "
+            "--json FILE, or add memory_bytes to it"
+        )
+    table = next(table for table in profile.attention if table.kernel == "flash")
+    peak = max(profile.matmul_flops, table.flops)
+    links = [
+        Link(bandwidth=curve.bandwidth, latency_s=curve.latency)
+        for curve in (
+            profile.exchange_inside or profile.exchange,
+            profile.exchange,
+            profile.host_link or profile.copy_bytes,
+        )
+    ]
+    return MachineSpec(
+        name=profile.fingerprint.processor,
+        accelerator=profile.fingerprint.accelerator,
+        dtype=profile.fingerprint.dtype,  # type: ignore[arg-type]
+        devices_per_host=profile.devices_per_host or -(-profile.fingerprint.ranks // profile.fingerprint.hosts),
+        memory_bytes=profile.memory_bytes,
+        memory_bandwidth=profile.memory_bandwidth,
+        peak_flops=peak,
+        inside=links[0],
+        between=links[1],
+        host=links[2],
+        matmul_efficiency=profile.matmul_flops / peak,
+        attention_efficiency=table.flops / peak,
+        memory_efficiency=1.0,
+        exposed_transfer=profile.exposed_transfer,
+        exposed_compute=profile.exposed_compute,
+        launch_s=profile.launch_s,
+    )

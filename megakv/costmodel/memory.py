@@ -1,0 +1,101 @@
+"""Bytes that a rank holds: weights, keys and values, and what a layer works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megakv.costmodel.shape import ModelShape
+
+WORKING_WIDTHS = 8
+"""Tensors of the hidden width, and half as many of the feed-forward's, that a layer holds at a time."""
+RING_SHARDS = 2
+"""Shards of one layer that a ring keeps on their way."""
+
+
+def working_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
+    """Bytes of one token's tensors in one layer."""
+    widths = WORKING_WIDTHS * model.hidden + WORKING_WIDTHS // 2 * model.intermediate // tp_size
+    return widths * model.element_bytes
+
+
+def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
+    """Bytes that one token of a prompt takes on a rank that reads it alone: keys, values, and tensors of one layer."""
+    kept = len(model.layers) * model.attention(tp_size=tp_size).kv_row_bytes
+    return kept + working_bytes(model, tp_size=tp_size)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the fullest rank.
+
+    Parameters
+    ----------
+    weights, cache, working : int
+    """
+
+    weights: int
+    cache: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.cache + self.working
+
+
+def rank_memory(
+    model: ModelShape,
+    *,
+    context: int,
+    batch: int = 1,
+    new: int | None = None,
+    cp_size: int = 1,
+    tp_size: int = 1,
+    kept_share: float = 1.0,
+    offloaded_share: float = 0.0,
+) -> RankMemory:
+    """Memory of a rank of a mesh.
+
+    Weights are cut over the tensor-parallel ranks, keys and values over all: their heads over the tensor-parallel
+    ranks, as far as there are any to cut, their tokens over the context-parallel ones.
+
+    Parameters
+    ----------
+    model : ModelShape
+    context : int
+        Tokens of a sequence at the end.
+    batch : int
+        Sequences.
+    new : int, optional
+        Tokens of a sequence that are computed at a time; None: all.
+    cp_size, tp_size : int
+    kept_share : float
+        What part of keys and values compression keeps.
+    offloaded_share : float
+        What part of those lies off the accelerator.
+
+    Raises
+    ------
+    ValueError
+        If a size is not positive, or a share not in 0 to 1.
+    """
+    sizes = {"context": context, "batch": batch, "new": context if new is None else new}
+    sizes |= {"cp_size": cp_size, "tp_size": tp_size}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} = {size}: allowed: 1 or more")
+    for name, share in (("kept_share", kept_share), ("offloaded_share", offloaded_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} = {share}: allowed: 0 to 1")
+    row = model.attention(tp_size=tp_size).kv_row_bytes
+    kept, computed = -(-context // cp_size) * batch, -(-sizes["new"] // cp_size) * batch
+    cache = len(model.layers) * kept * row * kept_share
+    resident = cache * (1 - offloaded_share)
+    # Two layers' worth is on the accelerator whatever is offloaded: the one at work, and the next.
+    resident = max(resident, min(cache, 2 * kept * row * kept_share))
+    ring = RING_SHARDS * kept * row if cp_size > 1 else 0
+    return RankMemory(
+        weights=-(-model.weight_bytes // tp_size),
+        cache=round(resident),
+        working=computed * working_bytes(model, tp_size=tp_size) + ring,
+    )

@@ -1,0 +1,120 @@
+"""A data sheet makes a profile that every prediction works with, and its numbers come out again."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megakv.costmodel.chain_search import best_partition
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.kernels import Kernels
+from megakv.costmodel.machine_spec import machine_of
+from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.prefill import PrefillTimes
+from megakv.costmodel.presets import PRESETS, hardware
+from megakv.costmodel.shape import AttentionShape, ModelShape
+from tests.unit.costmodel.profiles import ideal
+
+LLAMA3_405B = ModelShape.from_config(
+    LlamaConfig(
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+    dtype=torch.bfloat16,
+).with_fp8_feed_forward()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_prediction_works_with_a_preset(name: str) -> None:
+    machine = hardware(name)
+    model = ModelShape.from_config(LlamaConfig(num_hidden_layers=2), dtype=getattr(torch, machine.spec.dtype))
+    new, cached, size = random.randint(64, 4000), random.randint(0, 1000), random.randint(2, 6)
+    profile = machine.on_mesh(cp_size=size, tp_size=2)
+    times = PrefillTimes(profile, model, Workload((new,), (cached,), size), tp_size=2)
+    partition = best_partition(profile, model, new, size, cached=cached, tp_size=2)
+    for method in ("runahead", "pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal"):
+        assert 0 < times.seconds(method, (partition,)) < 1000
+    for method in ("pass_q", "replicated"):
+        assert 0 < ttit_seconds(profile, model, Workload((1, 1), (new, 7), size), method, tp_size=2) < 10
+
+
+def test_a_preset_reaches_what_its_data_sheet_says() -> None:
+    spec = PRESETS["h100-rdma"]
+    profile = spec.profile(cp_size=2, tp_size=8)
+    assert profile.matmul_flops == pytest.approx(spec.peak_flops * spec.matmul_efficiency)
+    assert profile.exchange.bandwidth == pytest.approx(spec.between.bandwidth)
+    assert profile.matmul.at(1) == pytest.approx(2 / (spec.memory_bandwidth * spec.memory_efficiency))
+    kernels = Kernels(profile, AttentionShape(16, 1, 128, 128, 2))
+    rows, keys = 50_000, 70_000
+    flops = 4 * 16 * 128 * rows * keys / kernels.block(rows, keys)
+    assert flops == pytest.approx(spec.peak_flops * spec.attention_efficiency, rel=0.01)
+    # Half of a causal square is skipped.
+    assert kernels.square(rows) == pytest.approx(kernels.block(rows, rows) / 2, rel=0.01)
+    # One row reads one KV head's keys and values, once for all heads that share them.
+    one = (kernels.block(1, keys) - spec.kernel_s) * spec.memory_bandwidth * spec.memory_efficiency
+    assert one == pytest.approx(keys * 2 * 128 * 2, rel=0.01)
+
+
+def test_a_ring_inside_a_host_has_the_links_inside() -> None:
+    spec = PRESETS["h100-rdma"]
+    assert spec.profile(cp_size=4, tp_size=2).exchange.bandwidth == pytest.approx(spec.inside.bandwidth)
+    assert spec.profile(cp_size=4, tp_size=4).exchange.bandwidth == pytest.approx(spec.between.bandwidth)
+    with pytest.raises(ValueError, match="tp_size = 0"):
+        spec.profile(tp_size=0)
+
+
+def test_the_memory_of_405b() -> None:
+    memory = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8)
+    # FP8 feed-forward weights: 330 billion of one byte, 76 billion of two.
+    assert memory.weights == pytest.approx((329.7e9 + 2 * 76.1e9) / 8, rel=0.01)
+    assert memory.cache == 126 * 62_500 * 2 * 128 * 2
+    assert memory.total < PRESETS["h100-rdma"].memory_bytes
+    half = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, kept_share=0.5, new=4096)
+    assert half.cache == memory.cache // 2 and half.working < memory.working
+    away = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, offloaded_share=1)
+    assert away.cache == pytest.approx(memory.cache * 2 / 126)
+
+
+@pytest.mark.parametrize("bad", [{"context": -1}, {"cp_size": 0}, {"kept_share": 1.5}, {"offloaded_share": -0.1}])
+def test_impossible_sizes(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} = .*allowed"):
+        rank_memory(LLAMA3_405B, **{"context": 1000, **bad})  # type: ignore[arg-type]
+
+
+def test_unknown_names_come_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="hardware = 'h100-rmda'.*did you mean 'h100-rdma'"):
+        hardware("h100-rmda")
+    with pytest.raises(ValueError, match="machine = 'xyzzy'.*known: h100-rdma"):
+        hardware("xyzzy", setting="machine")
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    PRESETS["cpu"].save(path)
+    assert hardware(path).spec == PRESETS["cpu"]
+    values = json.loads(path.read_text()) | {"memory_bytes": -1}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="memory_bytes"):
+        hardware(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="hardware profile"):
+        hardware(path)
+
+
+def test_a_measured_profile_is_used_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    measured = PRESETS["cpu"].profile(cp_size=3).model_copy(update={"memory_bytes": 123})
+    measured.save(path)
+    machine = hardware(path)
+    assert machine.on_mesh(cp_size=5, tp_size=7) == measured
+    assert machine.spec.memory_bytes == 123
+    with pytest.raises(ValueError, match="memory_bytes"):
+        machine_of(ideal())
