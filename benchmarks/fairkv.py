@@ -1,0 +1,182 @@
+"""Decoding over caches whose heads keep unequal numbers of tokens: contiguous heads against FairKV's mappings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.arguments import DTYPES, add_rank_arguments, check_positive, check_rank_arguments, method_names
+from harness.ranks import is_rank, serve, start_ranks
+
+if TYPE_CHECKING:
+    from harness.head_division import Division
+    from harness.world import World
+
+COPIES = (1, 2, 3, 4)
+METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in COPIES))
+DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
+QUICK = {"kept": 1024, "repeats": 9}
+FULL = {"kept": 2048, "repeats": 25}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; ends with a message if it is impossible."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_rank_arguments(parser)
+    parser.add_argument("--quick", action="store_true", help=f"smaller and fewer: {QUICK} instead of {FULL}")
+    parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=6, help="sequences decoded together (default 6)")
+    parser.add_argument("--kept", type=int, help=f"mean tokens that a KV head keeps (default {FULL['kept']})")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
+    parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of a step (default 8)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of a layer (default 8)")
+    parser.add_argument("--group", type=int, default=4, help="query heads to a KV head (default 4)")
+    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of queries, keys, values (default fp32)")
+    parser.add_argument("--steps", type=int, default=1, help="steps of a sample, whose mean counts (default 1)")
+    parser.add_argument("--repeats", type=int, help=f"rounds of all methods at most (default {FULL['repeats']})")
+    parser.add_argument(
+        "--cell-seconds", type=float, default=120, help="no further round begins after them (default 120)"
+    )
+    arguments = parser.parse_args(argv)
+    for name, value in (QUICK if arguments.quick else FULL).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    check_rank_arguments(parser, arguments)
+    sizes = ("batch", "kept", "sigma", "layers", "kv-heads", "group", "head-dim", "steps", "repeats", "cell-seconds")
+    check_positive(parser, arguments, *sizes)
+    arguments.methods = method_names(parser, arguments.methods, METHODS)
+    if arguments.ranks > arguments.kv_heads:
+        parser.error(f"--ranks {arguments.ranks}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
+    return arguments
+
+
+def make_divisions(arguments: argparse.Namespace) -> list[Division]:
+    """Every method's, of the same budgets."""
+    from harness.head_division import make_division, skewed_budgets
+
+    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
+    return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in arguments.methods]
+
+
+def check_memory(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
+    """Refuse what does not fit into the machine's memory.
+
+    Raises
+    ------
+    ValueError
+        Naming the settings.
+    """
+    element = 4 if arguments.dtype == "fp32" else 2
+    tokens = arguments.batch * arguments.kept * arguments.kv_heads * arguments.layers
+    needed = tokens * 2 * arguments.head_dim * element * len(arguments.methods)
+    available = 0.6 * machine["memory_bytes"]
+    if needed > available:
+        raise ValueError(
+            f"--batch {arguments.batch} with --kept {arguments.kept} and --layers {arguments.layers} needs "
+            f"{needed / 2**30:.1f} GiB for {len(arguments.methods)} --methods; at most {available / 2**30:.1f} GiB are "
+            "taken here: ask for fewer"
+        )
+
+
+def measure_attention(
+    arguments: argparse.Namespace, world: World, divisions: Sequence[Division]
+) -> list[dict[str, Any]]:
+    """The rows of attention alone.
+
+    Raises
+    ------
+    MegaKVError
+        If a method computes something else than the first of the same budgets.
+    """
+    from harness.agreement import Agreement
+    from harness.fairkv_report import load_facts
+    from harness.head_division import UNIFORM
+    from harness.models import DTYPES as TYPES
+    from harness.ragged_decode import RaggedDecode
+    from harness.ragged_heads import HeadShape, TokenPool
+    from harness.sampling import measure
+    from harness.statistics import median
+
+    from megakv.comm import Communicator
+    from megakv.groups import make_mesh
+    from megakv.ledger import Ledger
+
+    comm = Communicator(make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout), Ledger())
+    shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], world.device)
+    pool = TokenPool(shape, max(max(row) for division in divisions for row in division.budgets), arguments.seed)
+    size = {"batch": arguments.batch, "steps": arguments.steps}
+    methods = [RaggedDecode(division, pool, comm, **size) for division in divisions]
+    agreement = Agreement(world, arguments.dtype)
+
+    def inspect(name: str, outputs: Any) -> dict[str, Any]:
+        return {} if name == UNIFORM else {"max_output_difference": agreement.check(name, outputs)}
+
+    rows = []
+    samples = measure(
+        world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=3
+    )
+    for sample, method, division in zip(samples, methods, divisions, strict=True):
+        # The first run is the untimed one.
+        busy = world.gather(method.busy[1:])
+        rows.append(
+            sample.to_row(
+                part="attention",
+                ranks=arguments.ranks,
+                batch=arguments.batch,
+                kept=arguments.kept,
+                busy=busy,
+                busy_rates=[median(rates).value for rates in busy],
+                **load_facts(division),
+            )
+        )
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, as one of the ranks, and report from rank 0.
+
+    Raises
+    ------
+    ValueError
+        If the caches would not fit.
+    """
+    from harness.fairkv_report import draw, show, summarise
+    from harness.report import describe_machine, publish
+    from harness.world import join_world
+
+    machine = describe_machine()
+    check_memory(arguments, machine)
+    divisions = make_divisions(arguments)
+    world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
+    rows = measure_attention(arguments, world, divisions)
+    if world.rank == 0:
+        summary = {"attention": summarise(rows)}
+        subtitle = (
+            f"{arguments.layers} layers of {arguments.kv_heads} KV heads, log-normal budgets with sigma "
+            f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
+        )
+        title = f"Attention of a step on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
+        show(title, rows, summary["attention"])
+        publish(
+            arguments,
+            benchmark="fairkv",
+            machine=machine,
+            rows=rows,
+            summary=summary,
+            draw=lambda path: [draw(path.with_suffix(".attention.png"), title, subtitle, rows)],
+        )
+    world.leave()
+
+
+def main() -> int:
+    """Entry of the process started by hand, and of every rank that it starts."""
+    arguments = parse_arguments()
+    return serve(run, arguments) if is_rank() else start_ranks(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

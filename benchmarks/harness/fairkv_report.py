@@ -1,0 +1,83 @@
+"""What the FairKV benchmarks found: gains over contiguous heads, against what the kept tokens let one expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .chart import draw_bars
+from .head_division import CONTIGUOUS, UNIFORM, Division
+from .report import align
+from .statistics import Interval, median, paired_ratio
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def load_facts(division: Division) -> dict[str, Any]:
+    """What a row says about who attends to how much."""
+    loads = division.loads()
+    return {
+        "utilisation": division.utilisation,
+        "slowest_tokens": division.slowest,
+        "loads": loads,
+        "rank_tokens": [sum(column) for column in zip(*loads, strict=True)],
+    }
+
+
+def summarise(rows: Rows) -> dict[str, Any]:
+    """Gains of one setting's methods.
+
+    Returns
+    -------
+    dict
+        From method to value: ``speedup`` over contiguous heads and ``over_uniform``, the time over that of equal
+        budgets, each with its interval; ``predicted``, contiguous heads' slowest ranks' tokens over the method's;
+        ``off``, the speedup over that, less 1; ``busy``, the mean over ranks of the median part of the time that a rank
+        computes.
+    """
+    by_name = {row["method"]: row for row in rows}
+    base, uniform = by_name.get(CONTIGUOUS), by_name.get(UNIFORM)
+    found: dict[str, dict[str, Any]] = {"speedup": {}, "predicted": {}, "off": {}, "over_uniform": {}, "busy": {}}
+    for name, row in by_name.items():
+        if base is not None and name not in (CONTIGUOUS, UNIFORM):
+            gain = paired_ratio(base["seconds"], row["seconds"])
+            predicted = base["slowest_tokens"] / row["slowest_tokens"]
+            found["speedup"][name] = gain.to_json()
+            found["predicted"][name] = predicted
+            found["off"][name] = gain.value / predicted - 1
+        if uniform is not None and name != UNIFORM:
+            found["over_uniform"][name] = paired_ratio(row["seconds"], uniform["seconds"]).to_json()
+        if "busy" in row:
+            found["busy"][name] = sum(row["busy_rates"]) / len(row["busy_rates"])
+    return found
+
+
+def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
+    """Print a setting's table."""
+    lines = [["method", "ms per step", "busy", "tokens say", "gain [95%]", "predicted", "over uniform"]]
+    for row in rows:
+        name = row["method"]
+        gain = summary["speedup"].get(name)
+        over = summary["over_uniform"].get(name)
+        lines.append(
+            [
+                name,
+                f"{1e3 * median(row['seconds']).value:.2f}",
+                f"{summary['busy'][name]:.3f}" if name in summary["busy"] else "-",
+                f"{row['utilisation']:.3f}",
+                "-" if gain is None else str(Interval(**gain)),
+                f"{summary['predicted'][name]:.3f}" if gain is not None else "-",
+                "-" if over is None else f"{over['value']:.3f}",
+            ]
+        )
+    print(f"\n{title}\n{align(lines)}")
+
+
+def draw(path: Path, title: str, subtitle: str, rows: Rows) -> Path:
+    """Draw the times as bars."""
+    bars = [
+        (row["method"], median(row["seconds"]).scaled(1e3), row["method"] not in (CONTIGUOUS, UNIFORM)) for row in rows
+    ]
+    draw_bars(path, bars, title=title, subtitle=subtitle, unit="milliseconds per step, less is better")
+    return path

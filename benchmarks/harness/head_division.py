@@ -1,0 +1,165 @@
+"""Which rank attends to which kept tokens of a synthetic ragged cache, under every way to divide heads among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megakv.fairkv.budgets import divide
+from megakv.fairkv.efficiency import barrier_utilisation
+from megakv.fairkv.layer import LayerMapping, contiguous_layer
+from megakv.fairkv.mapper import map_heads
+from megakv.fairkv.mapping import apportioned
+from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.splitting import split_request
+
+UNIFORM, CONTIGUOUS, ASSIGNED = "uniform", "contiguous", "nodp"
+COPIED_HEADS = (1, 2, 3, 4)
+METHODS = (
+    UNIFORM,
+    CONTIGUOUS,
+    ASSIGNED,
+    *(f"dp{number}" for number in COPIED_HEADS),
+    *(f"split{number}" for number in COPIED_HEADS),
+)
+"""`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
+assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
+
+Budgets = list[list[int]]
+
+
+def skewed_budgets(layers: int, kv_heads: int, mean: int, sigma: float, seed: int) -> Budgets:
+    """``[layer][KV head]`` kept tokens, log-normal; every layer has the same total, every head a token at least."""
+    rng = np.random.default_rng(seed)
+    weights = np.exp(sigma * rng.standard_normal((layers, kv_heads)))
+    total = mean * kv_heads
+    return [(1 + divide(total - kv_heads, row, most=total)).tolist() for row in weights]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Kept tokens of one head of one sequence that a rank attends to.
+
+    Parameters
+    ----------
+    sequence, head : int
+    start, stop : int
+        Of the head's kept tokens.
+    """
+
+    sequence: int
+    head: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who attends to what.
+
+    Parameters
+    ----------
+    name : str
+        Of `METHODS`.
+    budgets : list
+        ``[layer][KV head]``: kept tokens of every sequence.
+    pieces : list
+        ``[layer][rank]``: what the rank attends to.
+    """
+
+    name: str
+    budgets: Budgets
+    pieces: list[list[list[Piece]]]
+
+    def loads(self) -> list[list[int]]:
+        """``[layer][rank]``: tokens of all sequences."""
+        return [[sum(piece.stop - piece.start for piece in rank) for rank in layer] for layer in self.pieces]
+
+    def divided(self, layer: int) -> list[int]:
+        """Heads of which a sequence's tokens are on several ranks, so that partial results must be merged."""
+        budgets = self.budgets[layer]
+        return sorted({p.head for rank in self.pieces[layer] for p in rank if p.stop - p.start < budgets[p.head]})
+
+    @property
+    def slowest(self) -> int:
+        """Sum over layers of the slowest rank's tokens: what the time goes with."""
+        return sum(max(layer) for layer in self.loads())
+
+    @property
+    def utilisation(self) -> float:
+        """Mean load over the slowest rank's, averaged over layers."""
+        return barrier_utilisation(self.loads())
+
+
+def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Division:
+    """Divide every layer's heads.
+
+    Parameters
+    ----------
+    name : str
+        Of `METHODS`.
+    budgets : list
+        ``[layer][KV head]``, of every sequence.
+    ranks, batch : int
+
+    Raises
+    ------
+    ValueError
+        If the mapper cannot place so many copies.
+    """
+    heads = len(budgets[0])
+    kind, copies = name.rstrip("1234"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
+    if kind in (UNIFORM, CONTIGUOUS):
+        if kind == UNIFORM:
+            budgets = [[sum(row) // heads] * heads for row in budgets]
+        layers = [contiguous_layer(heads, ranks)] * len(budgets)
+    else:
+        profile = BudgetProfile(model="synthetic", budgets=tuple(tuple(map(float, row)) for row in budgets))
+        whole = kind == "dp"
+        layers = map_heads(
+            profile,
+            tp_size=ranks,
+            copies=copies,
+            split="even" if whole else "free",
+            copied_heads=copies if whole else None,
+            max_replicas=min(ranks, _most_replicas(batch)) if whole else None,
+        ).layers
+    by_sequence = kind != "split"
+    pieces = [
+        (_whole_sequences if by_sequence else _parts_of_sequences)(layer, row, ranks, batch)
+        for layer, row in zip(layers, budgets, strict=True)
+    ]
+    return Division(name, budgets, pieces)
+
+
+def _most_replicas(batch: int) -> int:
+    """How many replicas a head may have for any number of them to share the batch evenly."""
+    most = 1
+    while batch % (most + 1) == 0:
+        most += 1
+    return most
+
+
+def _whole_sequences(layer: LayerMapping, budgets: Sequence[int], ranks: int, batch: int) -> list[list[Piece]]:
+    """Copies share the batch, as in the paper: each sequence is one replica's alone."""
+    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
+        first = 0
+        for rank, count in zip(held, apportioned(shares, batch), strict=True):
+            found[rank] += [Piece(sequence, head, 0, budgets[head]) for sequence in range(first, first + count)]
+            first += count
+    return found
+
+
+def _parts_of_sequences(layer: LayerMapping, budgets: Sequence[int], ranks: int, batch: int) -> list[list[Piece]]:
+    """Copies share every sequence: each attends to a part of the head's tokens."""
+    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    for head, (held, parts) in enumerate(zip(layer.ranks, split_request(layer, budgets, ranks), strict=True)):
+        first = 0
+        for rank, count in zip(held, parts, strict=True):
+            if count:
+                found[rank] += [Piece(sequence, head, first, first + count) for sequence in range(batch)]
+            first += count
+    return found

@@ -1,0 +1,77 @@
+"""Decode attention of all layers on real ranks, each layer ending in the all-reduce that ends it in a model."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from megakv.comm import Communicator
+
+from .head_division import Division
+from .ragged_heads import RankLayer, TokenPool
+from .sampling import Method
+
+
+class RaggedDecode(Method):
+    """A decode step's attention, several times.
+
+    The partial results of a head whose tokens are on several ranks are merged by log-sum-exp: ranks learn each other's,
+    and add their outputs up in the all-reduce that is there anyway.
+
+    Parameters
+    ----------
+    division : Division
+    pool : TokenPool
+    comm : Communicator
+        Over the tensor-parallel ranks.
+    batch, steps : int
+
+    Attributes
+    ----------
+    busy : list of float
+        Of every run, the part of the time in which this rank computed.
+    """
+
+    def __init__(self, division: Division, pool: TokenPool, comm: Communicator, *, batch: int, steps: int):
+        super().__init__(division.name)
+        self._comm = comm
+        self._steps = steps
+        self._shape = pool.shape
+        self._batch = batch
+        rank = comm.mesh.tp_rank
+        self._layers = [RankLayer(pool, division, layer, rank, batch) for layer in range(len(division.budgets))]
+        self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
+        self.busy: list[float] = []
+        self._computed = 0.0
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """``[layers, B, K, G, D]`` outputs of the last step."""
+        self._computed = 0.0
+        start = time.perf_counter()
+        for _ in range(self._steps):
+            outputs = [self._layer(*pair) for pair in zip(self._layers, self._divided, strict=True)]
+        self.busy.append(self._computed / (time.perf_counter() - start))
+        return torch.stack(outputs)
+
+    def duration(self, elapsed: float) -> float:
+        return elapsed / self._steps
+
+    def _layer(self, layer: RankLayer, divided: bool) -> Tensor:
+        shape, mesh = self._shape, self._comm.mesh
+        start = time.perf_counter()
+        out, lse = layer.attend()
+        whole = out.new_zeros(self._batch * shape.kv_heads, shape.group, shape.dim)
+        self._computed += time.perf_counter() - start
+        if divided:
+            parts = lse.new_zeros(mesh.tp_size, self._batch * shape.kv_heads, shape.group)
+            # Ranks without a part count as nothing: their row stays -inf.
+            parts[mesh.tp_rank] = -torch.inf
+            parts[mesh.tp_rank, layer.index[layer.split]] = lse[layer.split]
+            total = torch.logsumexp(self._comm.tp_all_reduce(parts), 0)
+            weight = torch.exp(lse[layer.split] - total[layer.index[layer.split]])
+            out[layer.split] *= weight.unsqueeze(-1)
+        whole[layer.index] = out
+        return self._comm.tp_all_reduce(whole).view(self._batch, shape.kv_heads, shape.group, shape.dim)

@@ -1,0 +1,90 @@
+"""benchmarks/fairkv.py: who attends to what, and a tiny real run."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.harness.head_division import METHODS, make_division, skewed_budgets
+from benchmarks.harness.statistics import paired_ratio
+from tests.unit.benchmarks.running import run_benchmark
+
+run = partial(run_benchmark, "fairkv.py")
+TINY = ["--kept", "37", "--layers", "2", "--kv-heads", "5", "--group", "2", "--head-dim", "16", "--steps", "2"]
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (3, 6), (4, 12)])
+def test_every_token_is_attended_to_once(ranks: int, batch: int) -> None:
+    rng = np.random.default_rng()
+    budgets = skewed_budgets(3, 7, int(rng.integers(20, 90)), 0.8, int(rng.integers(1000)))
+    assert len({sum(row) for row in budgets}) == 1 and min(map(min, budgets)) >= 1
+    for name in METHODS[: 3 if ranks == 1 else None]:
+        division = make_division(name, budgets, ranks=ranks, batch=batch)
+        for layer, row in enumerate(division.budgets):
+            pieces = [piece for rank in division.pieces[layer] for piece in rank]
+            for sequence in range(batch):
+                for head, budget in enumerate(row):
+                    own = sorted((p.start, p.stop) for p in pieces if (p.sequence, p.head) == (sequence, head))
+                    assert own[0][0] == 0 and own[-1][1] == budget and all(a < b for a, b in own)
+                    assert all(left[1] == right[0] for left, right in zip(own, own[1:], strict=False))
+                    assert (len(own) > 1) == (head in division.divided(layer))
+        assert name.startswith("split") or not any(map(division.divided, range(3)))
+        assert division.slowest >= sum(map(sum, division.loads())) / ranks
+        if name not in ("uniform", "contiguous"):
+            contiguous = make_division("contiguous", budgets, ranks=ranks, batch=batch)
+            assert division.slowest <= contiguous.slowest
+
+
+def test_the_default_budgets_are_as_skewed_as_log_normal_ones_are_on_average() -> None:
+    many = skewed_budgets(2000, 8, 1024, 0.8, 1)
+    for ranks in (2, 4, 8):
+        own, mean = (
+            make_division("contiguous", budgets, ranks=ranks, batch=1).utilisation
+            for budgets in (skewed_budgets(8, 8, 2048, 0.8, 222), many)
+        )
+        assert own == pytest.approx(mean, abs=0.01)
+
+
+def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
+    path = tmp_path / "fairkv.json"
+    done = run("--ranks", "2", "--repeats", "3", "--methods", ",".join(METHODS), "--json", path, *TINY)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    rows = {row["method"]: row for row in report["rows"]}
+    assert tuple(rows) == METHODS and report["benchmark"] == "fairkv"
+    summary = report["summary"]["attention"]
+    for name, row in rows.items():
+        assert (row["ranks"], row["batch"], row["kept"], len(row["seconds"])) == (2, 6, 37, 3)
+        assert np.shape(row["busy"]) == (2, 3) and all(0 < value < 1 for rank in row["busy"] for value in rank)
+        assert summary["busy"][name] == pytest.approx(np.median(row["busy"], axis=1).mean())
+        assert sum(row["rank_tokens"]) == 2 * 6 * 37 * 5
+        # Whoever divides the heads, the result is the same.
+        assert name == "uniform" or row["max_output_difference"] < 1e-5
+        if name not in ("uniform", "contiguous"):
+            expected = paired_ratio(rows["contiguous"]["seconds"], row["seconds"]).value
+            assert summary["speedup"][name]["value"] == pytest.approx(expected)
+            predicted = rows["contiguous"]["slowest_tokens"] / row["slowest_tokens"]
+            assert summary["off"][name] == pytest.approx(expected / predicted - 1)
+    assert path.with_suffix(".attention.png").read_bytes().startswith(b"\x89PNG")
+    assert "on 2 ranks, 6 x 37 kept tokens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--ranks", "2", "--methods", "contiguous,dp9"], "--methods contiguous,dp9"),
+        (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
+        (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
+        (["--ranks", "2", "--kept", "-1"], "--kept -1"),
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
+    done = run(*argv, timeout=20)
+    assert done.returncode == 2 and named in done.stderr
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    done = run("--ranks", "2", "--kept", "1000000", timeout=60)
+    assert done.returncode != 0 and "--kept 1000000" in done.stderr and "GiB" in done.stderr
