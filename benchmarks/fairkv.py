@@ -19,6 +19,8 @@ METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp
 DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
 QUICK = {"kept": 1024, "repeats": 9}
 FULL = {"kept": 2048, "repeats": 25}
+USABLE = 0.6
+"""Share of the machine's memory that the caches may take."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,6 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.methods = method_names(parser, arguments.methods, METHODS)
     if arguments.ranks > arguments.kv_heads:
         parser.error(f"--ranks {arguments.ranks}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
+    check_memory(parser, arguments)
     return arguments
 
 
@@ -62,20 +65,16 @@ def make_divisions(arguments: argparse.Namespace) -> list[Division]:
     return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in arguments.methods]
 
 
-def check_memory(arguments: argparse.Namespace, machine: dict[str, Any]) -> None:
-    """Refuse what does not fit into the machine's memory.
+def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with a message if the caches of all methods do not fit into the machine's memory."""
+    import psutil
 
-    Raises
-    ------
-    ValueError
-        Naming the settings.
-    """
     element = 4 if arguments.dtype == "fp32" else 2
     tokens = arguments.batch * arguments.kept * arguments.kv_heads * arguments.layers
     needed = tokens * 2 * arguments.head_dim * element * len(arguments.methods)
-    available = 0.6 * machine["memory_bytes"]
+    available = USABLE * psutil.virtual_memory().total
     if needed > available:
-        raise ValueError(
+        parser.error(
             f"--batch {arguments.batch} with --kept {arguments.kept} and --layers {arguments.layers} needs "
             f"{needed / 2**30:.1f} GiB for {len(arguments.methods)} --methods; at most {available / 2**30:.1f} GiB are "
             "taken here: ask for fewer"
@@ -137,19 +136,12 @@ def measure_attention(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks, and report from rank 0.
-
-    Raises
-    ------
-    ValueError
-        If the caches would not fit.
-    """
+    """Measure, as one of the ranks, and report from rank 0."""
     from harness.fairkv_report import draw, show, summarise
     from harness.report import describe_machine, publish
     from harness.world import join_world
 
     machine = describe_machine()
-    check_memory(arguments, machine)
     divisions = make_divisions(arguments)
     world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
     rows = measure_attention(arguments, world, divisions)
