@@ -113,6 +113,7 @@ def _describe(
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megakv.launcher.dry_run import add_dry_run_arguments, dry_run
     from megakv.launcher.fairkv import add_map_arguments, fairkv_map
     from megakv.launcher.fit import add_fit_arguments
     from megakv.launcher.hardware import add_profile_arguments
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add_map_arguments(mapping)
     # It writes its file itself, too: what it prints is a summary.
     mapping.set_defaults(ranks_write=True)
+    add_dry_run_arguments(_describe(commands, dry_run))
     return parser
 
 

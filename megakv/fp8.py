@@ -130,6 +130,12 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
         self._all_reduce: AllReduce | None = linear.all_reduce if isinstance(linear, RowParallelLinear) else None
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weight and its scales once they are filled."""
+        rows = _up(self.out_features, MULTIPLE)
+        return rows * _up(self.in_features, MULTIPLE) * FP8.itemsize + rows * torch.float32.itemsize
+
     def quantise(self, weight: Tensor) -> None:
         """Take the values of an unquantised weight ``[out, in]``, of which nothing is kept."""
         values, scales = quantise_rows(weight, multiple=MULTIPLE)

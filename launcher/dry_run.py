@@ -1,0 +1,89 @@
+"""``megakv dry-run``: every rank of a run on the meta device, in this process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from megakv.errors import MegaKVError
+
+if TYPE_CHECKING:
+    from megakv.dry_run import DryRun, VirtualRank
+
+GB = 10**9
+
+
+def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``megakv dry-run`` takes."""
+    parser.add_argument("--config", required=True, help="the JSON of the run")
+    parser.add_argument("--model", required=True, help="directory or hub id; only config.json is read")
+    parser.add_argument("--context", type=int, help="tokens of a prompt (default: the positions that the model has)")
+    parser.add_argument("--batch", type=int, default=1, help="prompts (default 1)")
+    parser.add_argument("--new-tokens", type=int, default=0, help="tokens to generate for each (default 0)")
+    parser.add_argument("--hardware", help="a machine's name, or its profile: sums above its memory are refused")
+    parser.add_argument("--json", help="write the result, rank by rank, to this file")
+
+
+def dry_run(arguments: argparse.Namespace) -> None:
+    """Build every rank of a run without weights, check all shapes and shards, and add up memory per rank."""
+    from tqdm import tqdm
+
+    from megakv.costmodel.presets import hardware
+    from megakv.dry_run import dry_run as rehearse
+    from megakv.tracking.files import write_whole
+
+    memory = (
+        None if arguments.hardware is None else hardware(arguments.hardware, setting="--hardware").spec.memory_bytes
+    )
+    with tqdm(desc="Building shares", unit="share", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        result = rehearse(
+            arguments.model,
+            arguments.config,
+            context=arguments.context,
+            batch=arguments.batch,
+            new_tokens=arguments.new_tokens,
+            memory_bytes=memory,
+            progress=progress,
+        )
+    if arguments.json:
+        write_whole(arguments.json, json.dumps(result.to_json(), indent=1).encode())
+    print(describe(result))
+    if result.problem is not None:
+        raise MegaKVError(result.problem)
+
+
+def describe(result: DryRun) -> str:
+    """The table that a user sees; neighbours with the same numbers share a row."""
+    mesh = result.mesh
+    lines = [
+        f"{result.model}: {result.model_type}, {result.parameters / 1e9:.2f}e9 parameters in {result.tensors} tensors, "
+        f"{result.cut_parameters} of them cut",
+        f"CP {mesh['cp']} x TP {mesh['tp']}, {result.batch} x {result.context} tokens, {result.new_tokens} new each: "
+        "all shapes fit, all shards add up",
+        f"{'ranks':>11} {'tokens':>9} {'weights GB':>11} {'KV GB':>8} {'activations GB':>15} {'sum GB':>8} "
+        f"{'host GB':>8}",
+    ]
+    for _, group in groupby(result.ranks, key=_numbers):
+        ranks = list(group)
+        first, last = ranks[0], ranks[-1]
+        name = f"{first.rank}" if first is last else f"{first.rank}-{last.rank}"
+        lines.append(
+            f"{name:>11} {first.tokens:>9} {first.weight_bytes / GB:>11.2f} {first.kv_bytes / GB:>8.2f} "
+            f"{first.activation_bytes / GB:>15.2f} {first.total_bytes / GB:>8.2f} {first.host_bytes / GB:>8.2f}"
+        )
+    if result.memory_bytes is not None and result.problem is None:
+        largest = max(rank.total_bytes for rank in result.ranks)
+        lines.append(f"fits: at most {largest / GB:.1f} of {result.memory_bytes / GB:.1f} GB on a rank")
+    return "\n".join(lines)
+
+
+def _numbers(rank: VirtualRank) -> tuple[Any, ...]:
+    return rank.tokens, rank.weight_bytes, rank.kv_bytes, rank.activation_bytes, rank.host_bytes

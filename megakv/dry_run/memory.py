@@ -1,0 +1,129 @@
+"""What every rank will hold: weights counted on its share, keys and values counted row by row, tensors of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megakv.config import MegaKVConfig
+from megakv.costmodel.memory import RING_SHARDS, working_bytes
+from megakv.costmodel.shape import ModelShape
+from megakv.dry_run.share import Share
+from megakv.fairkv.budgets import tokens_per_head
+from megakv.fairkv.methods import make_method
+from megakv.fairkv.scoring import check_budget
+from megakv.offload.runtime import BUFFERS
+
+GB = 10**9
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class VirtualRank:
+    """One rank of the mesh.
+
+    Parameters
+    ----------
+    rank, cp_rank, tp_rank : int
+    tokens : int
+        Whose queries it computes, over the batch.
+    kept : int
+        Whose keys and values it keeps, before compression.
+    weight_bytes, kv_bytes, activation_bytes : int
+        On the accelerator: weights and buffers; keys and values when the prompt is read, where they are compressed with
+        the one layer that is not yet, where they are offloaded only the staging buffers; tensors of the layer under
+        way and the shards that a ring keeps on their way, as the cost model estimates them.
+    host_bytes : int
+        Offloaded keys, values and activations.
+    """
+
+    rank: int
+    cp_rank: int
+    tp_rank: int
+    tokens: int
+    kept: int
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """On the accelerator."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+
+class MemoryCount:
+    """Bytes of ranks with one configuration.
+
+    Parameters
+    ----------
+    config : MegaKVConfig
+    shape : ModelShape
+    context, new_tokens, batch : int
+        Prompt and generated tokens of each of so many sequences.
+
+    Raises
+    ------
+    ValueError
+        If a compression setting does not fit the model or the prompt.
+    """
+
+    def __init__(self, config: MegaKVConfig, shape: ModelShape, *, context: int, new_tokens: int, batch: int):
+        self._section = config.megakv
+        self._shape = shape
+        self._cp_size, self._tp_size = config.cp_size, config.tp_size
+        self._new, self._context = new_tokens, context
+        self._batch = batch
+        self._kept_share = 1.0
+        fairkv = self._section.fairkv
+        if fairkv.budget is not None and context >= max(fairkv.min_tokens, 2 * config.cp_size):
+            check_budget(fairkv.budget, context)
+            method = make_method(fairkv, len(shape.layers), shape.kv_heads)
+            self._kept_share = tokens_per_head(fairkv.budget, context, getattr(method, "window", 1) or 1) / context
+
+    def rank(self, share: Share, cp_rank: int, tokens: int, kept: int) -> VirtualRank:
+        """One rank.
+
+        Parameters
+        ----------
+        share : Share
+        cp_rank : int
+        tokens, kept : int
+            As in `VirtualRank`.
+        """
+        # Generated tokens are kept where the prompt is, in about the same shares.
+        answer = self._batch * -(-self._new * kept // (self._context * self._batch))
+        per_token, largest = sum(share.row_bytes), max(share.row_bytes)
+        if self._section.offload.enabled:
+            kv = BUFFERS * largest * (kept + answer)
+            host = (kept + answer) * (per_token + self._inputs(share))
+        else:
+            dense = largest * kept if self._kept_share < 1 else 0
+            kv = round(per_token * kept * self._kept_share) + per_token * answer + dense
+            host = 0
+        ring = RING_SHARDS * largest * max(tokens, kept) if self._cp_size > 1 else 0
+        return VirtualRank(
+            rank=cp_rank * self._tp_size + share.tp_rank,
+            cp_rank=cp_rank,
+            tp_rank=share.tp_rank,
+            tokens=tokens,
+            kept=kept,
+            weight_bytes=share.weight_bytes,
+            kv_bytes=kv,
+            activation_bytes=tokens * working_bytes(self._shape, tp_size=self._tp_size) + ring,
+            host_bytes=host,
+        )
+
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes that each rank may keep off the accelerator; None where nothing is offloaded."""
+        offload = self._section.offload
+        return int((offload.host_gb + offload.disk_gb) * GIB) if offload.enabled else None
+
+    def _inputs(self, share: Share) -> int:
+        """Bytes of a token's activations that are kept, so that its keys and values can be recomputed."""
+        method = self._section.offload.method
+        width = self._shape.hidden * self._shape.element_bytes
+        if method in ("kvpr", "chunked"):
+            return width * len(share.row_bytes)
+        return width * sum(width < row for row in share.row_bytes) if method == "auto" else 0

@@ -1,0 +1,240 @@
+"""All ranks of a run, one after another in one process: no weights, no accelerator, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from megakv.attention.choice import CONTIGUOUS
+from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.shape import ModelShape
+from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
+from megakv.dry_run.share import WholeModel
+from megakv.errors import MegaKVError
+from megakv.generation import check_length
+from megakv.injection.hooks import depends_on_length
+from megakv.injection.policy import policy_for
+from megakv.loading import read_config
+from megakv.placement import HeadMap, contiguous_head_map, head_counts
+from megakv.runahead.partition import even, explicit
+from megakv.sharding import TokenBlock, balanced
+from megakv.weights.files import local_directory
+
+LARGEST_CONTEXT = 1 << 24
+"""Tokens of a sequence whose shards are laid out here; positions of all of them are in memory."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would be.
+
+    Parameters
+    ----------
+    model, model_type : str
+    mesh : dict
+        ``cp`` and ``tp``.
+    context, new_tokens, batch : int
+    parameters, cut_parameters, tensors : int
+        Elements of the whole model; its tensors, and those of them that ranks share.
+    ranks : tuple of VirtualRank
+        In rank order.
+    memory_bytes : int, optional
+        Of one accelerator; None: not known.
+    host_budget : int, optional
+        Bytes that each rank may offload; None: nothing is offloaded.
+    """
+
+    model: str
+    model_type: str
+    mesh: dict[str, int]
+    context: int
+    new_tokens: int
+    batch: int
+    parameters: int
+    cut_parameters: int
+    tensors: int
+    ranks: tuple[VirtualRank, ...]
+    memory_bytes: int | None = None
+    host_budget: int | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What does not fit, with the settings that would change it; None if all does."""
+        worst = max(self.ranks, key=lambda rank: rank.total_bytes)
+        if self.memory_bytes is not None and worst.total_bytes > self.memory_bytes:
+            return (
+                f"rank {worst.rank} needs {worst.total_bytes / GB:.1f} GB (weights {worst.weight_bytes / GB:.1f}, keys "
+                f"and values {worst.kv_bytes / GB:.1f}, activations about {worst.activation_bytes / GB:.1f}) but an "
+                f"accelerator has {self.memory_bytes / GB:.1f} GB; {self._remedy(worst)}"
+            )
+        fullest = max(self.ranks, key=lambda rank: rank.host_bytes)
+        if self.host_budget is not None and fullest.host_bytes > self.host_budget:
+            return (
+                f"rank {fullest.rank} offloads {fullest.host_bytes / GB:.1f} GB but megakv.offload.host_gb and disk_gb "
+                f"allow {self.host_budget / GB:.1f} GB; raise them, or megakv.context_parallel.size"
+            )
+        return None
+
+    def _remedy(self, worst: VirtualRank) -> str:
+        if worst.weight_bytes > worst.total_bytes / 2:
+            return "raise tensor_parallel.tp_size, or use megakv.feed_forward = 'fp8' where the accelerator has FP8"
+        return "raise megakv.context_parallel.size, or lower --context or --batch"
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as a JSON object."""
+        values = asdict(self)
+        values["ranks"] = [{**asdict(rank), "total_bytes": rank.total_bytes} for rank in self.ranks]
+        return {**values, "problem": self.problem}
+
+
+def dry_run(
+    model: str | Path,
+    config: MegaKVConfig | dict[str, Any] | str | Path,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    new_tokens: int = 0,
+    memory_bytes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> DryRun:
+    """Build every rank's share of a model on the meta device, run it on shapes, and sum up its memory.
+
+    Parameters
+    ----------
+    model : path or hub id
+        Only config.json is read.
+    config : dict, path or MegaKVConfig
+        The JSON of the run.
+    context : int, optional
+        Tokens of each prompt; as many as the model has positions if None.
+    batch, new_tokens : int
+        Prompts, and tokens generated for each.
+    memory_bytes : int, optional
+        Of one accelerator.
+    progress : callable
+        Told how many of how many shares are built.
+
+    Raises
+    ------
+    ValueError
+        If a setting is impossible, by its name: the mesh, the positions of the model, a file that is not there.
+    MegaKVError
+        If shapes do not fit or shards do not add up.
+    """
+    parsed = load_config(config)
+    described = read_config(local_directory(model, weights=False))
+    positions = _positions(described)
+    context = _check_lengths(positions if context is None else context, batch, new_tokens)
+    _check_files(parsed)
+    layers, heads, kv_heads = head_counts(described)
+    head_map = contiguous_head_map(layers, heads, kv_heads, parsed.tp_size)
+    dtype = parsed.dtype or described.get_text_config().dtype or torch.float32
+    whole = WholeModel.plan(described, dtype, head_map)
+    check_length(
+        context,
+        {"max_new_tokens": new_tokens},
+        whole.model,
+        positions=None if depends_on_length(whole.model) else positions,
+        learned=policy_for(described.model_type).learned_positions,
+        max_out_tokens=parsed.max_out_tokens if "max_out_tokens" in parsed.model_fields_set else None,
+    )
+    tokens, kept = token_counts(parsed, context, batch)
+    count = MemoryCount(
+        parsed, ModelShape.from_config(described, dtype=dtype), context=context, new_tokens=new_tokens, batch=batch
+    )
+    fp8 = parsed.megakv.feed_forward == "fp8"
+    shares = []
+    for tp_rank in range(parsed.tp_size):
+        shares.append(whole.share(tp_rank, {max(1, own) for own in tokens}, fp8=fp8))
+        progress(tp_rank + 1, parsed.tp_size)
+    _check_shares(shares, head_map)
+    ranks = [
+        count.rank(share, cp_rank, tokens[cp_rank], kept[cp_rank])
+        for cp_rank in range(parsed.cp_size)
+        for share in shares
+    ]
+    return DryRun(
+        model=str(model),
+        model_type=described.model_type,
+        mesh={"cp": parsed.cp_size, "tp": parsed.tp_size},
+        context=context,
+        new_tokens=new_tokens,
+        batch=batch,
+        parameters=whole.parameters,
+        cut_parameters=whole.cut,
+        tensors=len(whole.shapes),
+        ranks=tuple(ranks),
+        memory_bytes=memory_bytes,
+        host_budget=count.host_budget,
+    )
+
+
+def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[int], list[int]]:
+    """Tokens that every context-parallel rank computes, and that it keeps, over the batch.
+
+    As the engine lays them out; where a measured profile or a table would cut the chain unevenly, evenly.
+
+    Raises
+    ------
+    ValueError
+        If a partition does not fit the context.
+    """
+    section, size = config.megakv, config.cp_size
+    if section.context_parallel.prefill not in CONTIGUOUS:
+        # Every sequence of a batch is dealt out by itself.
+        slots = np.arange(context, dtype=np.int64)
+        layout = balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), size)
+        counts = [batch * len(block) for block in layout.tokens]
+        return counts, counts
+    given = section.runahead.partition
+    chain = section.context_parallel.prefill == "runahead" and not isinstance(given, str)
+    own = explicit(given, context, size) if chain and not isinstance(given, str) else even(context, size)
+    counts = [batch * part for part in own]
+    if section.runahead.kv == "last":
+        return counts, [0] * (size - 1) + [batch * context]
+    return counts, counts
+
+
+def _positions(config: PreTrainedConfig) -> int | None:
+    text = config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return None if found is None else int(found)
+
+
+def _check_lengths(context: int | None, batch: int, new_tokens: int) -> int:
+    if context is None:
+        raise ValueError("context: the model's config names no number of positions; give the tokens of a prompt")
+    if not 1 <= context <= LARGEST_CONTEXT:
+        raise ValueError(f"context = {context}: allowed: 1 to {LARGEST_CONTEXT} tokens")
+    if batch < 1:
+        raise ValueError(f"batch = {batch}: allowed: 1 or more")
+    if new_tokens < 0:
+        raise ValueError(f"new_tokens = {new_tokens}: allowed: 0 or more")
+    return context
+
+
+def _check_files(config: MegaKVConfig) -> None:
+    """Refuse a setting that names a file which is not there."""
+    section = config.megakv
+    named = {
+        "megakv.context_parallel.profile": section.context_parallel.profile,
+        "megakv.context_parallel.fit": section.context_parallel.fit,
+        "megakv.runahead.table": section.runahead.table,
+        "megakv.fairkv.importance": section.fairkv.importance,
+    }
+    for setting, path in named.items():
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"{setting} = {path!r} is not there")
+
+
+def _check_shares(shares: Sequence[Any], head_map: HeadMap) -> None:
+    """All query heads are somewhere, once."""
+    found, wanted = sum(share.heads for share in shares), head_map.n_heads * len(head_map.layers)
+    if found != wanted:
+        raise MegaKVError(f"ranks hold {found} query heads of all layers together, the model has {wanted}")

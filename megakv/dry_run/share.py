@@ -1,0 +1,166 @@
+"""One tensor-parallel rank's share of a model on the meta device, cut by the code that loads weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megakv.dry_run.coverage import check_coverage
+from megakv.dry_run.passage import run_shapes
+from megakv.errors import MegaKVError
+from megakv.fp8 import Fp8Linear, use_fp8
+from megakv.loading import empty_model, parameter_dtypes
+from megakv.placement import HeadMap, SliceSpec, plan_placement
+from megakv.placement.attention import find_attention
+from megakv.placement.plan import decoder_layers
+from megakv.tensor_parallel import shard_structure
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one tensor-parallel rank holds.
+
+    Parameters
+    ----------
+    tp_rank : int
+    heads, kv_heads : int
+        Query and KV heads of all layers together.
+    weight_bytes : int
+        Of parameters and buffers.
+    row_bytes : tuple of int
+        Per layer, bytes of one token's keys and values.
+    """
+
+    tp_rank: int
+    heads: int
+    kv_heads: int
+    weight_bytes: int
+    row_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model before it is cut, and how all ranks cut it.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Uncut, on the meta device.
+    dtype : torch.dtype
+    head_map : HeadMap
+    placements : tuple of dict
+        The part of every parameter, by tensor-parallel rank.
+    shapes : dict
+        Whole shape of every parameter, by name.
+    cut : int
+        Parameters that are cut.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    head_map: HeadMap
+    placements: tuple[dict[str, SliceSpec], ...]
+    shapes: dict[str, torch.Size]
+    cut: int
+
+    @classmethod
+    def plan(cls, config: PreTrainedConfig, dtype: torch.dtype, head_map: HeadMap) -> WholeModel:
+        """Cut a model for every rank of a head map, and check that the parts add up.
+
+        Raises
+        ------
+        ValueError
+            If the model cannot be cut so.
+        MegaKVError
+            If the parts are not the model.
+        """
+        model = empty_model(deepcopy(config), dtype)
+        placements = tuple(plan_placement(model, head_map, rank) for rank in range(head_map.tp_size))
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+        attentions: list[str] = []
+        if head_map.tp_size > 1:
+            prefix, layers = decoder_layers(model)
+            kind = config.get_text_config().model_type
+            attentions = [f"{prefix}.{index}.{find_attention(layer, kind)[0]}" for index, layer in enumerate(layers)]
+        cut = check_coverage(shapes, placements, head_map, attentions)
+        return cls(model, dtype, head_map, placements, shapes, cut)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def share(self, tp_rank: int, tokens: set[int], *, fp8: bool) -> Share:
+        """Build a rank's share and run it.
+
+        Parameters
+        ----------
+        tp_rank : int
+        tokens : set of int
+            Numbers of tokens that context-parallel ranks with this share compute.
+        fp8 : bool
+            Whether feed-forward weights become FP8.
+
+        Raises
+        ------
+        MegaKVError
+            If a parameter has another shape than it should, or shapes do not fit in a pass.
+        ValueError
+            If FP8 is not possible with this model.
+        """
+        model = empty_model(deepcopy(self.model.config), self.dtype)
+        placement = self.placements[tp_rank]
+        dtypes = parameter_dtypes(model, self.dtype)
+        shard_structure(model, placement, self.head_map, tp_rank, lambda tensor: tensor)
+        self._check_shapes(model, placement, tp_rank)
+        # Some rotary embeddings keep more tables once they have seen a long prompt.
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        found = [run_shapes(model, self.head_map, tp_rank, count) for count in sorted(tokens)]
+        rows = found[0]
+        if any(other != rows for other in found):
+            raise MegaKVError(
+                f"tensor-parallel rank {tp_rank}: keys and values of a token depend on how many there are"
+            )
+        if fp8:
+            use_fp8(model)
+        shards = [layers[tp_rank] for layers in self.head_map.layers]
+        return Share(
+            tp_rank=tp_rank,
+            heads=sum(len(shard.query_heads) for shard in shards),
+            kv_heads=sum(len(shard.kv_heads) for shard in shards),
+            weight_bytes=buffers + parameter_bytes(model, dtypes),
+            row_bytes=tuple(rows[layer] for layer in sorted(rows)),
+        )
+
+    def _check_shapes(self, model: PreTrainedModel, placement: Mapping[str, SliceSpec], tp_rank: int) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        if parameters.keys() != self.shapes.keys():
+            raise MegaKVError(f"tensor-parallel rank {tp_rank} has other parameters than the whole model")
+        for name, parameter in parameters.items():
+            expected = placement[name].shape(self.shapes[name])
+            if tuple(parameter.shape) != expected:
+                raise MegaKVError(
+                    f"tensor-parallel rank {tp_rank}: {name} has shape {list(parameter.shape)}, "
+                    f"expected {list(expected)}"
+                )
+
+
+def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> int:
+    """Bytes of a model's parameters once they are filled, tied ones once, scales of FP8 weights included.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the meta device, with FP8 linears in their places where there are any.
+    dtypes : mapping
+        From `parameter_dtypes` of the whole model.
+    """
+    quantised = {id(module.weight): module.stored_bytes for module in model.modules() if isinstance(module, Fp8Linear)}
+    return sum(
+        quantised.get(id(parameter), parameter.numel() * dtypes[name].itemsize)
+        for name, parameter in model.named_parameters()
+    )

@@ -1,0 +1,194 @@
+"""A dry run counts what loading really keeps, and refuses what loading or a pass would refuse."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from megakv.attention.partial import Scoring
+from megakv.config import load_config
+from megakv.costmodel.presets import PRESETS
+from megakv.costmodel.shape import ModelShape
+from megakv.dry_run import dry_run
+from megakv.dry_run.coverage import check_coverage
+from megakv.dry_run.passage import ShapeRuntime, run_shapes
+from megakv.dry_run.rehearsal import token_counts
+from megakv.errors import MegaKVError
+from megakv.launcher.command import main
+from megakv.loading import build_model, empty_model
+from megakv.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
+from tests.families import FAMILIES, llama, opt
+
+
+def saved(config: PreTrainedConfig, folder: Path) -> Path:
+    config.save_pretrained(folder)
+    return folder
+
+
+def settings(cp: int = 1, tp: int = 1, **section: Any) -> dict[str, Any]:
+    return {
+        "dtype": "bf16",
+        "tensor_parallel": {"tp_size": tp},
+        "megakv": {"context_parallel": {"size": cp, **section.pop("context_parallel", {})}, **section},
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -> None:
+    config = FAMILIES[family]()
+    folder = saved(config, tmp_path)
+    for tp in (1, 2):
+        try:
+            loaded = [
+                build_model(
+                    folder, dtype=torch.float32, load="random", tp_rank=rank, tp_size=tp, all_reduce=lambda t: t
+                ).bytes_kept
+                for rank in range(tp)
+            ]
+        except ValueError as error:
+            with pytest.raises(ValueError) as caught:
+                dry_run(folder, {**settings(tp=tp), "dtype": "fp32"}, context=33)
+            assert str(caught.value) == str(error)
+            continue
+        found = dry_run(folder, {**settings(cp=2, tp=tp), "dtype": "fp32"}, context=33)
+        assert [rank.weight_bytes for rank in found.ranks] == loaded * 2
+        assert [(rank.cp_rank, rank.tp_rank) for rank in found.ranks] == [(c, t) for c in range(2) for t in range(tp)]
+        assert sum(rank.tokens for rank in found.ranks) == 33 * tp
+
+
+def test_fp8_weights_are_those_that_loading_keeps(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+    for rank in range(2):
+        kept = build_model(
+            folder, dtype=torch.bfloat16, load="random", feed_forward="fp8", tp_rank=rank, tp_size=2,
+            all_reduce=lambda t: t,
+        ).bytes_kept  # fmt: skip
+        assert dry_run(folder, settings(tp=2, feed_forward="fp8"), context=9).ranks[rank].weight_bytes == kept
+
+
+def test_keys_and_values_are_counted_row_by_row(tmp_path: Path) -> None:
+    config = llama(num_key_value_heads=2)
+    folder = saved(config, tmp_path)
+    found = dry_run(folder, settings(cp=2, tp=4), context=51, batch=3, new_tokens=5)
+    shape = ModelShape.from_config(copy.deepcopy(config), dtype=torch.bfloat16).attention(tp_size=4)
+    row = shape.kv_row_bytes * config.num_hidden_layers
+    assert [rank.kept for rank in found.ranks] == [78] * 4 + [75] * 4
+    # Three of five generated tokens of a sequence at most are on one of two ranks.
+    assert [rank.kv_bytes for rank in found.ranks] == [row * (78 + 9)] * 4 + [row * (75 + 9)] * 4
+    last = settings(cp=2, context_parallel={"prefill": "runahead"}, runahead={"kv": "last", "partition": [0.75, 0.25]})
+    first, second = dry_run(folder, last, context=40).ranks
+    assert (first.tokens, first.kept, first.kv_bytes) == (30, 0, 0)
+    assert (second.tokens, second.kept) == (10, 40)
+
+
+def test_compressed_and_offloaded_caches(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+    dense = dry_run(folder, settings(), context=1000).ranks[0].kv_bytes
+    layers = llama().num_hidden_layers
+    kept = dry_run(folder, settings(fairkv={"budget": 0.25}), context=1000).ranks[0].kv_bytes
+    assert kept == dense // 4 + dense // layers
+    streamed = dry_run(folder, settings(offload={"enabled": True, "method": "stream"}), context=1000)
+    assert streamed.ranks[0].host_bytes == dense
+    assert streamed.problem is None
+    recomputed = dry_run(folder, settings(offload={"enabled": True, "method": "kvpr"}), context=1000).ranks[0]
+    assert recomputed.host_bytes == dense + layers * 1000 * llama().hidden_size * 2
+    small = dry_run(folder, settings(offload={"enabled": True, "method": "stream", "host_gb": 1e-4}), context=1000)
+    assert "megakv.offload.host_gb" in str(small.problem)
+
+
+def test_layouts_are_the_engines() -> None:
+    assert token_counts(load_config(settings(cp=3)), 7, 2) == ([6, 4, 4], [6, 4, 4])
+    chain = settings(cp=2, context_parallel={"prefill": "runahead"}, runahead={"partition": [5, 2]})
+    assert token_counts(load_config(chain), 7, 1) == ([5, 2], [5, 2])
+    with pytest.raises(ValueError, match="sums to 7 tokens, but a sequence of the prompt has 8"):
+        token_counts(load_config(chain), 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (settings(tp=3), {"context": 9}, "tensor_parallel.tp_size = 3 cannot split 8 query heads over 4 KV heads"),
+        (settings(), {"context": 5000}, "the prompt has 5000 tokens but the model has positions for 4096"),
+        (settings(), {"context": 0}, "context = 0: allowed: 1 to 16777216 tokens"),
+        (settings(), {"context": 9, "batch": 0}, "batch = 0: allowed: 1 or more"),
+        (settings(), {"context": 9, "new_tokens": -1}, "new_tokens = -1: allowed: 0 or more"),
+        (settings(context_parallel={"profile": "no.json"}), {"context": 9}, "profile = 'no.json' is not there"),
+        (settings(fairkv={"budget": 600}), {"context": 500}, "budget = 600 tokens per head is above"),
+    ],
+)
+def test_impossible_runs(tmp_path: Path, config: dict[str, Any], arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dry_run(saved(llama(), tmp_path), config, **arguments)
+
+
+def test_learned_positions_have_an_end(tmp_path: Path) -> None:
+    folder = saved(opt(), tmp_path)
+    most = opt().max_position_embeddings
+    assert dry_run(folder, settings()).context == most
+    with pytest.raises(ValueError, match=f"need {most + 1} positions"):
+        dry_run(folder, settings(), new_tokens=1)
+
+
+def test_shares_that_do_not_add_up() -> None:
+    model = empty_model(llama(), torch.float32)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    head_map = contiguous_head_map(*head_counts(model.config), 8)
+    plans = [plan_placement(model, head_map, rank) for rank in range(8)]
+    attentions = [f"model.layers.{layer}.self_attn" for layer in range(len(head_map.layers))]
+    cut = check_coverage(shapes, plans, head_map, attentions)
+    assert cut == 7 * len(head_map.layers)
+    name = "model.layers.1.mlp.down_proj.weight"
+    start, stop = plans[3][name].ranges[0]  # type: ignore[index]
+    for broken, message in (
+        (SliceSpec(1, ((start + 1, stop),)), f"{name}: index {start} of 97 is on no rank"),
+        (SliceSpec(1, ((start - 1, stop),)), f"{name}: 1 of 97 indices of dimension 1 are doubled"),
+        (SliceSpec(1, ((start, stop), (start, stop))), f"{name}: rank 3 holds index {start} twice"),
+        (SliceSpec(1, ((start, 98),)), f"{name}: rank 3 holds {start} to 98 of 97 indices"),
+        (SliceSpec(0, ((start, stop),)), f"{name} is cut otherwise on one rank"),
+        (SliceSpec(zero=True), f"{name} is summed over ranks, but 7 of 8 ranks hold"),
+        (WHOLE, f"{name} is cut otherwise on one rank"),
+    ):
+        with pytest.raises(MegaKVError, match=message):
+            check_coverage(shapes, [*plans[:3], {**plans[3], name: broken}, *plans[4:]], head_map, attentions)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    doubled = replace(plans[7][key], ranges=((0, 8), (24, 32)))
+    with pytest.raises(MegaKVError, match=f"{key}: "):
+        check_coverage(shapes, [*plans[:7], {**plans[7], key: doubled}], head_map, attentions)
+
+
+def test_a_pass_notices_foreign_heads() -> None:
+    model = empty_model(llama(), torch.float32)
+    layers, heads, kv_heads = head_counts(model.config)
+    with pytest.raises(MegaKVError, match=r"attention got \(query, key, value\) heads \(8, 4, 4\), the head map has 4"):
+        run_shapes(model, contiguous_head_map(layers, heads, kv_heads, 2), 1, 5)
+    runtime = ShapeRuntime(contiguous_head_map(layers, heads, kv_heads, 1), 0)
+    q, k = torch.empty(1, 8, 3, 16, device="meta"), torch.empty(1, 4, 2, 16, device="meta")
+    with pytest.raises(MegaKVError, match="do not fit each other"):
+        runtime.attend(0, q, k, k, Scoring(1.0), None)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(llama(), tmp_path / "model")
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(settings(cp=2, tp=2)))
+    command = ["dry-run", "--config", str(config), "--model", str(folder), "--context", "64"]
+    assert main([*command, "--hardware", "a100-nvlink", "--json", str(tmp_path / "out.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "CP 2 x TP 2, 1 x 64 tokens" in shown and "fits: at most" in shown
+    assert len(json.loads((tmp_path / "out.json").read_text())["ranks"]) == 4
+    small = PRESETS["cpu"].model_copy(update={"name": "small", "memory_bytes": 9999})
+    small.save(tmp_path / "small.json")
+    assert main([*command, "--hardware", str(tmp_path / "small.json")]) == 1
+    assert "rank 0 needs 0.0 GB" in capsys.readouterr().err
+    for arguments, message in (
+        (["--hardware", "a100-nvlnk"], "--hardware = 'a100-nvlnk' is neither a file nor a known machine"),
+        (["--model", str(tmp_path)], "has no config.json"),
+        (["--config", str(tmp_path / "none.json")], "cannot be read"),
+    ):
+        assert main([*command, *arguments]) == 1
+        assert message in capsys.readouterr().err
