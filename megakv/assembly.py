@@ -8,13 +8,17 @@ from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.compression import Compressor
+from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.replicas import HeadReplicas
 from megakv.loading import LoadedModel
 from megakv.placement import head_counts
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
 
 
-def make_runtime(loaded: LoadedModel, config: MegaKVConfig, comm: Communicator) -> Runtime:
+def make_runtime(
+    loaded: LoadedModel, config: MegaKVConfig, comm: Communicator, mapping: HeadMapping | None = None
+) -> Runtime:
     """What the attention modules of an engine's model call. Every rank must call it.
 
     Parameters
@@ -23,6 +27,8 @@ def make_runtime(loaded: LoadedModel, config: MegaKVConfig, comm: Communicator) 
         The model with this rank's weights.
     config : MegaKVConfig
     comm : Communicator
+    mapping : HeadMapping, optional
+        That the model's heads were placed by.
 
     Raises
     ------
@@ -31,6 +37,7 @@ def make_runtime(loaded: LoadedModel, config: MegaKVConfig, comm: Communicator) 
     """
     section, model = config.megakv, loaded.module
     _, heads, kv_heads = head_counts(model.config)
+    replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm)
     planner = PassPlanner(
         comm=comm,
         config=section.context_parallel,
@@ -38,10 +45,11 @@ def make_runtime(loaded: LoadedModel, config: MegaKVConfig, comm: Communicator) 
         kv_heads=kv_heads,
         shape=_known_shape(model, config),
         runahead=section.runahead,
+        divided=replicas is not None and replicas.any,
     )
     fairkv = section.fairkv
-    compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm)
-    return Runtime(comm, planner, compressor)
+    compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm, replicas)
+    return Runtime(comm, planner, compressor, replicas)
 
 
 def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:

@@ -15,7 +15,7 @@ from megakv.sharding import IntArray, Layout
 from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
 
 
-class _TokenColumn:
+class TokenColumn:
     """A growing 1-D integer array."""
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class _TokenColumn:
     def view(self) -> IntArray:
         return self._buffer[: self.length]
 
-    def copy(self) -> _TokenColumn:
-        column = _TokenColumn()
+    def copy(self) -> TokenColumn:
+        column = TokenColumn()
         column.extend(self.view())
         return column
 
@@ -46,8 +46,8 @@ class TokenTable:
     def __init__(self, size: int, batch: int):
         self.size = size
         self.batch = batch
-        self._slots = [[_TokenColumn() for _ in range(batch)] for _ in range(size)]
-        self._positions = [[_TokenColumn() for _ in range(batch)] for _ in range(size)]
+        self._slots = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
+        self._positions = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
 
     def extend(self, layout: Layout) -> None:
         for rank, block in enumerate(layout.stored):
@@ -129,7 +129,9 @@ class ShardedCache(Cache):
     size, rank : int
         Context-parallel degree and this rank's index in it.
     new_store : callable
-        Makes the store of a layer for a batch of that many sequences.
+        Makes the store of a layer for a batch of that many sequences, and for its `HeadShares` where it has any.
+    shares : callable, optional
+        How this rank shares the KV heads of a layer with other tensor-parallel ranks; None where it shares none.
 
     Attributes
     ----------
@@ -143,13 +145,22 @@ class ShardedCache(Cache):
     compressible = True
     """Whether its stores may hold compressed tokens."""
 
-    def __init__(self, layers: int, *, size: int, rank: int, new_store: Callable[[int], KVStore] = DenseStore):
+    def __init__(
+        self,
+        layers: int,
+        *,
+        size: int,
+        rank: int,
+        new_store: Callable[..., KVStore] = DenseStore,
+        shares: Callable[[int], Any] | None = None,
+    ):
         super().__init__(layers=[_LayerView(self) for _ in range(layers)])
         self.size = size
         self.rank = rank
         self.length = 0
         self.compressed: list[tuple[int, int]] = []
         self.new_store = new_store
+        self.shares = shares
         self.table = TokenTable(size, 0)
         self._stores: list[KVStore | None] = [None] * layers
 
@@ -180,12 +191,16 @@ class ShardedCache(Cache):
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
         if store is None:
-            store = self._stores[layer] = self.new_store(self.table.batch)
+            shares = None if self.shares is None else self.shares(layer)
+            batch = self.table.batch
+            store = self._stores[layer] = self.new_store(batch) if shares is None else self.new_store(batch, shares)
         return store
 
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory until either grows."""
-        twin = ShardedCache(len(self._stores), size=self.size, rank=self.rank, new_store=self.new_store)
+        twin = ShardedCache(
+            len(self._stores), size=self.size, rank=self.rank, new_store=self.new_store, shares=self.shares
+        )
         twin.length, twin.compressed = self.length, list(self.compressed)
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
@@ -196,8 +211,8 @@ class ShardedCache(Cache):
         return sum(store.nbytes() for store in self._stores if store is not None)
 
     def head_tokens(self) -> list[list[int]]:
-        """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if none was compressed."""
-        if not self.compressed:
+        """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if it is all of them."""
+        if not self.compressed and self.shares is None:
             return []
         result: list[list[int]] = []
         for store in self._stores:

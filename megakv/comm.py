@@ -221,7 +221,7 @@ class Communicator:
 
     # Tensor-parallel group
 
-    def tp_all_reduce(self, tensor: Tensor) -> Tensor:
+    def tp_all_reduce(self, tensor: Tensor, *, operation: str = "tp_all_reduce", layer: int | None = None) -> Tensor:
         """Sum over the tensor-parallel group, in place."""
         mesh = self.mesh
         if mesh.tp_group is None:
@@ -229,12 +229,10 @@ class Communicator:
         # What a ring all-reduce puts on the wire per rank.
         sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
         if mesh.shared_memory:
-            with self.watch.spinning("tp_all_reduce"):
-                self._timed("tp_all_reduce", None, mesh.tp_ranks, sent, lambda: inference_all_reduce(tensor))
+            with self.watch.spinning(operation):
+                self._timed(operation, layer, mesh.tp_ranks, sent, lambda: inference_all_reduce(tensor))
         else:
-            self._timed(
-                "tp_all_reduce", None, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, group=mesh.tp_group)
-            )
+            self._timed(operation, layer, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, group=mesh.tp_group))
         return tensor
 
     def tp_combine(self, tensor: Tensor, how: Literal["sum", "max"], *, operation: str, layer: int | None) -> Tensor:

@@ -16,6 +16,7 @@ from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.errors import MegaKVError
+from megakv.fairkv.mapping import HeadMapping
 from megakv.generation import (
     TokenClock,
     check_length,
@@ -50,9 +51,18 @@ class MegaKVEngine(InferenceEngine):
     comm : Communicator
     name : str
         What the model is called in reports.
+    mapping : HeadMapping, optional
+        That its KV heads were placed by.
     """
 
-    def __init__(self, loaded: LoadedModel, config: MegaKVConfig, comm: Communicator, name: str):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: MegaKVConfig,
+        comm: Communicator,
+        name: str,
+        mapping: HeadMapping | None = None,
+    ):
         model = loaded.module
         # Weights are sharded and typed already: DeepSpeed must not make groups of its own, nor shard again.
         plain = config.model_copy(update={"dtype": model.dtype})
@@ -67,7 +77,7 @@ class MegaKVEngine(InferenceEngine):
         self._name = name
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
-        self._runtime = make_runtime(loaded, config, comm)
+        self._runtime = make_runtime(loaded, config, comm, mapping)
         layers = attach(model, self._runtime, self._policy)
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers)
         make_cache = None if self._offloader is None else self._offloader.new_cache

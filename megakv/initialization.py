@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from megakv.allocator import settle_allocator
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
 from megakv.engine import MegaKVEngine
+from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.placement import check_same_mapping, place_heads, read_mapping
 from megakv.groups import check_mesh, make_mesh, start_distributed
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
@@ -59,7 +62,9 @@ def init_inference(
         settle_allocator()
     failure: Exception | None = None
     loaded: LoadedModel | None = None
+    mapping: HeadMapping | None = None
     try:
+        mapping = read_mapping(section.fairkv, tp_size)
         loaded = build_model(
             model,
             dtype=parsed.dtype,
@@ -67,6 +72,7 @@ def init_inference(
             feed_forward=section.feed_forward,
             tp_rank=mesh.tp_rank,
             tp_size=tp_size,
+            head_map=None if mapping is None else partial(place_heads, mapping),
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,
@@ -76,4 +82,7 @@ def init_inference(
         failure = error
     comm.agree(failure)
     assert loaded is not None
-    return MegaKVEngine(loaded, parsed, comm, type(model).__name__ if isinstance(model, nn.Module) else str(model))
+    if mapping is not None:
+        check_same_mapping(mapping, comm)
+    name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    return MegaKVEngine(loaded, parsed, comm, name, mapping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -201,7 +202,7 @@ def build_model(
     feed_forward: Literal["dtype", "fp8"] = "dtype",
     tp_rank: int = 0,
     tp_size: int = 1,
-    head_map: HeadMap | None = None,
+    head_map: HeadMap | Callable[[PreTrainedConfig], HeadMap] | None = None,
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -220,8 +221,8 @@ def build_model(
     feed_forward : {"dtype", "fp8"}
         Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.fp8`).
     tp_rank, tp_size : int
-    head_map : HeadMap, optional
-        Which heads live on which rank; contiguous runs by default.
+    head_map : HeadMap or callable, optional
+        Which heads live on which rank, or what tells it from the model's config; contiguous runs by default.
     all_reduce : callable
         Sums a tensor over the tensor-parallel ranks and returns the sum.
     device : torch.device
@@ -255,6 +256,8 @@ def build_model(
         config = read_config(directory)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
+    if callable(head_map):
+        head_map = head_map(model.config)
     head_map = _checked_map(model.config, head_map, tp_rank, tp_size)
     placement = plan_placement(model, head_map, tp_rank)
     dtypes = parameter_dtypes(model, dtype)

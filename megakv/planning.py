@@ -41,6 +41,9 @@ class ForwardPass:
         Its new and cached tokens.
     compress : bool
         Whether each layer's cache is compressed after its attention.
+    complete : bool
+        Whether attention finds all tokens on every rank that has their KV head, shared or not: where nothing was
+        cached, and there are context-parallel ranks, whose methods know of whole heads only.
     chosen : dict
         What layers of a shape chose.
     """
@@ -52,6 +55,7 @@ class ForwardPass:
     slots: int
     workload: Workload
     compress: bool = False
+    complete: bool = False
     chosen: dict[AttentionShape, str] = field(default_factory=dict)
 
 
@@ -70,6 +74,8 @@ class PassPlanner:
         KV-Runahead are not predicted.
     runahead : RunaheadConfig
         Where the chain's keys and values end, and how it cuts prompts.
+    divided : bool
+        Whether replicas of KV heads share tokens: like compressed ones, those do not travel.
 
     Attributes
     ----------
@@ -90,6 +96,7 @@ class PassPlanner:
     kv_heads: int
     shape: ModelShape | None = None
     runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
+    divided: bool = False
     choice: PrefillChoice | None = None
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
 
@@ -133,9 +140,12 @@ class PassPlanner:
         workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
         method: str | None
         if size == 1:
-            layout, method = balanced(new, 1), "local" if cache.compressed else "pass_kv"
+            layout, method = balanced(new, 1), "local" if cache.compressed or self.divided else "pass_kv"
         elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
             layout, method = self._decode_layout(new, workload, held)
+        elif self.divided and cache.length:
+            self.choice, method = PrefillChoice("pass_q"), "pass_q"
+            layout = balanced(new, size, held)
         else:
             choice = plan_prefill(
                 self.config,
@@ -159,6 +169,7 @@ class PassPlanner:
             slots=slots,
             workload=workload,
             compress=compress,
+            complete=size > 1 and cache.length == 0,
         )
 
     def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:

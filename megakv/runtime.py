@@ -15,6 +15,9 @@ from megakv.attention.runahead import Runahead
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.fairkv.compression import Compressor
+from megakv.fairkv.divided import DividedStore
+from megakv.fairkv.replicas import HeadReplicas
+from megakv.fairkv.store import RaggedStore
 from megakv.injection.interface import add_sinks
 from megakv.planning import ForwardPass, PassPlanner
 from megakv.sharding import TokenBlock
@@ -32,6 +35,8 @@ class Runtime:
         Decides where the tokens of a pass go and which methods serve it.
     compressor : Compressor, optional
         Compresses the cache after a prompt.
+    replicas : HeadReplicas, optional
+        KV heads on several tensor-parallel ranks that share their tokens.
 
     Attributes
     ----------
@@ -46,6 +51,7 @@ class Runtime:
     comm: Communicator
     planner: PassPlanner
     compressor: Compressor | None = None
+    replicas: HeadReplicas | None = None
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
@@ -93,6 +99,8 @@ class Runtime:
         tokens = step.layout.tokens[rank]
         rows = len(tokens)
         store = step.cache.store(layer)
+        if isinstance(store, RaggedStore | DividedStore):
+            store.begin(complete=step.complete)
         if not step.layout.gathered:
             self._store(step, store, k_BKSD[0], v_BKSD[0])
         call = AttentionCall(
@@ -114,6 +122,8 @@ class Runtime:
         out_HLD, lse_HL = self._method(step.method or self.planner.prefill_method(step, call))(call)
         if elsewhere is not None:
             elsewhere.merge_into(out_HLD, lse_HL)
+        if self.replicas is not None:
+            out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, tokens, complete=step.complete)
         if step.compress:
             assert self.compressor is not None
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])

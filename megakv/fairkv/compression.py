@@ -16,6 +16,7 @@ from megakv.fairkv.budgets import HeadBudgets, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.observation import attention_mass, pooled_mass, shares_of_heads
+from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.scoring import Segment, check_budget
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
 from megakv.fairkv.store import RaggedStore
@@ -32,6 +33,8 @@ class Compressor:
     head_map : HeadMap
         Which heads are on which tensor-parallel rank.
     comm : Communicator
+    replicas : HeadReplicas, optional
+        The ranks of copied heads, which share what such a head keeps.
 
     Raises
     ------
@@ -39,12 +42,15 @@ class Compressor:
         If a setting does not fit the method or the model.
     """
 
-    def __init__(self, config: FairKVConfig, head_map: HeadMap, comm: Communicator):
+    def __init__(
+        self, config: FairKVConfig, head_map: HeadMap, comm: Communicator, replicas: HeadReplicas | None = None
+    ):
         assert config.budget is not None
         self._budget = config.budget
         self._min_tokens = config.min_tokens
         self._heads = head_map
         self._comm = comm
+        self._replicas = replicas
         self._layers = len(head_map.layers)
         self.method = make_method(config, self._layers, head_map.n_kv_heads)
         if head_map.n_kv_heads > HEADS:
@@ -105,6 +111,8 @@ class Compressor:
             over_tokens=self._adder("cp", call.layer),
             over_all=self._adder("world", call.layer),
         )
+        if self._replicas is not None:
+            keep = self._replicas.split(call.layer, keep)
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):
             for sequence, mask in enumerate(keep):
@@ -136,6 +144,7 @@ class Compressor:
             return [None] * len(segments)
         masses = attention_mass(call, lse_HL, segments, self.method.observed, self.method.reduce)
         if self._copied(call.layer):
+            # Also where every replica has seen it all: they must agree to the last bit on what is kept.
             masses = [self._over_copies(call.layer, mass) for mass in masses]
         # What is kept anyway neither lends to its neighbours nor counts in its head's total.
         for segment, mass in zip(segments, masses, strict=True):
@@ -161,13 +170,26 @@ class Compressor:
         own = self._heads.shard(layer, rank).kv_heads
         return np.array([index for index, head in enumerate(own) if head not in earlier], dtype=np.int64)
 
-    def _copied(self, layer: int) -> bool:
-        return sum(len(shard.groups) for shard in self._heads.layers[layer]) > self._heads.n_kv_heads
+    def _copied(self, layer: int) -> list[int]:
+        """KV heads that several ranks hold, ascending."""
+        held = [head for shard in self._heads.layers[layer] for head in shard.kv_heads]
+        return [head for head in range(self._heads.n_kv_heads) if held.count(head) > 1]
 
     def _over_copies(self, layer: int, mass_KS: Tensor) -> Tensor:
         """Put together what the query heads of a KV head saw on all the ranks that hold it."""
-        heads = torch.tensor(self._heads.shard(layer, self._comm.mesh.tp_rank).kv_heads, device=mass_KS.device)
-        whole = mass_KS.new_zeros((self._heads.n_kv_heads, mass_KS.shape[1]))
-        whole[heads] = mass_KS
+        copied = {head: place for place, head in enumerate(self._copied(layer))}
+        same = self._heads.replicas(layer)
+        counted = set(self._counted(layer).tolist())
+        everyone = mass_KS.new_zeros((len(copied), mass_KS.shape[1]))
+        own = self._heads.shard(layer, self._comm.mesh.tp_rank).kv_heads
+        for index, head in enumerate(own):
+            # Replicas with the same query heads have seen the same: one of them speaks for all.
+            if head in copied and (index in counted or head not in same):
+                everyone[copied[head]] = mass_KS[index]
         how: Literal["sum", "max"] = "sum" if self.method.reduce == "mean" else "max"
-        return self._comm.tp_combine(whole, how, operation="compression", layer=layer)[heads]
+        everyone = self._comm.tp_combine(everyone, how, operation="compression", layer=layer)
+        mass_KS = mass_KS.clone()
+        for index, head in enumerate(own):
+            if head in copied:
+                mass_KS[index] = everyone[copied[head]]
+        return mass_KS

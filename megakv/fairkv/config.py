@@ -1,4 +1,4 @@
-"""Section ``megakv.fairkv``: compression of the cache to per-head budgets."""
+"""Section ``megakv.fairkv``: compression of the cache to per-head budgets, and where heads are placed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, Literal, Self
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, field_validator, model_validator
 
-GENERAL = ("method", "budget", "min_tokens")
+GENERAL = ("method", "budget", "min_tokens", "mapping")
+WITHOUT_BUDGET = ("budget", "mapping")
 
 
 class FairKVConfig(DeepSpeedConfigModel):
-    """What is kept of a prompt's keys and values once it is read."""
+    """What is kept of a prompt's keys and values once it is read, and on which ranks."""
 
     method: Literal["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"] = "ada_snapkv"
     """How tokens are chosen."""
@@ -54,6 +55,10 @@ class FairKVConfig(DeepSpeedConfigModel):
     spread: float | None = None
     """All tokens over those divided by importance (headkv; 1.2)."""
 
+    mapping: str | None = None
+    """Head mapping that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. The
+    tokens of a head on several ranks are divided among these."""
+
     @field_validator("budget")
     @classmethod
     def _check_budget(cls, value: float | None) -> float | None:
@@ -63,7 +68,9 @@ class FairKVConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def _check_use(self) -> Self:
-        given = [name for name in FairKVConfig.model_fields if name in self.model_fields_set and name != "budget"]
+        given = [
+            name for name in FairKVConfig.model_fields if name in self.model_fields_set and name not in WITHOUT_BUDGET
+        ]
         if self.budget is None and given:
             raise ValueError(
                 f"{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it to a fraction "

@@ -126,13 +126,16 @@ class HeadMapping(Record, Balance):
         """The same by KV head."""
         return [_by_head(ranks, self.n_kv_heads) for ranks in self.mapping]
 
-    def head_map(self, n_heads: int) -> HeadMap:
-        """The placement of weights, with the query heads of a copied KV head divided among its ranks by their shares.
+    def head_map(self, n_heads: int, *, whole: bool = False) -> HeadMap:
+        """The placement of weights.
 
         Parameters
         ----------
         n_heads : int
             Query heads of the model.
+        whole : bool
+            Every rank of a copied KV head holds all its query heads, so that the ranks can share its tokens; such heads
+            come last on their ranks. Else its query heads are divided among its ranks by their shares.
 
         Raises
         ------
@@ -146,15 +149,21 @@ class HeadMapping(Record, Balance):
         for number, layer in enumerate(self.layers):
             shards: list[list[HeadGroup]] = [[] for _ in range(self.tp_size)]
             for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
+                first = head * group
+                if whole:
+                    for rank in held:
+                        shards[rank].append(HeadGroup(head, tuple(range(first, first + group))))
+                    continue
                 if len(held) > group:
                     raise ValueError(
                         f"layer {number}: KV head {head} has {len(held)} replicas, but {group} query heads to divide "
                         f"among them; map with max_replicas = {group}"
                     )
-                first = head * group
                 for rank, count in zip(held, apportioned(shares, group), strict=True):
                     shards[rank].append(HeadGroup(head, tuple(range(first, first + count))))
                     first += count
+            if whole:
+                shards = [sorted(groups, key=lambda g: len(layer.ranks[g.kv_head]) > 1) for groups in shards]
             layers.append(tuple(HeadShard(tuple(groups)) for groups in shards))
         return HeadMap(n_heads, self.n_kv_heads, tuple(layers))
 

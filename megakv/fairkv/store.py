@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megakv.attention.part import Part
 from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.shares import HeadShares
 from megakv.sharding import IntArray
 from megakv.stores import DenseStore
 
@@ -53,11 +55,18 @@ class RaggedStore:
     ----------
     batch : int
         Number of sequences.
+    shares : HeadShares, optional
+        How this rank shares its KV heads with others; None where it shares none.
     """
 
-    def __init__(self, batch: int):
+    def __init__(self, batch: int, shares: HeadShares | None = None):
         self._spans: list[tuple[Span, ...]] = [()] * batch
-        self._dense = DenseStore(batch, LEAST_GROWTH)
+        self._dense = DenseStore(batch, LEAST_GROWTH) if shares is None else DividedStore(batch, shares, LEAST_GROWTH)
+
+    def begin(self, *, complete: bool) -> None:
+        """A pass begins; see `DividedStore`."""
+        if isinstance(self._dense, DividedStore):
+            self._dense.begin(complete=complete)
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """See `KVStore`."""
@@ -91,7 +100,8 @@ class RaggedStore:
         """Nothing lies elsewhere."""
 
     def release(self) -> None:
-        """Everything stays where it is."""
+        """See `KVStore`."""
+        self._dense.release()
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
         """Keep a part of the latest tokens and free the others.
@@ -108,7 +118,8 @@ class RaggedStore:
         before = self._dense.rows(sequence) - count
         start = before + sum(span.stop - span.start for span in self._spans[sequence])
         keys, values = self._dense.part(sequence)
-        body = RaggedBody.kept(keys[:, before:], values[:, before:], keep_KS, np.arange(start, start + count))
+        last = slice(keys.shape[1] - count, None)
+        body = RaggedBody.kept(keys[:, last], values[:, last], keep_KS, np.arange(start, start + count))
         del keys, values
         self.add_span(sequence, Span(start, start + count, body))
         self._dense.shrink(sequence, before)
@@ -130,7 +141,7 @@ class RaggedStore:
 
     def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
         """See `KVStore`: beside what is dense, the tokens kept by each head, span by span."""
-        tensors = self._dense.saved(sequence, slots)
+        tensors = self._dense.saved(sequence, self._uncompressed(sequence, slots))
         for number, span in enumerate(self._spans[sequence]):
             if span.body is not None:
                 found = span.body.saved(slots)

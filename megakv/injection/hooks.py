@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
+from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.store import RaggedStore
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.policy import Policy
 from megakv.planning import ForwardPass
 from megakv.runtime import Runtime
 from megakv.sharding import new_tokens
-from megakv.stores import DenseStore
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -102,8 +102,10 @@ class ForwardHooks:
         if self._make_cache is not None:
             return self._make_cache(self._layers)
         mesh = self._runtime.comm.mesh
-        new_store = DenseStore if self._runtime.compressor is None else RaggedStore
-        return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank, new_store=new_store)
+        replicas = self._runtime.replicas
+        new_store = make_dense_store if self._runtime.compressor is None else RaggedStore
+        shares = None if replicas is None else replicas.shares
+        return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank, new_store=new_store, shares=shares)
 
     # Before
 

@@ -55,8 +55,8 @@ class HeadShard:
 class HeadMap:
     """A placement of all heads of a model on its tensor-parallel ranks.
 
-    Any assignment is possible: uneven counts, another one in every layer, and copies of a KV head on several ranks with
-    its query heads divided among them (FairKV's fair-copying).
+    Any assignment is possible: uneven counts, another one in every layer, and copies of a KV head on several ranks. Its
+    query heads are either divided among these, or all on each of them: such replicas share the head's tokens.
 
     Parameters
     ----------
@@ -70,7 +70,8 @@ class HeadMap:
     Raises
     ------
     ValueError
-        If a query head is missing, doubled or beside a foreign KV head, or a rank would have no head.
+        If a query head is missing, doubled without its whole group or beside a foreign KV head, or a rank would have no
+        head.
     """
 
     n_heads: int
@@ -84,7 +85,11 @@ class HeadMap:
         for layer, shards in enumerate(self.layers):
             if len(shards) != self.tp_size:
                 raise ValueError(f"head map, layer {layer}: {len(shards)} ranks, but layer 0 has {self.tp_size}")
-            placed = sorted(head for shard in shards for head in shard.query_heads)
+            whole = self._whole(shards)
+            once = (g for shard in shards for g in shard.groups if g.kv_head not in whole)
+            placed = sorted(
+                [head for g in once for head in g.query_heads] + [head for g in whole.values() for head in g]
+            )
             if placed != list(range(self.n_heads)):
                 raise ValueError(f"head map, layer {layer}: query heads {placed}, not each of {self.n_heads} once")
             for rank, shard in enumerate(shards):
@@ -94,6 +99,26 @@ class HeadMap:
                     raise ValueError(f"head map, layer {layer}, rank {rank}: KV heads {shard.kv_heads} repeat")
                 if any(head // group != g.kv_head for g in shard.groups for head in g.query_heads):
                     raise ValueError(f"head map, layer {layer}, rank {rank}: a query head beside a foreign KV head")
+
+    def _whole(self, shards: tuple[HeadShard, ...]) -> dict[int, tuple[int, ...]]:
+        """Query heads of the KV heads that several ranks of a layer hold, each with the same of them."""
+        found: dict[int, list[HeadGroup]] = {}
+        for shard in shards:
+            for group in shard.groups:
+                found.setdefault(group.kv_head, []).append(group)
+        return {
+            kv_head: groups[0].query_heads
+            for kv_head, groups in found.items()
+            if len(groups) > 1 and all(g.query_heads == groups[0].query_heads for g in groups)
+        }
+
+    def replicas(self, layer: int) -> dict[int, tuple[int, ...]]:
+        """Ranks of every KV head of `layer` that several ranks hold with all its query heads, by KV head, ascending."""
+        shards = self.layers[layer]
+        return {
+            kv_head: tuple(rank for rank, shard in enumerate(shards) if kv_head in shard.kv_heads)
+            for kv_head in sorted(self._whole(shards))
+        }
 
     @property
     def tp_size(self) -> int:

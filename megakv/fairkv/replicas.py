@@ -1,0 +1,165 @@
+"""KV heads on several tensor-parallel ranks, each of which attends to its own part of their tokens.
+
+A replica has all query heads of its KV head, so the output of the attention is a sum over replicas: each weighs its
+partial output by ``exp(lse_i - lse)``, and the all-reduce behind the output projection, which tensor parallelism has
+anyway, adds them up. Only the log-sum-exps, one number for each query head and query, are exchanged for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megakv.comm import Communicator
+from megakv.fairkv.layer import LayerMapping
+from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.shares import HeadShares, shares_of_rank
+from megakv.fairkv.splitting import split_request
+from megakv.placement.heads import HeadMap
+from megakv.sharding import TokenBlock
+
+
+class HeadReplicas:
+    """The replicas of a mapping's KV heads, as one rank sees them.
+
+    Parameters
+    ----------
+    mapping : HeadMapping
+    head_map : HeadMap
+        Its placement, copies whole.
+    comm : Communicator
+    """
+
+    def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator):
+        self.mapping, self._heads, self._comm = mapping, head_map, comm
+        self._layers = mapping.layers
+        self._shares: dict[int, HeadShares | None] = {}
+        self._views: dict[int, _LayerView] = {}
+
+    @cached_property
+    def any(self) -> bool:
+        """Whether any KV head has more than one rank."""
+        return any(layer.copies for layer in self._layers)
+
+    def shared_anywhere(self, layer: int) -> bool:
+        """Whether ranks exchange log-sum-exps in a layer."""
+        return self._layers[layer].copies > 0
+
+    def shares(self, layer: int) -> HeadShares | None:
+        """How this rank shares its heads of a layer; None where it shares none."""
+        if layer not in self._shares:
+            view = self._view(layer)
+            self._shares[layer] = view.shares if view.shared else None
+        return self._shares[layer]
+
+    def _view(self, layer: int) -> _LayerView:
+        if layer not in self._views:
+            mesh = self._comm.mesh
+            self._views[layer] = _LayerView(self._layers[layer], self._heads, layer, mesh.tp_rank, mesh.tp_size)
+        return self._views[layer]
+
+    def merge(
+        self, layer: int, out_HLD: Tensor, lse_HL: Tensor, tokens: TokenBlock, *, complete: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Weigh this rank's partial outputs so that those of all ranks add up to the attention over all tokens.
+
+        Every rank of the tensor-parallel group must call it.
+
+        Parameters
+        ----------
+        layer : int
+        out_HLD, lse_HL : Tensor
+            ``[H, L, Dv]`` and ``[H, L]`` of this rank's heads, over the tokens that it has; changed in place.
+        tokens : TokenBlock
+            The queries.
+        complete : bool
+            Whether every replica has attended to all tokens: then each counts with some of the queries.
+
+        Returns
+        -------
+        tuple[Tensor, Tensor]
+            The weighted outputs, and the log-sum-exp over all tokens.
+        """
+        view = self._view(layer)
+        if not len(tokens) or not self.shared_anywhere(layer):
+            return out_HLD, lse_HL
+        group = self._heads.n_heads // self._heads.n_kv_heads
+        queries = slice(view.shares.alone * group, None)
+        if complete:
+            for index in range(len(view.shared)):
+                own = torch.from_numpy(view.shares.own_queries(index, tokens.slot)).to(out_HLD.device)
+                first = (view.shares.alone + index) * group
+                out_HLD[first : first + group] *= own[None, :, None]
+            return out_HLD, lse_HL
+        length = lse_HL.shape[1]
+        everyone = lse_HL.new_zeros((view.entries, group, length))
+        everyone[view.own_entries] = lse_HL[queries].reshape(len(view.shared), group, length)
+        self._comm.tp_all_reduce(everyone, operation="lse", layer=layer)
+        if view.shared:
+            own = lse_HL[queries].clone()
+            whole = torch.cat([everyone[entries].logsumexp(0) for entries in view.entries_of_shared])
+            # Where nobody sees a token both are -inf: the output is zero already.
+            out_HLD[queries] *= torch.exp(own - whole).nan_to_num_(0.0).unsqueeze(-1)
+            lse_HL[queries] = whole
+        return out_HLD, lse_HL
+
+    def split(self, layer: int, keep: Sequence[Tensor]) -> list[Tensor]:
+        """Divide what each sequence keeps among the replicas, from its true budgets, so that the slowest is fastest.
+
+        Every rank of the tensor-parallel group must call it.
+
+        Parameters
+        ----------
+        layer : int
+        keep : sequence of Tensor
+            Per sequence ``[K, n]`` bool, the same on all replicas of a head.
+
+        Returns
+        -------
+        list of Tensor
+            What this rank keeps.
+        """
+        view, mesh = self._view(layer), self._comm.mesh
+        if not self.shared_anywhere(layer):
+            return list(keep)
+        counts = torch.zeros((len(keep), self._heads.n_kv_heads), dtype=torch.int64, device=mesh.device)
+        for row, mask in enumerate(keep):
+            counts[row, view.counted_heads] = mask.sum(1).to(counts.device)[view.counted]
+        budgets = self._comm.tp_combine(counts, "sum", operation="compression", layer=layer).tolist()
+        return [self._own(view, layer, mask, row) for mask, row in zip(keep, budgets, strict=True)]
+
+    def _own(self, view: _LayerView, layer: int, keep_KS: Tensor, budgets: list[int]) -> Tensor:
+        if not view.shared:
+            return keep_KS
+        mapping, rank = self._layers[layer], self._comm.mesh.tp_rank
+        parts = split_request(mapping, budgets, self._comm.mesh.tp_size)
+        mask = keep_KS.clone()
+        for index, head in enumerate(view.shared, start=view.shares.alone):
+            replica = mapping.ranks[head].index(rank)
+            first = sum(parts[head][:replica])
+            places = keep_KS[index].nonzero().squeeze(1)
+            mask[index] = False
+            mask[index, places[first : first + parts[head][replica]]] = True
+        return mask
+
+
+class _LayerView:
+    """What one rank must know of a layer's replicas."""
+
+    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, rank: int, tp_size: int):
+        kv_heads = heads.shard(layer, rank).kv_heads
+        alone = [head for head in kv_heads if len(mapping.ranks[head]) == 1]
+        self.shared = [head for head in kv_heads if len(mapping.ranks[head]) > 1]
+        assert list(kv_heads) == [*alone, *self.shared], "heads of this rank alone come first"
+        self.shares = shares_of_rank(mapping, rank, tp_size, self.shared, len(alone))
+        copied = [head for head, ranks in enumerate(mapping.ranks) if len(ranks) > 1]
+        edges = [0, *accumulate(len(mapping.ranks[head]) for head in copied)]
+        starts, self.entries = dict(zip(copied, edges, strict=False)), edges[-1]
+        self.own_entries = [starts[head] + mapping.ranks[head].index(rank) for head in self.shared]
+        self.entries_of_shared = [slice(starts[h], starts[h] + len(mapping.ranks[h])) for h in self.shared]
+        self.counted = [index for index, head in enumerate(kv_heads) if mapping.ranks[head][0] == rank]
+        self.counted_heads = [kv_heads[index] for index in self.counted]
