@@ -1,7 +1,8 @@
 """Started on every rank: compressed caches against dense attention under a mask of what was kept.
 
 Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS, meshes as CPxTP or CPxTP:PREFILL, separated by commas; STEPS further
-tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all.
+tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with heads and
+copies of heads on random ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from families import FAMILIES, llama
+from mappings import random_mapping
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -47,12 +49,14 @@ Kept = list[list[list[list[int]]]]
 """``[layer][sequence][KV head]`` slots."""
 
 
-def config_of(mesh: str, fairkv: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of an engine."""
+def config_of(mesh: str, fairkv: dict[str, Any], mapping: Path) -> dict[str, Any]:
+    """The JSON of an engine; `mapping` is used where the mesh says so."""
     shape, _, prefill = mesh.partition(":")
     cp, tp = (int(part) for part in shape.split("x"))
     section: dict[str, Any] = {"context_parallel": {"size": cp}, "fairkv": fairkv}
-    if prefill:
+    if prefill == "mapped":
+        section["fairkv"] = {**fairkv, "mapping": str(mapping)}
+    elif prefill:
         section["context_parallel"]["prefill"] = "runahead" if prefill == "last" else prefill
     if prefill == "last":
         section["runahead"] = {"kv": "last", "chunk_tokens": 7}
@@ -165,7 +169,7 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
     }
 
 
-def whole_cache(family: str, mesh: str) -> bool:
+def whole_cache(family: str, mesh: str, mapping: Path) -> bool:
     """Whether a compressed cache that keeps every token gives the plain model's tokens."""
     models = []
     for _ in range(2):
@@ -175,7 +179,7 @@ def whole_cache(family: str, mesh: str) -> bool:
     mask[1, :20] = 0
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = models[0].generate(ids, **options)
-    engine = megakv.init_inference(models[1], config_of(mesh, {"budget": 1, "min_tokens": 16}))
+    engine = megakv.init_inference(models[1], config_of(mesh, {"budget": 1, "min_tokens": 16}, mapping))
     found = engine.generate(ids, **options)
     held = engine.report().ranks[0].head_tokens
     engine.destroy()
@@ -200,13 +204,18 @@ def main() -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     results: dict[str, Any] = {}
     for mesh in meshes:
+        mapping = work / f"mapping-{mesh.replace(':', '-')}.json"
+        if dist.get_rank() == 0 and mesh.endswith("mapped"):
+            tp_size = int(mesh.partition(":")[0].split("x")[1])
+            random_mapping(llama().num_hidden_layers, 4, tp_size).save(mapping)
+        dist.barrier()
         for name, settings in CASES.items():
-            if ":" in mesh and name not in SPREAD:
+            if ":" in mesh and name not in SPREAD and not (mesh == "1x4:mapped" and name == "h2o"):
                 continue
             section = {"min_tokens": 64, **settings}
             if name == "headkv":
                 section["importance"] = str(importance)
-            engine = megakv.init_inference(str(folder), config_of(mesh, section))
+            engine = megakv.init_inference(str(folder), config_of(mesh, section, mapping))
             for batch in LENGTHS:
                 count = steps if name == "ada_snapkv" else 3
                 results[f"{mesh} {name} {batch}"] = run_case(engine, plain, batch, count)
@@ -217,7 +226,7 @@ def main() -> None:
                     results[f"{mesh} short"] = str(error)
             engine.destroy()
         for family in FAMILIES_HERE if mesh.partition(":")[0].endswith("x1") else FAMILIES_HERE[:2]:
-            results[f"{mesh} whole {family}"] = whole_cache(family, mesh)
+            results[f"{mesh} whole {family}"] = whole_cache(family, mesh, mapping)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
 
