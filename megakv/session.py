@@ -130,6 +130,8 @@ class Session:
         engine, target = self._open(), Path(folder)
         if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
             raise ValueError("this session has no turns yet: there is nothing to save")
+        if self._cache.shares is not None:
+            raise ValueError("sessions over KV heads that ranks share (megakv.fairkv.mapping) cannot be saved")
         partial = target.with_name(f"{target.name}.partial")
         meta = SessionMeta(
             format=FORMAT,
