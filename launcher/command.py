@@ -91,6 +91,18 @@ def search_partition(arguments: argparse.Namespace) -> None:
         raise
 
 
+def fairkv_profile(arguments: argparse.Namespace) -> None:
+    """Run a model over prompts with compression and write what every KV head keeps."""
+    from megakv.launcher.budget_arguments import budget_config, check_budgets
+    from megakv.launcher.ranks import command_line, start_ranks
+
+    config = budget_config(arguments, arguments.ranks)
+    check_budgets(arguments)
+    names = ["model", "prompts", "json", "png", "config", "method", "budget", "field", "threads"]
+    words = command_line(arguments, names) + ["--no-chat-template"] * arguments.no_chat_template
+    start_ranks("budgets.py", config.cp_size * config.tp_size, arguments.threads, words)
+
+
 def _measure(script: str, arguments: argparse.Namespace, names: list[str]) -> None:
     from megakv.launcher.hardware import layer_shape
     from megakv.launcher.ranks import check_rank_arguments, command_line, start_ranks
@@ -113,6 +125,7 @@ def _describe(
 
 
 def _parser() -> argparse.ArgumentParser:
+    from megakv.launcher.budget_arguments import add_budget_arguments
     from megakv.launcher.dry_run import add_dry_run_arguments, dry_run
     from megakv.launcher.fairkv import add_map_arguments, fairkv_map
     from megakv.launcher.fit import add_fit_arguments
@@ -138,6 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     searching.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
     add_search_arguments(searching)
     searching.set_defaults(ranks_write=True)
+    budgeting = _describe(commands, fairkv_profile)
+    budgeting.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
+    add_budget_arguments(budgeting)
+    budgeting.set_defaults(ranks_write=True)
     mapping = _describe(commands, fairkv_map)
     add_map_arguments(mapping)
     # It writes its file itself, too: what it prints is a summary.

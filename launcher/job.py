@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -96,25 +95,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="also run plain transformers on rank 0 and compare tokens"
     )
-
-
-def read_text(path: str, setting: str) -> str:
-    """A user's text file.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read as UTF-8 or holds no text.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{setting} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{setting} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if not text.strip():
-        raise ValueError(f"{setting} {path} is empty: the prompt is empty")
-    return text
 
 
 def read_tokenizer(model: str) -> PreTrainedTokenizerBase:

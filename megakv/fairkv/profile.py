@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record, load_record
 
 Budget = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Budgets = tuple[tuple[Budget, ...], ...]
+Rate = Annotated[float, Field(ge=0, le=1)]
 REMEDY = 'measure it anew, or write {"model": NAME, "budgets": [layer][KV head]}'
 
 
@@ -20,6 +21,30 @@ def _check_shape(name: str, budgets: Budgets, layers: int, heads: int) -> None:
     for layer, row in enumerate(budgets):
         if len(row) != heads:
             raise ValueError(f"{name}, layer {layer}: {len(row)} KV heads, but layer 0 of budgets has {heads}")
+
+
+class DataSet(BaseModel):
+    """Prompts of one kind, and how their budgets compare with the others'.
+
+    Parameters
+    ----------
+    name : str
+    prompts : int
+        So many of the profile's prompts, after those of the data sets before it.
+    similarity : float, optional
+        Cosine similarity of its mean budgets with the mean of the other data sets' (the paper's Table 1); None where
+        there is no other.
+    busy_rates : dict
+        Tensor-parallel degree to the part of the attention time in which a rank with neighbouring heads works (Table
+        2), the mean over its prompts.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    prompts: int = Field(ge=1)
+    similarity: Rate | None = None
+    busy_rates: dict[int, Rate]
 
 
 class BudgetProfile(Record):
@@ -37,6 +62,10 @@ class BudgetProfile(Record):
         Tokens of every prompt; no budget may be above its prompt's length, nor the mean above the longest.
     method : str, optional
         The compression that chose the tokens.
+    data_sets : tuple of DataSet, optional
+        Where the prompts are from, in their order.
+    busy_rates : dict, optional
+        As in `DataSet`, the mean over all prompts.
     """
 
     format: Literal["megakv budget profile"] = "megakv budget profile"
@@ -46,6 +75,8 @@ class BudgetProfile(Record):
     prompts: tuple[Budgets, ...] | None = Field(default=None, min_length=1)
     lengths: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1)
     method: str | None = None
+    data_sets: tuple[DataSet, ...] | None = Field(default=None, min_length=1)
+    busy_rates: dict[int, Rate] | None = None
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -54,6 +85,10 @@ class BudgetProfile(Record):
         _check_shape("budgets", self.budgets, self.n_layers, self.n_kv_heads)
         for number, prompt in enumerate(self.prompts or ()):
             _check_shape(f"prompt {number}", prompt, self.n_layers, self.n_kv_heads)
+        if self.data_sets is not None:
+            counted = sum(each.prompts for each in self.data_sets)
+            if counted != len(self.prompts or ()):
+                raise ValueError(f"data_sets have {counted} prompts, prompts {len(self.prompts or ())}")
         if self.lengths is not None:
             if self.prompts is not None and len(self.lengths) != len(self.prompts):
                 raise ValueError(f"{len(self.lengths)} lengths of {len(self.prompts)} prompts")

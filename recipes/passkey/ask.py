@@ -11,7 +11,8 @@ from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
 from megakv.launcher.environment import adopt_single_process, adopt_slurm, own_rank
-from megakv.launcher.job import add_job_arguments, print_outcome, read_text, run_job, write_outcome
+from megakv.launcher.job import add_job_arguments, print_outcome, run_job, write_outcome
+from megakv.launcher.prompts import read_text
 from megakv.launcher.voice import one_voice, quiet_libraries
 
 

@@ -1,0 +1,99 @@
+"""What ``megakv fairkv-profile`` is asked for, and whether it can work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from megakv.config import MegaKVConfig, load_config
+from megakv.launcher.prompts import read_prompts
+from megakv.tracking import TrackingConfig
+
+UNEVEN = ("ada_snapkv", "headkv")
+"""Methods that give the heads of a layer unequal budgets."""
+
+
+def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a rank of ``megakv fairkv-profile`` takes."""
+    parser.add_argument("--model", required=True, help="directory or hub id of the model")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="data sets: a .jsonl file with a prompt a line, a folder with a prompt a file, or one text file",
+    )
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the profile to this file")
+    parser.add_argument("--png", metavar="FILE", help="draw the budgets to this file (default: beside the profile)")
+    parser.add_argument("--config", metavar="FILE", help="JSON of the run that the profile is for (default: fp32)")
+    parser.add_argument("--method", choices=UNEVEN, help="compression (default: the config's, else ada_snapkv)")
+    parser.add_argument("--budget", type=float, help="what a KV head keeps on average, as in megakv.fairkv.budget")
+    parser.add_argument("--field", default="prompt", help="of a .jsonl line's object, the prompt's (default prompt)")
+    parser.add_argument("--no-chat-template", action="store_true", help="feed the texts as they are")
+    parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
+    """The run's JSON with the compression that was asked for.
+
+    Parameters
+    ----------
+    arguments : Namespace
+    ranks : int, optional
+        All ranks of the world; by default those that the JSON wants.
+
+    Raises
+    ------
+    ValueError
+        If the JSON cannot be used, the ranks do not fit it, or nothing would be compressed unevenly.
+    """
+    config = load_config(arguments.config or {"dtype": "fp32"})
+    section = config.megakv
+    if ranks is not None:
+        if ranks < 1 or ranks % config.tp_size:
+            raise ValueError(f"--ranks {ranks}: allowed: multiples of tensor_parallel.tp_size = {config.tp_size}")
+        section.context_parallel.size = ranks // config.tp_size
+    given: dict[str, Any] = {"method": arguments.method, "budget": arguments.budget}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("budget", 0) > 1:
+        given["budget"] = int(given["budget"]) if given["budget"] == int(given["budget"]) else given["budget"]
+    fairkv = section.fairkv.model_dump(exclude_unset=True) | given
+    section.fairkv = load_config({"megakv": {"fairkv": fairkv}}).megakv.fairkv
+    if section.fairkv.budget is None:
+        raise ValueError("--budget is missing, and the config has no megakv.fairkv.budget: nothing would be compressed")
+    if section.fairkv.method not in UNEVEN:
+        raise ValueError(
+            f"megakv.fairkv.method = {section.fairkv.method!r} keeps the same number of tokens in every head of a "
+            f"layer: there is nothing to profile; allowed: {', '.join(UNEVEN)}"
+        )
+    if section.offload.enabled:
+        raise ValueError("megakv.offload.enabled = true is not supported with compression: switch it off to profile")
+    section.tracking = TrackingConfig()
+    return config
+
+
+def check_budgets(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot work before any rank starts.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, its value and what is allowed.
+    """
+    if arguments.threads < 1:
+        raise ValueError(f"--threads {arguments.threads}: allowed: 1 or more")
+    for name, path in (("json", arguments.json), ("png", picture_path(arguments))):
+        folder = Path(path).resolve().parent
+        if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"--{name} {path}: cannot be written: the folder must exist and be writable")
+    if Path(arguments.json).resolve() == Path(picture_path(arguments)).resolve():
+        raise ValueError(f"--json {arguments.json} is where the picture would go: name it .json, or give --png")
+    read_prompts(arguments.prompts, field=arguments.field)
+
+
+def picture_path(arguments: argparse.Namespace) -> str:
+    """Where the picture goes."""
+    return arguments.png or str(Path(arguments.json).with_suffix(".png"))

@@ -1,0 +1,107 @@
+"""Measure a budget profile: what every rank of ``megakv fairkv-profile`` runs.
+
+On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/budgets.py --model DIR --prompts ... --json P``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoConfig
+
+import megakv
+from megakv.config import MegaKVConfig
+from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.profile_figure import draw_profile
+from megakv.fairkv.profiling import MeasuredPrompt, kept_tokens, make_profile
+from megakv.launcher.budget_arguments import add_budget_arguments, budget_config, check_budgets, picture_path
+from megakv.launcher.budget_tables import print_tables
+from megakv.launcher.environment import adopt_slurm, own_rank
+from megakv.launcher.job import prompt_ids, read_tokenizer
+from megakv.launcher.prompts import Prompt, read_prompts
+from megakv.launcher.voice import one_voice, quiet_libraries
+from megakv.placement import contiguous_head_map
+from megakv.weights.files import local_directory
+
+
+def tokenized(
+    arguments: argparse.Namespace, config: MegaKVConfig, prompts: Sequence[Prompt]
+) -> list[tuple[Prompt, Tensor]]:
+    """Prompts as ``[1, S]`` tokens.
+
+    Raises
+    ------
+    ValueError
+        If one is too long for the model, or too short to be compressed: names it.
+    """
+    tokenizer = read_tokenizer(arguments.model)
+    text = AutoConfig.from_pretrained(local_directory(arguments.model, weights=False)).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    fairkv = config.megakv.fairkv
+    assert fairkv.budget is not None
+    found = []
+    for prompt in prompts:
+        ids = prompt_ids(tokenizer, prompt.text, chat=not arguments.no_chat_template)
+        length = ids.shape[1]
+        where = f"--prompts {prompt.source}: the prompt has {length} tokens"
+        if positions is not None and length > positions:
+            raise ValueError(f"{where}, the model takes {positions}; shorten it or leave it out")
+        if length < fairkv.min_tokens:
+            raise ValueError(
+                f"{where}, fewer than megakv.fairkv.min_tokens = {fairkv.min_tokens}: it would not be compressed; "
+                "leave it out"
+            )
+        if fairkv.budget > length:
+            raise ValueError(f"{where}, fewer than --budget {fairkv.budget:g}; leave it out or lower the budget")
+        found.append((prompt, ids))
+    return found
+
+
+def measure(engine: megakv.MegaKVEngine, prompts: Sequence[tuple[Prompt, Tensor]]) -> list[MeasuredPrompt]:
+    """Read every prompt, and see what is kept. Every rank must call it."""
+    shape = ModelShape.from_config(engine.module.config, dtype=torch.float32)
+    heads = contiguous_head_map(len(shape.layers), shape.heads, shape.kv_heads, engine.mesh.tp_size)
+    found = []
+    for prompt, ids in tqdm(prompts, desc="prompts", unit="prompt", disable=own_rank() != 0):
+        engine.generate(ids.to(engine.mesh.device), max_new_tokens=1, do_sample=False)
+        found.append(MeasuredPrompt(prompt.data_set, ids.shape[1], kept_tokens(engine.report(), heads)))
+    return found
+
+
+def write(arguments: argparse.Namespace, profile: BudgetProfile) -> None:
+    """Write the files and print the tables."""
+    profile.save(arguments.json)
+    draw_profile(profile, picture_path(arguments))
+    print_tables(profile)
+    print(f"profile: {Path(arguments.json).resolve()}, picture: {Path(picture_path(arguments)).resolve()}", flush=True)
+
+
+def main() -> None:
+    """Entry of every rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_budget_arguments(parser)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with one_voice():
+        adopt_slurm()
+        torch.set_num_threads(arguments.threads)
+        config = budget_config(arguments, int(os.environ.get("WORLD_SIZE", "1")))
+        if own_rank() == 0:
+            check_budgets(arguments)
+        prompts = tokenized(arguments, config, read_prompts(arguments.prompts, field=arguments.field))
+        engine = megakv.init_inference(arguments.model, config)
+        measured = measure(engine, prompts)
+        if own_rank() == 0:
+            write(arguments, make_profile(arguments.model, config.megakv.fairkv.method, measured))
+        engine.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A user's texts: single files, and data sets that are files or folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LINES = ".jsonl"
+
+
+def read_text(path: str, setting: str) -> str:
+    """A user's text file.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read as UTF-8 or holds no text.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{setting} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{setting} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise ValueError(f"{setting} {path} is empty: the prompt is empty")
+    return text
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One text.
+
+    Parameters
+    ----------
+    data_set : str
+        Name of its data set.
+    source : str
+        File, and line where there are several, for messages.
+    text : str
+    """
+
+    data_set: str
+    source: str
+    text: str
+
+
+def read_prompts(paths: Sequence[str], *, field: str, setting: str = "--prompts") -> list[Prompt]:
+    """All prompts of some data sets.
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Each a data set, named by its file: a ``.jsonl`` file with a prompt in every line, a folder with a prompt in
+        every text file, or one text file.
+    field : str
+        Of a line's JSON object that holds the prompt; a line may be a mere string, too.
+    setting : str
+        Named in messages.
+
+    Raises
+    ------
+    ValueError
+        If one cannot be read, holds no prompt, or two have the same name.
+    """
+    found: list[Prompt] = []
+    names: dict[str, str] = {}
+    for path in paths:
+        name = Path(path).stem
+        if name in names:
+            raise ValueError(f"{setting} {names[name]} {path}: two data sets of the name {name!r}; rename one")
+        names[name] = path
+        prompts = _read(Path(path), name, field, setting)
+        if not prompts:
+            raise ValueError(f"{setting} {path} holds no prompt: allowed: a text file, a folder of them, a .jsonl file")
+        found += prompts
+    return found
+
+
+def _read(path: Path, name: str, field: str, setting: str) -> list[Prompt]:
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+        return [Prompt(name, str(file), read_text(str(file), setting)) for file in files]
+    text = read_text(str(path), setting)
+    if path.suffix != LINES:
+        return [Prompt(name, str(path), text)]
+    lines = enumerate(text.split("\n"), start=1)
+    return [_line(path, number, line, name, field, setting) for number, line in lines if line.strip()]
+
+
+def _line(path: Path, number: int, line: str, name: str, field: str, setting: str) -> Prompt:
+    source = f"{path} line {number}"
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{setting} {source} is not valid JSON: {error}") from error
+    if isinstance(value, dict):
+        if field not in value:
+            raise ValueError(f"{setting} {source} has no {field!r} among {sorted(value)}: --field names the prompt's")
+        value = value[field]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{setting} {source}: the prompt must be text, not {json.dumps(value)[:40]}")
+    return Prompt(name, source, value)
