@@ -101,6 +101,10 @@ class Ledger:
         finally:
             self.spans.append(Event(name, "compute", start, self.now(), layer))
 
+    def waited_s(self) -> float:
+        """Seconds in which this rank did nothing but wait for others."""
+        return sum(tally.seconds_exposed for tally in self.tallies.values())
+
     def by_operation(self) -> dict[str, Tally]:
         """Totals per operation, summed over the layers."""
         totals: dict[str, Tally] = {}

@@ -211,6 +211,8 @@ class StepTimes:
         Of it, what comes before the last activations are there.
     recompute_s, layer_s : float
         The accelerator's work for one layer: recomputation, and all else.
+    last_s : float
+        Of recomputation, what can only begin with the last activations: all of it, where they come whole.
     host_s : float
         Attention on the host, from when the layer's queries are there.
     outside_s : float
@@ -221,6 +223,7 @@ class StepTimes:
     landed_s: float
     recompute_s: float
     layer_s: float
+    last_s: float
     host_s: float = 0.0
     outside_s: float = 0.0
 
@@ -245,7 +248,7 @@ def step_seconds(times: StepTimes, layers: int, *, rounds: int = 4) -> float:
         for _ in range(layers):
             begun = max(link, released[-2])
             landed, link = begun + times.landed_s, begun + times.sent_s
-            queries = max(device, landed) + times.recompute_s
+            queries = max(device + times.recompute_s, landed + times.last_s)
             device = max(queries + times.host_s, link)
             released = [released[-1], device]
             device += times.layer_s

@@ -7,6 +7,7 @@ are known only once the layer has begun, so unlike transfers this cannot run ahe
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,18 +107,19 @@ class HostRank:
                 attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
         return *attention.result(), time.perf_counter() - begun
 
-    def measure(self, store: TieredStore, sequence: int, count: int, queries: Queries) -> float:
-        """Seconds of attending to the first tokens of a sequence with one query."""
-        return self._pool.submit(self._timed, store, sequence, count, queries).result()
+    def measure(self, store: TieredStore, runs: Sequence[tuple[int, Tensor]], queries: Queries) -> float:
+        """Seconds of attending to runs of rows of a store's shape with one query."""
+        return self._pool.submit(self._timed, store, runs, queries).result()
 
     @staticmethod
     @torch.no_grad()
-    def _timed(store: TieredStore, sequence: int, count: int, queries: Queries) -> float:
+    def _timed(store: TieredStore, runs: Sequence[tuple[int, Tensor]], queries: Queries) -> float:
         # The kernel must be called as it will be: one row a head, and keys where they lie.
         query = torch.zeros(queries.heads, 1, queries.dim, dtype=store.dtype)
+        count = sum(len(rows) for _, rows in runs)
         begun = time.perf_counter()
         partial = PartialAttention(query, np.array([count]), queries.scoring)
-        for first, rows in store.rows_in_memory(sequence, count):
+        for first, rows in runs:
             partial.add(*store.heads_of(rows), np.arange(first, first + len(rows)))
         _ = partial.out
         return time.perf_counter() - begun

@@ -52,6 +52,10 @@ class PagedRows:
         """Bytes of the pages, room in the last one included."""
         return len(self._pages) * self._pool.page_bytes
 
+    def bytes_for(self, count: int) -> int:
+        """Bytes of the pages of so many rows."""
+        return -(-count // self._per_page) * self._pool.page_bytes
+
     def extend(self, count: int) -> int:
         """Make room for rows behind the present ones; returns the first one's index.
 

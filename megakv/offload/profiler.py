@@ -18,6 +18,8 @@ from megakv.costmodel.records import Record, load_record
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.link import Link
+from megakv.offload.pages import PagedRows, unwritten
+from megakv.offload.pool import PagePool
 from megakv.offload.record import StepRecord
 from megakv.offload.scheduler import Division
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 REPEATS = 5
 PROBE_BYTES = 16 << 20
 """Rows that are sent to measure the link, at most."""
+PROBE_ROWS = 16
+"""At least."""
+PROBE_S = 0.05
+"""An emulated link is measured with what it sends in that time."""
 PROBE_TOKENS = 512
 LEARNING = 0.3
 """Weight of the latest step in what is learned while tokens are generated."""
@@ -80,12 +86,15 @@ class OffloadCosts:
     ----------
     config : OffloadConfig
     link : Link
+    pool : PagePool
+        Whose unused pages the link and the host are measured with.
     device : torch.device
     """
 
-    def __init__(self, config: OffloadConfig, link: Link, device: torch.device):
+    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device):
         self._config = config
         self._link = link
+        self._pool = pool
         self._device = device
         self.profile: OffloadProfile | None = None
         self.outside_s = 0.0
@@ -114,28 +123,36 @@ class OffloadCosts:
             device_s=self._device_s,
         )
 
-    def predict(self, costs: LayerCosts, division: Division, layers: int) -> float:
-        """Seconds from step to step."""
-        landed = costs.activation_s * division.recomputed
+    def predict(self, costs: LayerCosts, division: Division, layers: int, *, chunk: int) -> float:
+        """Seconds from step to step, with activations in chunks of so many tokens."""
+        chunks = -(-division.recomputed // chunk)
+        landed = costs.activation_s * division.recomputed + chunks * costs.transfer_s
+        recompute = costs.recompute_s * division.recomputed + chunks * costs.launch_s
         on_host = costs.host_fixed_s + costs.host_attend_s * division.on_host if division.on_host else 0.0
         times = StepTimes(
-            sent_s=landed + costs.kv_s * division.streamed,
+            sent_s=landed + costs.kv_s * division.streamed + (costs.transfer_s if division.streamed else 0.0),
             landed_s=landed,
-            recompute_s=costs.recompute_s * division.recomputed,
+            recompute_s=recompute,
+            last_s=recompute / chunks if chunks else 0.0,
             layer_s=costs.device_s,
             host_s=on_host,
             outside_s=self.outside_s,
         )
         return step_seconds(times, layers)
 
+    @property
+    def settled(self) -> bool:
+        """Whether what steps show has come in, where it does."""
+        return self._device.type != "cpu" or self._steps > STEADY
+
     def learn(self, record: StepRecord, layers: int) -> None:
         """Take in what a step showed. Only a processor that computes as it is told can be timed this way."""
         assert self.profile is not None
-        if self._device.type != "cpu" or record.gap_s > record.elapsed_s:
+        if self._device.type != "cpu" or not record.usual:
             return
         self._steps += 1
         weight = LEARNING if self._steps > STEADY else 1.0
-        busy = max(0.0, record.elapsed_s - record.waited_s - record.recompute_s) / layers
+        busy = max(0.0, record.elapsed_s - record.waited_s - record.recompute_s - record.peers_s) / layers
         self._device_s += weight * (busy - self._device_s)
         self.outside_s += weight * (record.gap_s - self.outside_s)
         changes: dict[str, float] = {}
@@ -176,7 +193,9 @@ class OffloadCosts:
     def _measure(
         self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None
     ) -> OffloadProfile:
-        few, many = self._sent(store, 1), self._sent(store, PROBE_BYTES)
+        emulated = self._config.emulated_link_gb_s
+        most = PROBE_BYTES if emulated is None else min(PROBE_BYTES, int(PROBE_S * emulated * 1e9))
+        few, many = self._sent(store, 1), self._sent(store, max(most, PROBE_ROWS * store.row_bytes))
         slope = max(many[1] - few[1], 1e-9) / max(many[0] - few[0], 1)
         profile = OffloadProfile(
             fingerprint=self._fingerprint(store),
@@ -188,7 +207,7 @@ class OffloadCosts:
             launch_s=0.0,
             host_attend_s=0.0,
             host_fixed_s=0.0,
-            emulated_link_gb_s=self._config.emulated_link_gb_s,
+            emulated_link_gb_s=emulated,
         )
         if recomputation is not None and store.input_bytes:
             recompute_s, launch_s = self._recomputed(store, recomputation)
@@ -201,16 +220,27 @@ class OffloadCosts:
         return profile
 
     def _sent(self, store: TieredStore, nbytes: int) -> tuple[int, float]:
-        """Bytes and seconds of sending rows of the longest sequence."""
-        lengths = store.lengths()
-        sequence = max(range(len(lengths)), key=lambda index: lengths[index])
-        count = min(lengths[sequence], max(1, nbytes // store.row_bytes))
+        """Bytes and seconds of sending rows of the store's width, out of pages that nobody uses."""
+        count = max(1, nbytes // store.row_bytes)
+        rows = self._probe(store, count)
+        if rows is None:
+            # The budgets are full: rows that are there must do.
+            lengths = store.lengths()
+            sequence = max(range(len(lengths)), key=lambda index: lengths[index])
+            count = min(count, lengths[sequence])
         target = torch.empty((count, store.row_width), dtype=store.dtype, device=self._device)
-        moves, pages = store.row_moves(sequence, 0, target)
-        for page in pages:
-            if page.written is not None:
-                page.written.settle()
+        moves, pages = store.row_moves(sequence, 0, target) if rows is None else rows.moves(0, target)
+        for ticket in unwritten(pages):
+            ticket.settle()
         return count * store.row_bytes, self._timed(lambda: self._link.start("in", moves).settle())
+
+    def _probe(self, store: TieredStore, count: int) -> PagedRows | None:
+        """Rows like a store's in pages that nobody uses; None where there are too few."""
+        rows = PagedRows(self._pool, store.row_width, store.dtype)
+        if not self._pool.has_room(rows.bytes_for(count)):
+            return None
+        rows.extend(count)
+        return rows
 
     def _recomputed(self, store: TieredStore, recomputation: Recomputation) -> tuple[float, float]:
         """Seconds per token, and of a call whatever its tokens."""
@@ -231,14 +261,20 @@ class OffloadCosts:
 
     def _attended(self, store: TieredStore, host: HostTrial) -> tuple[float, float]:
         """Seconds per token of the host's attention, and of a sequence whatever its tokens."""
+        rows, many = self._probe(store, PROBE_TOKENS), PROBE_TOKENS
         lengths = store.in_memory()
         sequence = max(range(len(lengths)), key=lambda index: lengths[index])
-        many = lengths[sequence]
-        few = max(1, many // 8)
-        few_s, many_s = (
-            statistics.median(host.rank.measure(store, sequence, count, host.queries) for _ in range(REPEATS))
-            for count in (few, many)
-        )
+        if rows is None:
+            # The budgets are full: rows that are there must do.
+            many = lengths[sequence]
+        times = []
+        for count in (max(1, many // 8), many):
+            runs = store.rows_in_memory(sequence, count) if rows is None else rows.runs_in_memory(count)
+            for _, run in () if rows is None else runs:
+                run.zero_()
+            seconds = [host.rank.measure(store, runs, host.queries) for _ in range(REPEATS)]
+            times.append((count, statistics.median(seconds)))
+        (few, few_s), (many, many_s) = times
         slope = max(many_s - few_s, 1e-9) / max(many - few, 1)
         return slope, max(0.0, few_s - few * slope)
 

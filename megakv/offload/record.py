@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
+from megakv.ledger import Ledger
 from megakv.offload.link import Link
-from megakv.offload.scheduler import Division
+from megakv.offload.scheduler import Division, Plan
 from megakv.tracking.metrics import OffloadStep
 
 
@@ -16,7 +17,7 @@ class StepRecord:
     ----------
     cached, new : int
         Tokens of all sequences on this rank.
-    division : Division
+    plan : Plan
 
     Attributes
     ----------
@@ -24,37 +25,53 @@ class StepRecord:
         Predicted time from step to step; measured time of the model's forward pass, and between the pass before and it.
     waited_s, recompute_s, host_s : float
         Waiting for transfers, recomputing, and attending on the host.
+    peers_s : float
+        Waiting for other ranks.
     bytes_in, bytes_out : int
         Sent to the accelerator and from it meanwhile.
     busy_s : float
         In which the link to the accelerator was at work.
     """
 
-    def __init__(self, *, cached: int, new: int, division: Division):
-        self.cached, self.new, self.division = cached, new, division
-        self.predicted_s = self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
-        self.host_s = 0.0
+    def __init__(self, *, cached: int, new: int, plan: Plan):
+        self.cached, self.new, self.plan = cached, new, plan
+        self.predicted_s = plan.predicted_s
+        self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
+        self.host_s = self.peers_s = 0.0
         self.bytes_in = self.bytes_out = 0
         self.begun = self.ended = 0.0
 
-    def begin(self, link: Link) -> None:
+    def begin(self, link: Link, ledger: Ledger) -> None:
         """Start the clock and the counts."""
         self.bytes_in, self.bytes_out = link.traffic["in"].nbytes, link.traffic["out"].nbytes
         self.busy_s = link.traffic["in"].busy_s
+        self.peers_s = ledger.waited_s()
         self.begun = time.perf_counter()
 
-    def finish(self, link: Link) -> None:
+    def finish(self, link: Link, ledger: Ledger) -> None:
         """Stop them."""
         self.ended = time.perf_counter()
         self.elapsed_s = self.ended - self.begun
         self.bytes_in = link.traffic["in"].nbytes - self.bytes_in
         self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
         self.busy_s = link.traffic["in"].busy_s - self.busy_s
+        self.peers_s = ledger.waited_s() - self.peers_s
+
+    @property
+    def division(self) -> Division:
+        """What became of the cached tokens."""
+        return self.plan.division
+
+    @property
+    def usual(self) -> bool:
+        """Whether one step followed the other at once: where somebody thought in between, times show that."""
+        return self.gap_s <= self.elapsed_s
 
     def report(self) -> OffloadStep:
         """As it stands in the report of a run."""
         return OffloadStep(
             cached=self.cached,
+            plan=self.plan.name,
             recomputed=self.division.recomputed,
             on_host=self.division.on_host,
             predicted_s=self.predicted_s,

@@ -18,7 +18,6 @@ from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
 from megakv.offload.profiler import OffloadCosts
 from megakv.offload.record import StepRecord
-from megakv.offload.scheduler import Division
 from megakv.offload.staging import StagedLayer, StagingBuffer, bring
 from megakv.offload.store import TieredStore
 
@@ -55,7 +54,7 @@ class Offloader:
         self.link = link
         self.pool = pool
         self.device = device
-        self.costs = OffloadCosts(config, link, device)
+        self.costs = OffloadCosts(config, link, pool, device)
         self.steps: list[StepRecord] = []
         self._recomputation: Recomputation | None = None
         self._recomputes = False
@@ -75,7 +74,13 @@ class Offloader:
         # Only alone: on a ring, keys and values, or queries, of other ranks would have to come to this host as well.
         hosts = config.method in ("auto", "cpu_rank") and runtime.comm.mesh.cp_size == 1
         self._host_rank = HostRank(config.cpu_threads) if hosts else None
-        self._planner = Planner(config, self.costs, layers=layers, host_rank=self._host_rank)
+        self._planner = Planner(
+            config,
+            self.costs,
+            layers=layers,
+            host_rank=self._host_rank,
+            explore=runtime.comm.mesh.world_size == 1,
+        )
         self._host_part: HostPart | None = None
 
     def attach(self, recomputation: Recomputation, *, recomputes: bool) -> None:
@@ -172,12 +177,14 @@ class Offloader:
         record, self._record = self._record, None
         self._current = self._layout = None
         if record is not None:
-            record.finish(self.link)
+            record.finish(self.link, self._runtime.comm.ledger)
             record.gap_s = record.begun - self._ended if self._ended else 0.0
             self._ended = record.ended
             if record.cached:
                 self.steps.append(record)
                 self.costs.learn(record, self._layers)
+                if self._decoding:
+                    self._planner.observe(record)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
@@ -250,8 +257,8 @@ class Offloader:
         if layer in self._staged or not self._free or not tokens:
             return
         store.flush()
-        division, chunk = self._planner.divide(store), self._planner.chunk(tokens)
-        self._staged[layer] = bring(store, self._free.pop(), self.link, division, new, chunk=chunk)
+        plan = self._planner.plan(store)
+        self._staged[layer] = bring(store, self._free.pop(), self.link, plan.division, new, chunk=plan.chunk)
 
     def _recompute(self, layer: int, staged: StagedLayer, cache: OffloadedCache) -> None:
         """Keys and values of the activations, chunk by chunk as they land, into their rows."""
@@ -292,9 +299,6 @@ class Offloader:
         counts = cache.table.counts()[cache.rank].tolist()
         cached = sum(counts) - sum(new)
         store = cache.store(0)
-        division = self._planner.divide(store) if cached else Division(0)
-        record = StepRecord(cached=cached, new=sum(new), division=division)
-        if cached:
-            record.predicted_s = self._planner.predict(store, division)
-        record.begin(self.link)
+        record = StepRecord(cached=cached, new=sum(new), plan=self._planner.plan(store))
+        record.begin(self.link, self._runtime.comm.ledger)
         return record

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megakv.costmodel.offload import (
     LayerCosts,
@@ -50,6 +51,29 @@ class Division:
     def streamed(self) -> int:
         """Tokens whose keys and values are sent."""
         return self.tokens - self.recomputed - self.on_host - self.resident
+
+
+class Plan(NamedTuple):
+    """What becomes of a layer's cached tokens, and how long a step takes that way.
+
+    Parameters
+    ----------
+    name : str
+        The method that it comes from; ``all`` where activations are recomputed and the host attends.
+    division : Division
+    chunk : int
+        Tokens of a chunk of activations.
+    seconds : float
+        From step to step, as the costs have it.
+    predicted_s : float
+        The same, corrected by what steps of this plan took.
+    """
+
+    name: str
+    division: Division
+    chunk: int
+    seconds: float
+    predicted_s: float
 
 
 def lowest_point(lines: Sequence[Line], low: int, high: int) -> tuple[int, float]:

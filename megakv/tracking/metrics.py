@@ -91,6 +91,8 @@ class OffloadStep:
 
     Attributes
     ----------
+    plan
+        Which of the methods served it; ``all`` where activations were recomputed and the host attended.
     cached, recomputed, on_host
         Cached tokens of all sequences; of them, recomputed from activations in each layer (the split point), and
         attended to by the host.
@@ -102,6 +104,7 @@ class OffloadStep:
         To the accelerator and from it.
     """
 
+    plan: str
     cached: int
     recomputed: int
     on_host: int
