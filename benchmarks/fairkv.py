@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 COPIES = (1, 2, 3, 4)
 METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in COPIES))
+PARTS = ("attention", "engine")
+TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
 QUICK = {"kept": 1024, "repeats": 9}
 FULL = {"kept": 2048, "repeats": 25}
@@ -38,7 +40,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=4, help="query heads to a KV head (default 4)")
     parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of queries, keys, values (default fp32)")
-    parser.add_argument("--steps", type=int, default=1, help="steps of a sample, whose mean counts (default 1)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: both, %(default)s)")
+    for name, value in (("hidden", 1024), ("intermediate", 2816), ("vocab", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the engine's Llama (default {value})")
+    parser.add_argument("--steps", type=int, default=1, help="attention steps of a sample, of which it is the mean (1)")
+    parser.add_argument("--tokens", type=int, default=4, help="engine steps of a sample, of which it is the mean (4)")
     parser.add_argument("--repeats", type=int, help=f"rounds of all methods at most (default {FULL['repeats']})")
     parser.add_argument(
         "--cell-seconds", type=float, default=120, help="no further round begins after them (default 120)"
@@ -47,12 +53,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (QUICK if arguments.quick else FULL).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    arguments.heads = arguments.kv_heads * arguments.group
     check_rank_arguments(parser, arguments)
-    sizes = ("batch", "kept", "sigma", "layers", "kv-heads", "group", "head-dim", "steps", "repeats", "cell-seconds")
-    check_positive(parser, arguments, *sizes)
+    sizes = ("batch", "kept", "sigma", "layers", "kv-heads", "group", "head-dim", "hidden", "intermediate", "vocab")
+    check_positive(parser, arguments, *sizes, "steps", "tokens", "repeats", "cell-seconds")
+    arguments.parts = method_names(parser, arguments.parts, PARTS, name="--parts")
     arguments.methods = method_names(parser, arguments.methods, METHODS)
     if arguments.ranks > arguments.kv_heads:
         parser.error(f"--ranks {arguments.ranks}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
+    if "engine" in arguments.parts and arguments.kv_heads % arguments.ranks:
+        parser.error(
+            f"--kv-heads {arguments.kv_heads}: allowed: multiples of --ranks {arguments.ranks}, which plain tensor "
+            "parallelism divides evenly; or --parts attention"
+        )
+    if arguments.hidden % arguments.heads:
+        parser.error(f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}")
     check_memory(parser, arguments)
     return arguments
 
@@ -138,28 +153,39 @@ def measure_attention(
 def run(arguments: argparse.Namespace) -> None:
     """Measure, as one of the ranks, and report from rank 0."""
     from harness.fairkv_report import draw, show, summarise
+    from harness.mapped_engines import measure_engines
     from harness.report import describe_machine, publish
     from harness.world import join_world
 
     machine = describe_machine()
     divisions = make_divisions(arguments)
     world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
-    rows = measure_attention(arguments, world, divisions)
+    parts: dict[str, list[dict[str, Any]]] = {}
+    if "attention" in arguments.parts:
+        parts["attention"] = measure_attention(arguments, world, divisions)
+    # Whole sequences for a replica are not what an engine does: its replicas share every sequence.
+    mapped = [division for division in divisions if not division.name.startswith("dp")]
+    if "engine" in arguments.parts and mapped:
+        parts["engine"] = measure_engines(arguments, world, mapped)
     if world.rank == 0:
-        summary = {"attention": summarise(rows)}
+        summary = {part: summarise(rows) for part, rows in parts.items()}
+        size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
+        titles = {part: f"{TITLES[part]} {size}" for part in parts}
         subtitle = (
             f"{arguments.layers} layers of {arguments.kv_heads} KV heads, log-normal budgets with sigma "
             f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
         )
-        title = f"Attention of a step on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
-        show(title, rows, summary["attention"])
+        for part, rows in parts.items():
+            show(titles[part], rows, summary[part])
         publish(
             arguments,
             benchmark="fairkv",
             machine=machine,
-            rows=rows,
+            rows=[row for rows in parts.values() for row in rows],
             summary=summary,
-            draw=lambda path: [draw(path.with_suffix(".attention.png"), title, subtitle, rows)],
+            draw=lambda path: [
+                draw(path.with_suffix(f".{part}.png"), titles[part], subtitle, rows) for part, rows in parts.items()
+            ],
         )
     world.leave()
 

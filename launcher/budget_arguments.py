@@ -60,7 +60,8 @@ def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> Me
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("budget", 0) > 1:
         given["budget"] = int(given["budget"]) if given["budget"] == int(given["budget"]) else given["budget"]
-    fairkv = section.fairkv.model_dump(exclude_unset=True) | given
+    # What heads keep does not depend on where they are.
+    fairkv = section.fairkv.model_dump(exclude_unset=True, exclude={"mapping"}) | given
     section.fairkv = load_config({"megakv": {"fairkv": fairkv}}).megakv.fairkv
     if section.fairkv.budget is None:
         raise ValueError("--budget is missing, and the config has no megakv.fairkv.budget: nothing would be compressed")

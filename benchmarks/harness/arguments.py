@@ -77,11 +77,13 @@ def whole_numbers(parser: argparse.ArgumentParser, name: str, text: str) -> list
     return numbers
 
 
-def method_names(parser: argparse.ArgumentParser, text: str, allowed: Sequence[str]) -> list[str]:
-    """What a list of --methods holds; ends with a message if one of them is not allowed or comes twice."""
+def method_names(
+    parser: argparse.ArgumentParser, text: str, allowed: Sequence[str], *, name: str = "--methods"
+) -> list[str]:
+    """What a list such as --methods holds; ends with a message if one of them is not allowed or comes twice."""
     names = text.split(",")
     if set(names) - set(allowed) or len(set(names)) < len(names):
-        parser.error(f"--methods {text}: allowed: each of {', '.join(allowed)} once")
+        parser.error(f"{name} {text}: allowed: each of {', '.join(allowed)} once")
     return names
 
 

@@ -11,7 +11,7 @@ from megakv.fairkv.budgets import divide
 from megakv.fairkv.efficiency import barrier_utilisation
 from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import map_heads
-from megakv.fairkv.mapping import apportioned
+from megakv.fairkv.mapping import HeadMapping, apportioned
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.splitting import split_request
 
@@ -93,6 +93,29 @@ class Division:
         return barrier_utilisation(self.loads())
 
 
+def make_mapping(name: str, budgets: Budgets, *, ranks: int, batch: int) -> HeadMapping | None:
+    """Of a method of `METHODS`; None where neighbouring heads lie on a rank.
+
+    Raises
+    ------
+    ValueError
+        If the mapper cannot place so many copies.
+    """
+    kind, copies = name.rstrip("1234"), int(name[-1]) if name[-1].isdecimal() else 0
+    if kind in (UNIFORM, CONTIGUOUS):
+        return None
+    profile = BudgetProfile(model="synthetic", budgets=tuple(tuple(map(float, row)) for row in budgets))
+    whole = kind == "dp"
+    return map_heads(
+        profile,
+        tp_size=ranks,
+        copies=copies,
+        split="even" if whole else "free",
+        copied_heads=copies if whole else None,
+        max_replicas=min(ranks, _most_replicas(batch)) if whole else None,
+    )
+
+
 def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Division:
     """Divide every layer's heads.
 
@@ -107,30 +130,15 @@ def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Div
     Raises
     ------
     ValueError
-        If the mapper cannot place so many copies.
+        As `make_mapping`.
     """
     heads = len(budgets[0])
-    kind, copies = name.rstrip("1234"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
-    if kind in (UNIFORM, CONTIGUOUS):
-        if kind == UNIFORM:
-            budgets = [[sum(row) // heads] * heads for row in budgets]
-        layers = [contiguous_layer(heads, ranks)] * len(budgets)
-    else:
-        profile = BudgetProfile(model="synthetic", budgets=tuple(tuple(map(float, row)) for row in budgets))
-        whole = kind == "dp"
-        layers = map_heads(
-            profile,
-            tp_size=ranks,
-            copies=copies,
-            split="even" if whole else "free",
-            copied_heads=copies if whole else None,
-            max_replicas=min(ranks, _most_replicas(batch)) if whole else None,
-        ).layers
-    by_sequence = kind != "split"
-    pieces = [
-        (_whole_sequences if by_sequence else _parts_of_sequences)(layer, row, ranks, batch)
-        for layer, row in zip(layers, budgets, strict=True)
-    ]
+    if name == UNIFORM:
+        budgets = [[sum(row) // heads] * heads for row in budgets]
+    mapping = make_mapping(name, budgets, ranks=ranks, batch=batch)
+    layers = [contiguous_layer(heads, ranks)] * len(budgets) if mapping is None else mapping.layers
+    divide_layer = _parts_of_sequences if name.startswith("split") else _whole_sequences
+    pieces = [divide_layer(layer, row, ranks, batch) for layer, row in zip(layers, budgets, strict=True)]
     return Division(name, budgets, pieces)
 
 

@@ -18,7 +18,7 @@ def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch
     Parameters
     ----------
     arguments : Namespace
-        As `harness.arguments.add_model_arguments` defines them.
+        As `harness.arguments.add_model_arguments` defines them; ``head_dim`` where heads do not divide the hidden size.
     positions : int
         The longest prompt it must take.
     device : torch.device
@@ -28,6 +28,7 @@ def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch
         hidden_size=arguments.hidden,
         num_attention_heads=arguments.heads,
         num_key_value_heads=arguments.kv_heads,
+        head_dim=getattr(arguments, "head_dim", None),
         intermediate_size=arguments.intermediate,
         vocab_size=arguments.vocab,
         max_position_embeddings=positions,

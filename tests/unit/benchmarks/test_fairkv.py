@@ -12,7 +12,8 @@ from benchmarks.harness.statistics import paired_ratio
 from tests.unit.benchmarks.running import run_benchmark
 
 run = partial(run_benchmark, "fairkv.py")
-TINY = ["--kept", "37", "--layers", "2", "--kv-heads", "5", "--group", "2", "--head-dim", "16", "--steps", "2"]
+SHAPE = {"kept": 37, "layers": 2, "kv-heads": 6, "group": 2, "head-dim": 16, "hidden": 48, "intermediate": 48}
+TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (3, 6), (4, 12)])
@@ -52,29 +53,34 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     done = run("--ranks", "2", "--repeats", "3", "--methods", ",".join(METHODS), "--json", path, *TINY)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
-    rows = {row["method"]: row for row in report["rows"]}
-    assert tuple(rows) == METHODS and report["benchmark"] == "fairkv"
-    summary = report["summary"]["attention"]
-    for name, row in rows.items():
-        assert (row["ranks"], row["batch"], row["kept"], len(row["seconds"])) == (2, 6, 37, 3)
-        assert np.shape(row["busy"]) == (2, 3) and all(0 < value < 1 for rank in row["busy"] for value in rank)
-        assert summary["busy"][name] == pytest.approx(np.median(row["busy"], axis=1).mean())
-        assert sum(row["rank_tokens"]) == 2 * 6 * 37 * 5
-        # Whoever divides the heads, the result is the same.
-        assert name == "uniform" or row["max_output_difference"] < 1e-5
-        if name not in ("uniform", "contiguous"):
-            expected = paired_ratio(rows["contiguous"]["seconds"], row["seconds"]).value
-            assert summary["speedup"][name]["value"] == pytest.approx(expected)
-            predicted = rows["contiguous"]["slowest_tokens"] / row["slowest_tokens"]
-            assert summary["off"][name] == pytest.approx(expected / predicted - 1)
-    assert path.with_suffix(".attention.png").read_bytes().startswith(b"\x89PNG")
-    assert "on 2 ranks, 6 x 37 kept tokens" in done.stdout
+    assert report["benchmark"] == "fairkv" and set(report["summary"]) == {"attention", "engine"}
+    for part, summary in report["summary"].items():
+        rows = {row["method"]: row for row in report["rows"] if row["part"] == part}
+        assert tuple(rows) == (METHODS if part == "attention" else tuple(m for m in METHODS if m[:2] != "dp"))
+        for name, row in rows.items():
+            assert (row["ranks"], row["batch"], row["kept"], len(row["seconds"])) == (2, 6, 37, 3)
+            assert np.shape(row["busy"]) == (2, 3) and all(0 < value < 1 for rank in row["busy"] for value in rank)
+            assert summary["busy"][name] == pytest.approx(np.median(row["busy"], axis=1).mean())
+            assert sum(row["rank_tokens"]) == 2 * 6 * 37 * 6
+            # Whoever divides the heads, the result is the same.
+            difference = row.get("max_output_difference", row.get("max_logit_difference"))
+            assert difference is None if name == "uniform" else difference < 1e-5
+            if name not in ("uniform", "contiguous"):
+                expected = paired_ratio(rows["contiguous"]["seconds"], row["seconds"]).value
+                assert summary["speedup"][name]["value"] == pytest.approx(expected)
+                predicted = rows["contiguous"]["slowest_tokens"] / row["slowest_tokens"]
+                assert summary["off"][name] == pytest.approx(expected / predicted - 1)
+        assert path.with_suffix(f".{part}.png").read_bytes().startswith(b"\x89PNG")
+    assert "Attention of a step on 2 ranks, 6 x 37 kept tokens" in done.stdout and "A decode step on" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
         (["--ranks", "2", "--methods", "contiguous,dp9"], "--methods contiguous,dp9"),
+        (["--ranks", "2", "--parts", "attention,all"], "--parts attention,all"),
+        (["--ranks", "2", "--hidden", "100"], "--hidden 100: allowed: multiples of --kv-heads x --group = 32"),
+        (["--ranks", "3"], "--kv-heads 8: allowed: multiples of --ranks 3"),
         (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
         (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
         (["--ranks", "2", "--kept", "-1"], "--kept -1"),
