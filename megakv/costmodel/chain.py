@@ -150,7 +150,8 @@ class Chain:
         after[-1] = self._tokens.after(len(self._kinds) - 1, tokens, wanted=len(rows))
         work = LayerWork(before[self._kinds], local[self._kinds], chunks[self._kinds], after)
         # A layer's kernels take their time to issue, however short they are.
-        return replace(work, after=after + np.maximum(0.0, self._profile.launch_s - work.total))
+        waits = np.maximum(0.0, self._profile.launch_s - work.total) + self._profile.layer_s
+        return replace(work, after=after + waits)
 
     def _local(self, kind: int, rows: Sequence[int], cached: Sequence[int], size: int) -> float:
         """Seconds of attention to a rank's own tokens, and to what all ranks hold already."""

@@ -103,6 +103,9 @@ class HardwareProfile(Record):
     launch_s : float
         Seconds that issuing a layer's kernels takes: no layer is faster, however little it computes. 0 where the
         processor that issues them is the one that computes.
+    layer_s : float
+        Seconds of a layer's pass over a prompt that nothing hides and that do not grow with it: host and accelerator
+        waiting for each other.
     host_link : Curve, optional
         Seconds of moving bytes between host and accelerator. None: not known.
     memory_bytes : int, optional
@@ -131,6 +134,7 @@ class HardwareProfile(Record):
     exchange_inside: Curve | None = None
     matmul_fp8: Curve | None = None
     launch_s: Overhead = 0.0
+    layer_s: Overhead = 0.0
     host_link: Curve | None = None
     memory_bytes: int | None = Field(default=None, gt=0)
     devices_per_host: int | None = Field(default=None, gt=0)

@@ -13,7 +13,9 @@ from megakv.costmodel.records import Record
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-HEADS, HEAD_DIM = 8, 128
+HEADS = 8
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+METHODS = ("pass_kv", "pass_q", "all_gather", "replicated")
 LARGE = 1e6
 """Rows, keys and tokens that everything is proportional from, long before."""
 HUGE_BYTES = 1e9
@@ -71,14 +73,16 @@ class MachineSpec(Record):
     causal_share : float
         What part of a causal square's scores attention computes: half where masked ones are skipped, 1 where all are
         computed first and masked then.
+    score_bytes : float
+        Bytes that attention moves for each score of each head: 0 for fused kernels, which keep scores on the chip.
     exposed_transfer, exposed_compute : float
         As in a profile: 0 where messages take nothing from what computes.
     kernel_s : float
         Seconds that a kernel takes at least.
-    launch_s : float
-        Seconds that issuing a layer's kernels takes; as in a profile.
-    step_s : float
-        Seconds of bookkeeping in each of a method's steps.
+    launch_s, layer_s : float
+        As in a profile.
+    step_s, step_kernels_s : float
+        Seconds of each of a method's steps that the host takes to issue it, and that its small kernels take.
     """
 
     format: Literal["megakv machine"] = "megakv machine"
@@ -98,11 +102,14 @@ class MachineSpec(Record):
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
     causal_share: float = Field(default=0.5, gt=0, le=1)
+    score_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     exposed_transfer: Share = 0.0
     exposed_compute: Share = 0.0
     kernel_s: Positive = 2e-6
     launch_s: Overhead = 0.0
+    layer_s: Overhead = 0.0
     step_s: Overhead = 0.0
+    step_kernels_s: Overhead = 0.0
 
     @property
     def element_bytes(self) -> int:
@@ -114,7 +121,7 @@ class MachineSpec(Record):
         """Hosts that so many ranks fill."""
         return -(-ranks // self.devices_per_host)
 
-    def profile(self, *, cp_size: int = 2, tp_size: int = 1) -> HardwareProfile:
+    def profile(self, *, cp_size: int = 2, tp_size: int = 1, captured: bool = False) -> HardwareProfile:
         """The profile that these numbers make.
 
         Parameters
@@ -122,6 +129,8 @@ class MachineSpec(Record):
         cp_size, tp_size : int
             The mesh. Tensor-parallel ranks are neighbours, so that the ring of the context-parallel ones stays inside
             a host only where the whole mesh does.
+        captured : bool
+            Whether a pass is replayed as one CUDA graph, so that the host issues nothing.
 
         Raises
         ------
@@ -147,7 +156,7 @@ class MachineSpec(Record):
                 dtype=self.dtype,
             ),
             ring_size=cp_size,
-            attention=(self._attention(),),
+            attention=tuple(map(self._attention, HEAD_DIMS)),
             matmul=self._matmul(self.element_bytes, self.peak_flops),
             matmul_fp8=self._matmul(1, self.fp8_flops or self.peak_flops),
             copy_bytes=copy,
@@ -159,10 +168,11 @@ class MachineSpec(Record):
             exposed_transfer=self.exposed_transfer,
             exposed_compute=self.exposed_compute,
             straggle=0.0,
-            all_to_all=ring.curve(messages=others),
+            all_to_all=ring.curve(),
             all_gather=ring.curve(messages=others),
-            step_overhead_s={name: self.step_s for name in ("pass_kv", "pass_q", "all_gather", "replicated")},
-            launch_s=self.launch_s,
+            step_overhead_s=dict.fromkeys(METHODS, self.step_kernels_s + (0.0 if captured else self.step_s)),
+            launch_s=0.0 if captured else self.launch_s,
+            layer_s=0.0 if captured else self.layer_s,
             host_link=self.host.curve(),
             memory_bytes=self.memory_bytes,
             devices_per_host=self.devices_per_host,
@@ -176,26 +186,28 @@ class MachineSpec(Record):
         first = min(1.0, knee / 2)
         return Curve(sizes=(first, knee, knee * LARGE), seconds=(reading, reading, reading * LARGE))
 
-    def _attention(self) -> AttentionTable:
+    def _attention(self, head_dim: int) -> AttentionTable:
         """Attention likewise, over rows and keys: reading keys and values, or computing scores and sums with them."""
-        flops = self.peak_flops * self.attention_efficiency / (4 * HEADS * HEAD_DIM)
-        reading = 2 * HEADS * HEAD_DIM * self.element_bytes / (self.memory_bandwidth * self.memory_efficiency)
-        knee = max(reading * flops, 1.5)
+        bandwidth = self.memory_bandwidth * self.memory_efficiency
+        pair_s = 4 * head_dim / (self.peak_flops * self.attention_efficiency) + self.score_bytes / bandwidth
+        pairs_s = 1 / (HEADS * pair_s)
+        reading = 2 * HEADS * head_dim * self.element_bytes / bandwidth
+        knee = max(reading * pairs_s, 1.5)
 
         def seconds(rows: float, keys: float) -> float:
             # From the knee on time is taken to grow with rows, and a launch does not.
-            return keys * max(reading, rows / flops) + (self.kernel_s if rows < knee else 0.0)
+            return keys * max(reading, rows / pairs_s) + (self.kernel_s if rows < knee else 0.0)
 
         rows, keys = (1.0, knee, knee * LARGE), (1.0, LARGE)
         return AttentionTable(
             kernel="flash",
-            head_dim=HEAD_DIM,
+            head_dim=head_dim,
             heads=HEADS,
             group=1,
             rows=rows,
             keys=keys,
             seconds=tuple(tuple(seconds(row, key) for key in keys) for row in rows),
-            causal=Curve.affine(self.kernel_s, flops / self.causal_share, up_to=LARGE**2),
+            causal=Curve.affine(self.kernel_s, pairs_s / self.causal_share, up_to=LARGE**2),
         )
 
 
@@ -239,4 +251,5 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         exposed_transfer=profile.exposed_transfer,
         exposed_compute=profile.exposed_compute,
         launch_s=profile.launch_s,
+        layer_s=profile.layer_s,
     )

@@ -46,7 +46,7 @@ class PrefillTimes:
         chunk_tokens: int = CHUNK_TOKENS,
     ):
         self.workload = workload
-        self._launch_s = profile.launch_s
+        self._profile = profile
         self._model = model
         self._tokens = TokenTimes(profile, model, tp_size=tp_size)
         self._layers = {
@@ -83,8 +83,11 @@ class PrefillTimes:
         last = len(self._model.layers) - 1
 
         def layer(index: int, kind: int, wanted: float | None = None) -> float:
-            work = self._tokens.layer(index, tokens, wanted=wanted) + self._layers[kind].predict(method).seconds
-            return max(work, self._launch_s)
+            attention = self._layers[kind].predict(method)
+            # Kernels are issued while those before them compute, but not past a collective, which all ranks wait in.
+            together = attention.terms.get("collective", 0.0)
+            work = self._tokens.layer(index, tokens, wanted=wanted) + attention.seconds - together
+            return max(work, self._profile.launch_s) + together + self._profile.layer_s
 
         kinds = {self._model.layers[index]: index for index, _ in self._model.layer_kinds}
         kind = kinds[self._model.layers[last]]

@@ -31,11 +31,14 @@ class AttentionShape:
     key_dim, value_dim : int
         Head dimensions of queries and keys, and of values.
     element_bytes : int
-        Bytes of an element of Q, K and V; partial outputs are float32, or float64 for 8.
+        Bytes of an element of Q, K and V.
     window : int, optional
         A query sees that many slots, itself included; None: all.
     kernel : str
         ``math`` where a soft cap or a position bias keeps the fused kernels out.
+    partial_bytes : int, optional
+        Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
+        other systems keep them in the type of Q.
     """
 
     heads: int
@@ -45,6 +48,7 @@ class AttentionShape:
     element_bytes: int
     window: int | None = None
     kernel: Literal["flash", "math"] = "flash"
+    partial_bytes: int | None = None
 
     @property
     def query_row_bytes(self) -> int:
@@ -59,7 +63,7 @@ class AttentionShape:
     @property
     def partial_row_bytes(self) -> int:
         """Bytes of one token's partial output and log-sum-exp."""
-        return self.heads * (self.value_dim + LOG_SUM_EXP_COLUMNS) * max(4, self.element_bytes)
+        return self.heads * (self.value_dim + LOG_SUM_EXP_COLUMNS) * (self.partial_bytes or max(4, self.element_bytes))
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class ModelShape:
         Of weights and cache.
     kernel : str
         As in `AttentionShape`.
+    partial_bytes : int, optional
+        As in `AttentionShape`.
     """
 
     hidden: int
@@ -129,6 +135,7 @@ class ModelShape:
     embedding: int
     dtype: torch.dtype
     kernel: Literal["flash", "math"] = "flash"
+    partial_bytes: int | None = None
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
@@ -228,6 +235,7 @@ class ModelShape:
             element_bytes=self.element_bytes,
             window=self.layers[layer].window,
             kernel=self.kernel,
+            partial_bytes=self.partial_bytes,
         )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
 
 
 def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int) -> float:
-    """Seconds of summing a tensor over ranks, as rings: scatter the sums, then gather them.
+    """Seconds of summing a tensor over ranks.
 
     Over several hosts each rank first sums its part inside its host, then with the same part of the others, each over
-    its own link, and gathers inside again.
+    its own link, and gathers inside again; large tensors go in pieces, so that both kinds of links are busy at once.
 
     Parameters
     ----------
@@ -27,5 +30,19 @@ def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int) -> f
         return 0.0
     local = min(ranks, profile.devices_per_host or ranks)
     hosts = -(-ranks // local)
-    seconds = 2 * (local - 1) * inside.at(nbytes / local)
-    return seconds + 2 * (hosts - 1) * profile.exchange.at(nbytes / (local * hosts))
+    near, near_wait = _summed(inside, nbytes, local)
+    far, far_wait = _summed(profile.exchange, nbytes / local, hosts)
+    return max(near + far_wait, far + near_wait)
+
+
+def _summed(link: Curve, nbytes: float, ranks: int) -> tuple[float, float]:
+    """Seconds over one kind of link, and what of them its latency alone takes.
+
+    Scattering the sums and gathering them, either in a ring, or by exchanging ever smaller halves: twice the logarithm
+    of messages in place of twice the number of ranks, but each at once to one other rank. The faster one counts.
+    """
+    if ranks < 2:
+        return 0.0, 0.0
+    ring = [nbytes / ranks] * (ranks - 1)
+    halves = [nbytes / 2 ** (level + 1) for level in range(math.ceil(math.log2(ranks)))]
+    return min((2 * sum(map(link.at, sizes)), 2 * len(sizes) * link.latency) for sizes in (ring, halves))

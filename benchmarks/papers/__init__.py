@@ -1,0 +1,1 @@
+"""The papers' published numbers, and the cost model's predictions of them."""

@@ -1,0 +1,75 @@
+"""KVPR, Tables 3 to 5: decoding with the KV cache in host memory, by Equation 10 and its best split point.
+
+Tables 3 and 4 keep the weights on an A100; Table 5 streams them to a smaller GPU, shared by eight batches of 32
+(column by column). Beside link and processor, a step takes time that grows with neither cache nor recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megakv.costmodel.offload import LayerCosts, split_seconds
+from megakv.costmodel.shape import ModelShape
+from megakv.offload.scheduler import split_point
+
+from .fit import Constant, Constants, fitted
+from .machines import model_shape
+from .published import Cell
+
+LARGE_GPU = ("kvpr_table_3", "kvpr_table_4")
+SMALL_GPU = ("kvpr_table_5",)
+BATCH = 64
+COLUMN_BATCH, COLUMN_BATCHES = 32, 8
+CONSTANTS = {
+    "link_bytes_s": Constant(24e9, 5e9, 32e9),
+    "recompute_flops": Constant(100e12, 1e12, 312e12),
+    "layer_s": Constant(2e-3, 1e-5, 2e-2),
+}
+SMALL_CONSTANTS = {
+    "link_bytes_s": Constant(10e9, 2e9, 16e9),
+    "recompute_flops": Constant(30e12, 0.5e12, 89.2e12),
+    "layer_s": Constant(1e-3, 1e-5, 2e-2),
+}
+
+
+def fit(cells: Sequence[Cell]) -> dict[str, float]:
+    """Constants of one half of the cells of Tables 3 and 4, or of Table 5."""
+    small = cells[0].table.name in SMALL_GPU
+    return fitted(cells, SMALL_CONSTANTS if small else CONSTANTS, predict)
+
+
+def predict(cell: Cell, constants: Constants) -> float:
+    """Seconds of decoding, or tokens per second."""
+    setting = cell.setting
+    model, prompt, steps = model_shape(setting["model"]), setting["prompt"], setting["generated"] - 1
+    column = cell.table.name in SMALL_GPU
+    costs = layer_costs(model, constants, batch=COLUMN_BATCH if column else BATCH)
+    if column:
+        weights = model.layers[0].dense * model.element_bytes / constants["link_bytes_s"]
+        costs = costs.in_column(weights_s=weights, num_gpu_batches=COLUMN_BATCHES)
+    batches = COLUMN_BATCHES if column else 1
+    seconds = 0.0
+    for tokens in range(prompt + 1, prompt + steps + 1):
+        best = split_point(costs, tokens).recomputed if setting["method"] == "kvpr" else 0
+        seconds += split_seconds(costs, tokens, best) + constants["layer_s"]
+    seconds *= len(model.layers) * batches
+    return batches * COLUMN_BATCH * steps / seconds if column else seconds
+
+
+def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> LayerCosts:
+    """The paper's form of a layer's costs."""
+    return LayerCosts.of_machine(
+        hidden=model.hidden,
+        kv_dim=model.kv_heads * model.key_dim,
+        element_bytes=model.element_bytes,
+        link_bytes_s=constants["link_bytes_s"],
+        flops_s=constants["recompute_flops"],
+        batch=batch,
+    )
+
+
+def implied_flops(cell: Cell) -> float:
+    """What Table 1's compute column says an A100 does per second: its cache's keys and values, from activations."""
+    model = model_shape(cell.setting["model"])
+    tokens = BATCH // 2 * 1024
+    return 4 * tokens * model.hidden * model.kv_heads * model.key_dim / cell.value

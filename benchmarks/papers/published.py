@@ -1,0 +1,140 @@
+"""The published numbers, and which of them constants may be fitted to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PATH = Path(__file__).with_name("published.json")
+DIFFERING = 0.03
+"""Two published values closer than this have no winner."""
+
+Value = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Use = Literal["fitted", "held_out", "reported"]
+
+
+class Table(BaseModel):
+    """One published table.
+
+    Parameters
+    ----------
+    name, paper, source : str
+    quantity, unit : str
+        What the values are.
+    rows, columns : tuple of dict
+        What a row and a column stand for; together the setting of a cell.
+    values : tuple of tuple of float
+        ``[rows][columns]``; None where the paper gives none.
+    compared : str, optional
+        The key of columns between whose values the paper compares: one wins.
+    reported : tuple of dict
+        Columns that are shown and not judged.
+    note : str
+        What is wrong with the numbers, or how they were read.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    paper: str
+    source: str
+    quantity: str
+    unit: str
+    rows: tuple[dict[str, Any], ...] = Field(min_length=1)
+    columns: tuple[dict[str, Any], ...] = Field(min_length=1)
+    values: tuple[tuple[Value | None, ...], ...]
+    compared: str | None = None
+    reported: tuple[dict[str, Any], ...] = ()
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.values) != len(self.rows) or any(len(row) != len(self.columns) for row in self.values):
+            raise ValueError(f"{self.name}: values must be {len(self.rows)} rows of {len(self.columns)}")
+        return self
+
+    def use(self, row: int, column: int) -> Use:
+        """Cells are fitted and held out in turn, like the fields of a chess board; a single column's by its rows."""
+        if any(each.items() <= self.columns[column].items() for each in self.reported):
+            return "reported"
+        return "held_out" if (row + column) % 2 else "fitted"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One published value.
+
+    Parameters
+    ----------
+    table : Table
+    row, column : int
+    """
+
+    table: Table
+    row: int
+    column: int
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What the value was measured with."""
+        return {**self.table.rows[self.row], **self.table.columns[self.column]}
+
+    @property
+    def value(self) -> float:
+        """The published number."""
+        value = self.table.values[self.row][self.column]
+        assert value is not None
+        return value
+
+    @property
+    def use(self) -> Use:
+        """What the value serves for."""
+        return self.table.use(self.row, self.column)
+
+
+def load_tables(path: Path = PATH) -> dict[str, Table]:
+    """The published tables by name.
+
+    Raises
+    ------
+    ValueError
+        If the file is not what it should be: names the file and the entry.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        tables = [Table.model_validate(table) for table in values["tables"]]
+    except (ValidationError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return {table.name: table for table in tables}
+
+
+def cells_of(table: Table) -> list[Cell]:
+    """All values of a table, row by row."""
+    return [
+        Cell(table, row, column)
+        for row, values in enumerate(table.values)
+        for column, value in enumerate(values)
+        if value is not None
+    ]
+
+
+def pairs_of(table: Table) -> list[tuple[Cell, Cell]]:
+    """Values that the paper compares with each other, and that differ: of one row, all else equal."""
+    key = table.compared
+    if key is None:
+        return []
+    found = []
+    for one, other in itertools.combinations(cells_of(table), 2):
+        if one.row != other.row or "reported" in (one.use, other.use):
+            continue
+        first, second = table.columns[one.column], table.columns[other.column]
+        same = all(first[name] == second[name] for name in (first.keys() & second.keys()) - {key})
+        apart = abs(one.value - other.value) / min(one.value, other.value)
+        if same and first[key] != second[key] and apart > DIFFERING:
+            found.append((one, other))
+    return found
