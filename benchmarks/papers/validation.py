@@ -133,6 +133,9 @@ def summarise(tables: Mapping[str, Table], found: Validation) -> dict[str, Any]:
         },
         "constants": found.constants,
         "reported": {
+            "context_parallel_tipping_point": context_parallel.around_the_tipping_point(
+                found.constants["context_parallel"]
+            ),
             "kvpr_table_1_recomputation_flops": [
                 {**cell.setting, "implied_flops": offload.implied_flops(cell)}
                 for cell in cells_of(tables["kvpr_table_1"])

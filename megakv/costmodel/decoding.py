@@ -31,5 +31,5 @@ def ttit_seconds(
     for index, count in model.layer_kinds:
         times = LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
         work = times.predict(method).seconds + dense.layer(index, tokens)
-        seconds += count * (max(work, profile.launch_s) + profile.layer_s)
+        seconds += count * max(work, profile.launch_s)
     return seconds + dense.head(len(workload.new))

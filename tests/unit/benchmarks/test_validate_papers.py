@@ -1,0 +1,102 @@
+"""benchmarks/validate_papers.py: data are checked, halves do not mix, and fits find the constants of known times."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers import context_parallel, fairkv, offload
+from benchmarks.papers.fit import Constant, Constants, fitted
+from benchmarks.papers.published import PATH, Cell, Table, cells_of, load_tables, pairs_of
+from benchmarks.papers.runahead import CONSTANTS, NAMES, RunaheadTables
+
+TABLES = load_tables()
+
+
+def test_half_of_every_table_is_held_out() -> None:
+    for table in TABLES.values():
+        uses = [cell.use for cell in cells_of(table)]
+        if set(uses) != {"reported"}:
+            assert abs(uses.count("fitted") - uses.count("held_out")) <= 2
+            neighbours = [cell for cell in cells_of(table) if cell.row == 0 and cell.use != "reported"]
+            assert len(neighbours) == 1 or len({cell.use for cell in neighbours}) == 2 or len(neighbours) == 2
+
+
+def test_a_few_numbers_are_as_printed() -> None:
+    def value(table: str, **setting: object) -> float:
+        (found,) = [cell.value for cell in cells_of(TABLES[table]) if setting.items() <= cell.setting.items()]
+        return found
+
+    assert value("runahead_table_1", model="falcon_7b", context=8192, ranks=8, method="kvr_s") == 0.29
+    assert value("runahead_table_3", context=12288, ranks=4, link="1GB/s") == 2.30
+    assert value("kvpr_table_4", prompt=256, generated=128, method="streaming") == 104.115
+    assert value("fairkv_table_2", model="llama3_8b", budget=512, tp=8) == 0.688
+
+
+def test_broken_data_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "published.json"
+    values = json.loads(PATH.read_text())
+    values["tables"][0]["values"][0].pop()
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="runahead_table_1: values must be 22 rows of 4"):
+        load_tables(path)
+    values["tables"][0]["values"][0].append(-1)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="greater than 0"):
+        load_tables(path)
+
+
+def test_pairs_differ_by_the_compared_key_alone() -> None:
+    for table in TABLES.values():
+        for one, other in pairs_of(table):
+            assert table.compared is not None and one.row == other.row
+            assert one.setting[table.compared] != other.setting[table.compared]
+            assert "reported" not in (one.use, other.use)
+    assert len(pairs_of(TABLES["runahead_table_1"])) == 44
+    # One GPU is compared with 2 and 4 on either link; links not with each other.
+    assert all(one.setting.get("link", "") in ("", other.setting["link"]) for one, other in pairs_of(TABLES[NAMES[2]]))
+
+
+def test_a_fit_finds_the_constants_and_looks_at_no_held_out_cell() -> None:
+    truth = {"a": random.uniform(0.5, 2), "b": random.uniform(0.5, 2)}
+
+    def predict(cell: Cell, constants: Constants) -> float:
+        return constants["a"] * (cell.row + 1) + constants["b"] * (cell.column + 1) ** 2
+
+    rows, columns = tuple({"row": i} for i in range(4)), tuple({"column": i} for i in range(4))
+    blank = Table(
+        name="t", paper="p", source="s", quantity="q", unit="u", rows=rows, columns=columns, values=((1.0,) * 4,) * 4
+    )
+    values = tuple(
+        tuple(predict(cell, truth) * (1 if cell.use == "fitted" else 7) for cell in cells_of(blank) if cell.row == row)
+        for row in range(4)
+    )
+    table = blank.model_copy(update={"values": values})
+    start = {name: Constant(1.0, 0.1, 10.0) for name in truth}
+    assert fitted(cells_of(table), start, predict) == pytest.approx(truth, rel=1e-3)
+
+
+def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:
+    """Constants as they are fitted; the whole fit takes a minute."""
+    chain = {name: each.start for name, each in CONSTANTS.items()} | {"matmul_efficiency": 0.49, "score_bytes": 25.0}
+    cells = [cell for cell in cells_of(TABLES["runahead_table_1"]) if cell.setting["model"] == "llama_7b"]
+    cells = [cell for cell in cells if cell.setting["context"] in (1024, 8192) and cell.setting["ranks"] == 4]
+    tables = RunaheadTables()
+    tables.search(cells, chain)
+    for cell in cells:
+        assert tables.predict(cell, chain) == pytest.approx(cell.value, rel=0.15)
+
+    rings = context_parallel.fit([c for name in context_parallel.NAMES for c in cells_of(TABLES[name])])
+    for name in ("ttft_128k_16_hosts_s", "ttft_1m_16_hosts_s", "flops_per_gpu"):
+        published, predicted = context_parallel.headlines(rings)[name]
+        assert predicted == pytest.approx(published, rel=0.15)
+
+    known = cells_of(TABLES["kvpr_table_5"])
+    link = offload.fit(known)
+    assert all(offload.predict(cell, link) == pytest.approx(cell.value, rel=0.15) for cell in known)
+    kept = fairkv.kept_tokens(256, random.uniform(0.5, 5))
+    assert kept.mean() == pytest.approx(256) and kept.min() >= 32
+    even = replace(known[0], table=TABLES["fairkv_table_2"])
+    assert fairkv.predict(even, {"evenness": 1e5}) == pytest.approx(1.0, abs=0.01)
