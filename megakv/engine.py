@@ -75,6 +75,7 @@ class MegaKVEngine(InferenceEngine):
         self.mp_group = comm.mesh.tp_group
         self._comm = comm
         self._name = name
+        self._mapping = mapping
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         self._runtime = make_runtime(loaded, config, comm, mapping)
@@ -229,7 +230,7 @@ class MegaKVEngine(InferenceEngine):
             If a peer is lost.
         """
         self.check_open()
-        return self._record.run_report(self._comm, self._config, self._name)
+        return self._record.run_report(self._comm, self._config, self._name, self._mapping)
 
     def destroy(self) -> None:
         """Give back hooks and signal handlers; the engine and its sessions cannot be used afterwards."""

@@ -40,17 +40,27 @@ class Ledger:
     ----------
     timeline : bool
         Whether to keep every span, for drawing; totals are always kept.
+
+    Attributes
+    ----------
+    decoding : bool
+        Whether the pass under way computes single tokens.
+    computed : dict
+        Seconds of computation by name, layer and `decoding`. On an accelerator those in which kernels were started.
     """
 
     timeline: bool = False
     zero: float = field(default_factory=time.perf_counter)
     tallies: dict[tuple[str, int | None], Tally] = field(default_factory=dict)
     spans: list[Event] = field(default_factory=list)
+    decoding: bool = False
+    computed: dict[tuple[str, int | None, bool], float] = field(default_factory=dict)
     _dense_since: float | None = None
 
     def reset(self) -> None:
         """Start counting anew; the present moment becomes the zero of the timeline."""
         self.tallies.clear()
+        self.computed.clear()
         self.spans.clear()
         self.zero = time.perf_counter()
 
@@ -90,16 +100,22 @@ class Ledger:
 
     @contextmanager
     def compute(self, name: str, layer: int | None = None) -> Iterator[None]:
-        """Draw a stretch of computation on the timeline."""
+        """Count a stretch of computation."""
         self.leave_dense()
-        if not self.timeline:
-            yield
-            return
         start = self.now()
         try:
             yield
         finally:
-            self.spans.append(Event(name, "compute", start, self.now(), layer))
+            end, key = self.now(), (name, layer, self.decoding)
+            self.computed[key] = self.computed.get(key, 0.0) + end - start
+            if self.timeline:
+                self.spans.append(Event(name, "compute", start, end, layer))
+
+    def decode_seconds(self, name: str) -> list[float]:
+        """``[layer]`` seconds of a computation in passes over single tokens; empty where there were none."""
+        found = {layer: s for (key, layer, decoding), s in self.computed.items() if key == name and decoding}
+        layers = [layer for layer in found if layer is not None]
+        return [found.get(layer, 0.0) for layer in range(max(layers) + 1)] if layers else []
 
     def waited_s(self) -> float:
         """Seconds in which this rank did nothing but wait for others."""

@@ -11,13 +11,16 @@ from megakv.attention.choice import PrefillChoice
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
+from megakv.fairkv.mapping import HeadMapping
 from megakv.generation import TokenClock
 from megakv.tracking import (
+    HeadBalance,
     OffloadStep,
     PrefillPlan,
     RankReport,
     RunReport,
     Traffic,
+    head_balance,
     machine_info,
     peak_memory_bytes,
     version_info,
@@ -94,11 +97,15 @@ class RunRecord:
             ],
             events=list(comm.ledger.spans),
             offload=self.offload,
+            attention_s=comm.ledger.decode_seconds("attention"),
         )
 
-    def run_report(self, comm: Communicator, config: MegaKVConfig, model: str) -> RunReport:
+    def run_report(
+        self, comm: Communicator, config: MegaKVConfig, model: str, mapping: HeadMapping | None = None
+    ) -> RunReport:
         """The report of all ranks, on every rank."""
         own = self.rank_report(comm)
+        ranks = comm.gather_objects(own)
         return RunReport(
             config=config.model_dump(mode="json", by_alias=True, fallback=str),
             model=model,
@@ -107,8 +114,26 @@ class RunRecord:
             ttit_s=self.clock.ttit_s,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            ranks=comm.gather_objects(own),
+            ranks=ranks,
             versions=version_info(),
             machine=machine_info(),
             prefill=self.prefill,
+            balance=_balance(ranks, comm, config, mapping),
         )
+
+
+def _balance(
+    ranks: list[RankReport], comm: Communicator, config: MegaKVConfig, mapping: HeadMapping | None
+) -> HeadBalance | None:
+    """None where all heads hold the same tokens, and lie in runs."""
+    if not all(report.head_tokens for report in ranks):
+        return None
+    path = config.megakv.fairkv.mapping
+    # An accelerator's kernels go on while the clock does.
+    measured = comm.mesh.device.type == "cpu"
+    return head_balance(
+        [[sum(layer) for layer in report.head_tokens] for report in ranks],
+        [report.attention_s if measured else [] for report in ranks],
+        comm.mesh.tp_size,
+        mapping=None if mapping is None else (str(path), mapping.digest(), mapping.barrier_utilisation),
+    )

@@ -67,6 +67,7 @@ class Runtime:
         ValueError
             If a setting does not fit the prompt.
         """
+        self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
         compress = self.compressor is not None and self.compressor.wanted(
             np.diff(new.bounds), slots, first=cache.length == 0
         )

@@ -1,5 +1,6 @@
 """What a run measures and where it goes: reports as JSON, metrics in CSV and W&B, a timeline picture, a trace."""
 
+from megakv.tracking.balance import HeadBalance, head_balance
 from megakv.tracking.config import CSVTrackingConfig, TrackingConfig, WandbTrackingConfig
 from megakv.tracking.machine import machine_info, version_info
 from megakv.tracking.memory import peak_memory_bytes, reset_peak_memory
@@ -21,6 +22,7 @@ from megakv.tracking.trace import write_trace
 __all__ = [
     "CSVTrackingConfig",
     "Event",
+    "HeadBalance",
     "OffloadStep",
     "PrefillPlan",
     "RankReport",
@@ -30,6 +32,7 @@ __all__ = [
     "TrackingConfig",
     "WandbTrackingConfig",
     "draw_timeline",
+    "head_balance",
     "load_report",
     "machine_info",
     "peak_memory_bytes",

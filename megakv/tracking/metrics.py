@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from megakv.tracking.balance import HeadBalance
+
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -135,6 +137,8 @@ class RankReport:
         The same by operation and layer, with the time that computation hid.
     offload
         Passes over offloaded keys and values.
+    attention_s
+        ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
     """
 
     rank: int
@@ -151,6 +155,7 @@ class RankReport:
     events: list[Event] = field(default_factory=list)
     head_tokens: list[list[int]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
+    attention_s: list[float] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def __post_init__(self) -> None:
@@ -192,6 +197,8 @@ class RunReport:
         See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
     prefill
         How the prompt was spread; ``None`` where nothing was decided before the layers ran.
+    balance
+        What KV heads cost the ranks, where they were mapped to ranks or compressed.
     """
 
     config: dict[str, Any]
@@ -205,6 +212,7 @@ class RunReport:
     versions: dict[str, str]
     machine: dict[str, Any]
     prefill: PrefillPlan | None = None
+    balance: HeadBalance | None = None
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def __post_init__(self) -> None:
@@ -234,6 +242,8 @@ class RunReport:
         }
         if self.prefill is not None:
             values |= {f"ttft_predicted_s/{name}": seconds for name, seconds in self.prefill.predicted_s.items()}
+        if self.balance is not None:
+            values |= self.balance.scalars()
         for operation in sorted({operation for report in self.ranks for operation in report.operations}):
             values[f"bytes_sent/{operation}"] = sum(report.bytes_sent.get(operation, 0) for report in self.ranks)
             values[f"calls/{operation}"] = sum(report.calls.get(operation, 0) for report in self.ranks)
