@@ -254,6 +254,11 @@ class MegaKVEngine(InferenceEngine):
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
 
     @property
+    def placement(self) -> str | None:
+        """Digest of where KV heads are; None where they lie in runs."""
+        return None if self._mapping is None else self._mapping.placement_digest()
+
+    @property
     def partitions(self) -> PartitionSource:
         """How prompts are cut for ``"prefill": "runahead"``."""
         return self._runtime.planner.partitions

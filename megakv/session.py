@@ -130,8 +130,6 @@ class Session:
         engine, target = self._open(), Path(folder)
         if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
             raise ValueError("this session has no turns yet: there is nothing to save")
-        if self._cache.shares is not None:
-            raise ValueError("sessions over KV heads that ranks share (megakv.fairkv.mapping) cannot be saved")
         partial = target.with_name(f"{target.name}.partial")
         meta = SessionMeta(
             format=FORMAT,
@@ -143,6 +141,7 @@ class Session:
             length=self._cache.length,
             dtype=str(engine.module.dtype),
             compressed=[list(span) for span in self._cache.compressed],
+            placement=engine.placement,
         )
         ids, mask, first = self.input_ids, self.attention_mask, engine.mesh.rank == 0
         engine.together(lambda: _make_empty(partial) if first else None)
@@ -164,6 +163,7 @@ class Session:
                 tp=engine.mesh.tp_size,
                 layers=len(cache),
                 dtype=str(engine.module.dtype),
+                placement=engine.placement,
             )
             session.input_ids, session.attention_mask = read_tokens(folder, meta)
             read_cache(folder, meta, cache, engine.mesh.tp_rank, engine.mesh.device)

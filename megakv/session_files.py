@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
+from megakv.fairkv.session_shares import read_shares
 from megakv.fairkv.session_spans import is_dense, read_span
 from megakv.fairkv.store import RaggedStore
 from megakv.sharding import Layout, TokenBlock, balanced
@@ -48,6 +49,8 @@ class SessionMeta:
         Type of keys and values.
     compressed : list
         Ranges of slots that were compressed: each head has kept some of their tokens.
+    placement : str, optional
+        Digest of the mapping's placement of KV heads; None where they lie in runs.
     """
 
     format: int
@@ -59,6 +62,7 @@ class SessionMeta:
     length: int
     dtype: str
     compressed: list[list[int]] = field(default_factory=list)
+    placement: str | None = None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -137,7 +141,9 @@ def read_meta(folder: Path) -> SessionMeta:
     return meta
 
 
-def check_meta(meta: SessionMeta, folder: Path, *, model: str, tp: int, layers: int, dtype: str) -> None:
+def check_meta(
+    meta: SessionMeta, folder: Path, *, model: str, tp: int, layers: int, dtype: str, placement: str | None
+) -> None:
     """Refuse a session that this engine cannot continue.
 
     Raises
@@ -149,6 +155,12 @@ def check_meta(meta: SessionMeta, folder: Path, *, model: str, tp: int, layers: 
         raise MegaKVError(f"{folder} was saved with another model (config or weights differ); load it with that one")
     if meta.tp != tp:
         raise MegaKVError(f"{folder} was saved with tensor_parallel.tp_size = {meta.tp}, this engine has {tp}")
+    if meta.placement != placement:
+        saved, here = ("its own megakv.fairkv.mapping" if name else "none" for name in (meta.placement, placement))
+        raise MegaKVError(
+            f"{folder} was saved with another placement of KV heads ({saved}; this engine has {here}); use the mapping "
+            "that it was saved with"
+        )
     if meta.layers != layers or meta.dtype != dtype:
         raise MegaKVError(
             f"{folder} holds {meta.layers} layers of {meta.dtype}, this engine has {layers} of {dtype}; "
@@ -228,17 +240,31 @@ def _read_sequence(
     order = torch.from_numpy(np.argsort(np.concatenate([s[index] for s, index in zip(dense, rows, strict=True)])))
     sources = [(path, len(s), torch.from_numpy(index)) for path, s, index in zip(files, dense, rows, strict=True)]
     for layer in range(meta.layers):
-        parts: dict[str, list[Tensor]] = {"k": [], "v": []}
-        for path, count, index in sources:
-            if len(index):
-                found = read_tensors(path, [f"{sequence}.{layer}.k", f"{sequence}.{layer}.v"])
-                for kind, tensors in parts.items():
-                    tensor = found[f"{sequence}.{layer}.{kind}"]
-                    if tensor.dim() != 3 or tensor.shape[1] != count:
-                        raise MegaKVError(f"{path}: {sequence}.{layer}.{kind} has shape {list(tensor.shape)}")
-                    tensors.append(tensor[:, index])
-        keys, values = (torch.cat(parts[kind], dim=1)[:, order].to(device) for kind in ("k", "v"))
-        cache.store(layer).append(sequence, keys, values)
+        shares = None if cache.shares is None else cache.shares(layer)
+        pair = None
+        if shares is None or shares.alone:
+            pair = _read_rows(sources, order, f"{sequence}.{layer}.", device)
+        if shares is not None:
+            read_shares(files, f"{sequence}.{layer}.", wanted, pair, shares, cache.store(layer), sequence, device)
+        elif pair is not None:
+            cache.store(layer).append(sequence, *pair)
+
+
+def _read_rows(
+    sources: list[tuple[Path, int, Tensor]], order: Tensor, prefix: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of some rows of every file, put in order."""
+    parts: dict[str, list[Tensor]] = {"k": [], "v": []}
+    for path, count, index in sources:
+        if len(index):
+            found = read_tensors(path, [f"{prefix}k", f"{prefix}v"])
+            for kind, tensors in parts.items():
+                tensor = found[prefix + kind]
+                if tensor.dim() != 3 or tensor.shape[1] != count:
+                    raise MegaKVError(f"{path}: {prefix}{kind} has shape {list(tensor.shape)}")
+                tensors.append(tensor[:, index])
+    keys, values = (torch.cat(parts[kind], dim=1)[:, order].to(device) for kind in ("k", "v"))
+    return keys, values
 
 
 def _block(tensors: dict[str, Tensor], meta: SessionMeta, path: Path) -> TokenBlock:

@@ -29,7 +29,7 @@ def mapping_of(layers: list[list[list[int]]], tp_size: int) -> HeadMapping:
 def random_ranks(kv_heads: int, tp_size: int) -> list[list[int]]:
     """Ranks of every KV head of a layer: one to three of them, and no rank without a head."""
     while True:
-        ranks = [random.sample(range(tp_size), random.choice((1, 1, 2, min(3, tp_size)))) for _ in range(kv_heads)]
+        ranks = [random.sample(range(tp_size), min(tp_size, random.choice((1, 1, 2, 3)))) for _ in range(kv_heads)]
         if len({rank for held in ranks for rank in held}) == tp_size:
             return ranks
 
@@ -37,6 +37,6 @@ def random_ranks(kv_heads: int, tp_size: int) -> list[list[int]]:
 def random_mapping(layers: int, kv_heads: int, tp_size: int) -> HeadMapping:
     """Another placement in every layer, with at least one copied head in the last."""
     found = [random_ranks(kv_heads, tp_size) for _ in range(layers)]
-    while not any(len(held) > 1 for held in found[-1]):
+    while tp_size > 1 and not any(len(held) > 1 for held in found[-1]):
         found[-1] = random_ranks(kv_heads, tp_size)
     return mapping_of(found, tp_size)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
 
 Pair = tuple[Tensor, Tensor]
+Dealt = tuple[IntArray, Pair]
+"""Slots of tokens, and their keys and values."""
 
 
 @dataclass(frozen=True)
@@ -158,15 +160,29 @@ class DividedStore:
             own = np.flatnonzero(self.shares.own_tokens(index, rows))
             if len(own):
                 head = slice(alone + index, alone + index + 1)
-                self.keep(index, sequence, k_KSD[head], v_KSD[head], own, first)
+                chosen = torch.from_numpy(own).to(k_KSD.device)
+                self._kept[1 + index].append(sequence, k_KSD[head, chosen], v_KSD[head, chosen])
+                self._rows[index][sequence].extend(own + first)
 
-    def keep(self, index: int, sequence: int, k_1SD: Tensor, v_1SD: Tensor, own: IntArray, first: int) -> None:
-        """Put some tokens, which begin at row `first`, behind those of shared head `index`."""
-        if len(own) < k_1SD.shape[1]:
-            chosen = torch.from_numpy(own).to(k_1SD.device)
-            k_1SD, v_1SD = k_1SD[:, chosen], v_1SD[:, chosen]
-        self._kept[1 + index].append(sequence, k_1SD, v_1SD)
-        self._rows[index][sequence].extend(own + first)
+    def fill(self, sequence: int, slots: IntArray, alone: Pair | None, shared: dict[int, Dealt]) -> None:
+        """Take what was kept of a saved sequence.
+
+        Parameters
+        ----------
+        sequence : int
+        slots : IntArray
+            Of all tokens that this rank has now.
+        alone : tuple of Tensor, optional
+            Their keys and values in the heads of this rank alone; None where there are no such heads.
+        shared : dict
+            By shared head, the slots of those of its tokens that this rank keeps, with their keys and values.
+        """
+        if alone is not None:
+            self._kept[0].append(sequence, *alone)
+        for index, (kept, (keys, values)) in shared.items():
+            self._kept[1 + index].append(sequence, keys, values)
+            self._rows[index][sequence].extend(np.searchsorted(slots, kept))
+        self._given[sequence] += len(slots)
 
     def part(self, sequence: int) -> Pair:
         """``[K, n, D]`` and ``[K, n, Dv]`` of the pass's tokens, all heads."""

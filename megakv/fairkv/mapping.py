@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -125,6 +127,11 @@ class HeadMapping(Record, Balance):
     def layers(self) -> list[LayerMapping]:
         """The same by KV head."""
         return [_by_head(ranks, self.n_kv_heads) for ranks in self.mapping]
+
+    def placement_digest(self) -> str:
+        """Equal for mappings that put the same KV heads on the same ranks, whatever else they say."""
+        held = [[sorted(replica.kv_head for replica in rank) for rank in layer] for layer in self.mapping]
+        return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
     def head_map(self, n_heads: int, *, whole: bool = False) -> HeadMap:
         """The placement of weights.

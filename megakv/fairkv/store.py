@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megakv.attention.part import Part
 from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.divided import DividedStore
+from megakv.fairkv.divided import Dealt, DividedStore, Pair
 from megakv.fairkv.pages import RaggedBody
 from megakv.fairkv.shares import HeadShares
 from megakv.sharding import IntArray
@@ -71,6 +71,11 @@ class RaggedStore:
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """See `KVStore`."""
         self._dense.append(sequence, k_KSD, v_KSD)
+
+    def fill(self, sequence: int, slots: IntArray, alone: Pair | None, shared: dict[int, Dealt]) -> None:
+        """Take what was saved of tokens that were not compressed; see `DividedStore`."""
+        assert isinstance(self._dense, DividedStore)
+        self._dense.fill(sequence, slots, alone, shared)
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
         """See `KVStore`."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from fairkv import ids_of, kept_slots
 from families import llama
+from mappings import random_mapping
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -97,14 +98,19 @@ def main() -> None:
     quiet_libraries()
     disable_progress_bar()
     start_distributed(tp_only=False, timeout_s=60)
-    folder, saved = work / "session-model", work / "session"
+    folder = work / "session-model"
     if dist.get_rank() == 0 and not folder.exists():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
     dist.barrier()
     cp, tp = (int(part) for part in mesh.split("x"))
     results: dict[str, Any] = {}
-    for name, section in (("compressing", {"fairkv": FAIRKV}), ("plain", {})):
+    mapping = work / "mapping.json"
+    if dist.get_rank() == 0 and stage == "save":
+        random_mapping(llama().num_hidden_layers, 4, tp).save(mapping)
+    dist.barrier()
+    mapped = {"fairkv": {**FAIRKV, "mapping": str(mapping)}}
+    for name, section in (("compressing", {"fairkv": FAIRKV}), ("plain", {}), ("mapped", mapped)):
         config = {
             "dtype": "fp32",
             "tensor_parallel": {"tp_size": tp},
@@ -112,9 +118,15 @@ def main() -> None:
         }
         engine = megakv.init_inference(str(folder), config)
         if stage == "restore":
-            results[name] = restore(engine, saved, json.loads((work / "save.json").read_text()))
+            source = "mapped" if name == "mapped" else "compressing"
+            expected = json.loads((work / "save.json").read_text())[source]
+            results[name] = restore(engine, work / source, expected)
+            try:
+                engine.restore_session(work / ("compressing" if name == "mapped" else "mapped"))
+            except MegaKVError as error:
+                results[name]["foreign"] = str(error)
         elif section:
-            results = save(engine, saved)
+            results[name] = save(engine, work / name)
         engine.destroy()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
