@@ -202,6 +202,7 @@ def _check_offload(section: MegaKVSection, source: str) -> None:
         return
     refused = {
         "megakv.fairkv.budget": (section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
+        "megakv.fairkv.mapping": (section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),
         "megakv.runahead.kv": (section.runahead.kv, "sharded", "what the last rank collects stays on its accelerator"),
     }
     for key, (value, allowed, reason) in refused.items():

@@ -256,10 +256,8 @@ def build_model(
         config = read_config(directory)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
-    if callable(head_map):
-        head_map = head_map(model.config)
-    head_map = _checked_map(model.config, head_map, tp_rank, tp_size)
-    placement = plan_placement(model, head_map, tp_rank)
+    heads = _checked_map(model.config, head_map(model.config) if callable(head_map) else head_map, tp_rank, tp_size)
+    placement = plan_placement(model, heads, tp_rank)
     dtypes = parameter_dtypes(model, dtype)
     source: WeightSource
     if directory is None:
@@ -268,14 +266,14 @@ def build_model(
         source = RandomWeights(model, seed, device)
     else:
         source = _open_checkpoint(directory, model, progress=progress)
-    shard_structure(model, placement, head_map, tp_rank, all_reduce)
+    shard_structure(model, placement, heads, tp_rank, all_reduce)
     if feed_forward == "fp8":
         use_fp8(model)
     materialise(model, source, placement, dtypes, device, progress=progress)
     if directory is not None:
         _load_generation_config(model, directory)
     model.eval()
-    return LoadedModel(model, model.config, head_map, placement, source.bytes_read, _bytes_kept(model))
+    return LoadedModel(model, model.config, heads, placement, source.bytes_read, _bytes_kept(model))
 
 
 def _open_checkpoint(directory: Path, model: PreTrainedModel, *, progress: bool) -> CheckpointWeights:
