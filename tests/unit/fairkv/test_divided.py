@@ -1,0 +1,188 @@
+"""Heads shared by ranks: stores that hold parts of their tokens, and the merge of what ranks see of them."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megakv.attention.partial import PartialAttention, Scoring
+from megakv.fairkv.divided import DividedStore
+from megakv.fairkv.layer import LayerMapping
+from megakv.fairkv.shares import BLOCK, PERIOD, dealt, shares_of_rank
+from megakv.fairkv.store import RaggedStore
+from tests.mappings import mapping_of, random_ranks
+
+DIM, VALUE_DIM, GROUP = 16, 24, 2
+
+
+def test_things_are_dealt_evenly() -> None:
+    for counts in ([32], [31, 1], [16, 16], [0, 5, 27], [11, 11, 10]):
+        owners = dealt(counts)
+        assert np.bincount(owners, minlength=len(counts)).tolist() == counts
+        for place in range(1, len(owners) + 1):
+            given = np.bincount(owners[:place], minlength=len(counts))
+            assert (abs(given - np.array(counts) * place / len(owners)) <= 1).all()
+
+
+class Ranks:
+    """The stores of all ranks of one layer, with what they were given."""
+
+    def __init__(self, kv_heads: int, size: int, batch: int, *, ragged: bool):
+        self.kv_heads, self.size, self.batch = kv_heads, size, batch
+        self.mapping = LayerMapping.even(random_ranks(kv_heads, size))
+        whole = mapping_of([list(map(list, self.mapping.ranks))], size).head_map(kv_heads * GROUP, whole=True)
+        self.heads = [list(whole.shard(0, rank).kv_heads) for rank in range(size)]
+        self.stores: list[RaggedStore | DividedStore] = []
+        self.shares = []
+        for rank in range(size):
+            alone = [head for head in self.heads[rank] if len(self.mapping.ranks[head]) == 1]
+            shares = shares_of_rank(self.mapping, rank, size, self.heads[rank][len(alone) :], len(alone))
+            self.shares.append(shares)
+            self.stores.append(RaggedStore(batch, shares) if ragged else DividedStore(batch, shares))
+        self.k = [torch.empty(kv_heads, 0, DIM) for _ in range(batch)]
+        self.v = [torch.empty(kv_heads, 0, VALUE_DIM) for _ in range(batch)]
+        self.kept = [torch.empty(kv_heads, 0, dtype=torch.bool) for _ in range(batch)]
+
+    def append(self, rows: list[int], *, complete: bool = False) -> None:
+        for store in self.stores:
+            store.begin(complete=complete)
+        for sequence, count in enumerate(rows):
+            if count:
+                k, v = torch.randn(self.kv_heads, count, DIM), torch.randn(self.kv_heads, count, VALUE_DIM)
+                for rank, store in enumerate(self.stores):
+                    store.append(sequence, k[self.heads[rank]], v[self.heads[rank]])
+                self.k[sequence] = torch.cat([self.k[sequence], k], dim=1)
+                self.v[sequence] = torch.cat([self.v[sequence], v], dim=1)
+                kept = torch.ones(self.kv_heads, count, dtype=torch.bool)
+                self.kept[sequence] = torch.cat([self.kept[sequence], kept], dim=1)
+
+    def release(self) -> None:
+        for store in self.stores:
+            store.release()
+
+    def compress(self, sequence: int, count: int) -> None:
+        """Keep some of the last tokens; the replicas of a head divide them at random places."""
+        keep = torch.rand(self.kv_heads, count) < torch.rand(self.kv_heads, 1)
+        owner = torch.empty(self.kv_heads, count, dtype=torch.long)
+        for head, ranks in enumerate(self.mapping.ranks):
+            owner[head] = torch.tensor(ranks)[torch.randint(len(ranks), (count,))]
+        for rank, store in enumerate(self.stores):
+            assert isinstance(store, RaggedStore)
+            store.compress(sequence, (keep & (owner == rank))[self.heads[rank]])
+        self.kept[sequence][:, -count:] = keep
+
+    def crop(self, lengths: list[int]) -> None:
+        for store in self.stores:
+            store.crop(lengths)
+        for sequence, length in enumerate(lengths):
+            self.k[sequence], self.v[sequence] = self.k[sequence][:, :length], self.v[sequence][:, :length]
+            self.kept[sequence] = self.kept[sequence][:, :length]
+
+    def reorder(self, index: list[int]) -> None:
+        for store in self.stores:
+            store.reorder(index)
+        self.k, self.v = [self.k[source] for source in index], [self.v[source] for source in index]
+        self.kept = [self.kept[source].clone() for source in index]
+
+    def held(self, stores: list, sequence: int) -> list[int]:
+        """Tokens of each head on all ranks."""
+        found = np.zeros(self.kv_heads, dtype=np.int64)
+        for heads, store in zip(self.heads, stores, strict=True):
+            found[heads] += store.kept(sequence)
+        return found.tolist()
+
+    def check(self, queries: int) -> None:
+        """All ranks together attend as one does to the tokens that are kept, and hold each of them once."""
+        scoring = Scoring(0.3, alibi_slopes=torch.rand(self.kv_heads * GROUP))
+        for sequence in range(self.batch):
+            total = self.k[sequence].shape[1]
+            if not total:
+                continue
+            first = max(0, total - queries)
+            q = torch.randn(self.kv_heads * GROUP, total - first, DIM)
+            slots = np.arange(total) * 3
+            outs, lses = [], []
+            for rank, store in enumerate(self.stores):
+                own = [head * GROUP + query for head in self.heads[rank] for query in range(GROUP)]
+                assert scoring.alibi_slopes is not None
+                local = Scoring(0.3, alibi_slopes=scoring.alibi_slopes[own])
+                partial = PartialAttention(q[own], slots[first:], local, VALUE_DIM)
+                for part in store.parts(sequence, slots, slots - 5):
+                    part.add_to(partial)
+                out = torch.zeros(q.shape[0], q.shape[1], VALUE_DIM)
+                lse = torch.full(q.shape[:2], -torch.inf)
+                out[own], lse[own] = partial.out, partial.lse
+                outs.append(out)
+                lses.append(lse)
+            whole = torch.stack(lses).logsumexp(0)
+            merged = sum(
+                out * (lse - whole).exp().nan_to_num(0.0)[..., None] for out, lse in zip(outs, lses, strict=True)
+            )
+            assert torch.allclose(merged, self.reference(sequence, q, slots, first, scoring), atol=1e-5, rtol=0)
+
+    def reference(self, sequence: int, q: Tensor, slots: np.ndarray, first: int, scoring: Scoring) -> Tensor:
+        assert scoring.alibi_slopes is not None
+        k, v = (x[sequence].repeat_interleave(GROUP, 0).double() for x in (self.k, self.v))
+        scores = torch.einsum("hld,hsd->hls", q.double(), k) * scoring.scale
+        distance = torch.from_numpy(slots[None] - 5 - slots[first:, None])
+        scores = scores + scoring.alibi_slopes.double()[:, None, None] * distance
+        visible = (
+            torch.from_numpy(slots[None] <= slots[first:, None])
+            & self.kept[sequence].repeat_interleave(GROUP, 0)[:, None]
+        )
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+        return (weights @ v).float()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_together_hold_and_see_all_tokens_once(ragged: bool, size: int) -> None:
+    ranks = Ranks(random.choice((1, 2, 5)), size, 3, ragged=ragged)
+    lengths = [random.randint(100, 400), 1, 0]
+    ranks.append(lengths)
+    ranks.check(max(lengths))
+    if ragged:
+        ranks.compress(0, lengths[0])
+    ranks.release()
+    for step in range(2 * BLOCK + 3):
+        ranks.append([1, 1, 1])
+        if step % 9 == 0:
+            ranks.check(1)
+    twins, forked = [store.fork() for store in ranks.stores], ranks.kept[0].sum(1).tolist()
+    ranks.append([30, 0, 2])
+    ranks.check(30)
+    ranks.release()
+    ranks.check(1)
+    for sequence in range(3):
+        assert ranks.held(ranks.stores, sequence) == ranks.kept[sequence].sum(1).tolist()
+    counts = [tokens.shape[1] for tokens in ranks.k]
+    ranks.crop([max(count - random.randint(0, 40), 0) for count in counts])
+    ranks.append([1, 1, 1])
+    ranks.check(1)
+    ranks.reorder([1, 0, 0])
+    ranks.append([1, 1, 1])
+    ranks.check(1)
+    assert ranks.held(twins, 0) == forked
+
+
+def test_a_pass_over_an_empty_cache_may_be_attended_to_whole() -> None:
+    """Where the method sends keys and values to other ranks, they are all there."""
+    ranks = Ranks(4, 2, 1, ragged=False)
+    ranks.append([50], complete=True)
+    for heads, store in zip(ranks.heads, ranks.stores, strict=True):
+        (part,) = store.parts(0, np.arange(50), np.arange(50))
+        assert torch.equal(part.k_KSD, ranks.k[0][heads])
+    ranks.release()
+    ranks.check(50)
+
+
+def test_memory_is_that_of_the_own_tokens() -> None:
+    ranks = Ranks(6, 4, 1, ragged=False)
+    length = PERIOD * BLOCK * 3
+    ranks.append([length])
+    ranks.release()
+    held = sum(store.nbytes() for store in ranks.stores)
+    # Beside keys and values, the row of each token of a shared head.
+    assert held <= 6 * length * ((DIM + VALUE_DIM) * 4 + 8) * 1.04
