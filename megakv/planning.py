@@ -112,7 +112,15 @@ class PassPlanner:
             )
             self.partitions.predict = self._predictions.partition
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, *, compress: bool = False) -> ForwardPass:
+    def plan(
+        self,
+        new: TokenBlock,
+        cache: ShardedCache,
+        slots: int,
+        *,
+        compress: bool = False,
+        wanted: TokenBlock | None = None,
+    ) -> ForwardPass:
         """Decide where the new tokens of a pass go and which method serves it.
 
         Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty.
@@ -126,7 +134,10 @@ class PassPlanner:
         slots : int
             Slots of the sequence after the pass.
         compress : bool
-            Whether what the pass adds is compressed.
+            Whether what the pass adds is compressed: that takes all queries, those of the last layer too.
+        wanted : TokenBlock, optional
+            The tokens whose results are asked for of the last layer, if it can do with fewer than all. It does where
+            there is one of each sequence, as when text is generated.
 
         Raises
         ------
@@ -143,6 +154,7 @@ class PassPlanner:
             layout, method = balanced(new, 1), "local" if cache.compressed or self.divided else "pass_kv"
         elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
             layout, method = self._decode_layout(new, workload, held)
+            wanted = None
         elif self.divided and cache.length:
             self.choice, method = PrefillChoice("pass_q"), "pass_q"
             layout = balanced(new, size, held)
@@ -161,6 +173,8 @@ class PassPlanner:
             else:
                 gathered = method == "runahead" and self.runahead.kv == "last"
                 layout = contiguous(new, choice.partitions, gathered=gathered)
+        if not compress and wanted is not None and np.diff(wanted.bounds).max() <= 1:
+            layout = layout.narrowed(wanted)
         return ForwardPass(
             layout=layout,
             cache=cache,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.choice import METHODS
+from megakv.attention.choice import METHODS, last_layer_method
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
@@ -46,6 +46,8 @@ class Runtime:
         That of the `generate` call under way.
     methods : dict
         Those that were used so far, by name.
+    last_layer : int, optional
+        The layer whose results nobody but the output head reads, if the model has such a one.
     """
 
     comm: Communicator
@@ -55,12 +57,21 @@ class Runtime:
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
+    last_layer: int | None = None
 
     def __post_init__(self) -> None:
         self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> ForwardPass:
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: TokenBlock) -> ForwardPass:
         """Decide how a pass is computed, and whether its keys and values are compressed.
+
+        Parameters
+        ----------
+        new, wanted : TokenBlock
+            The new tokens of all sequences, and those of them whose logits are asked for.
+        cache : ShardedCache
+        slots : int
+            Slots of the sequence after the pass.
 
         Raises
         ------
@@ -71,7 +82,8 @@ class Runtime:
         compress = self.compressor is not None and self.compressor.wanted(
             np.diff(new.bounds), slots, first=cache.length == 0
         )
-        return self.planner.plan(new, cache, slots, compress=compress)
+        asked = None if self.last_layer is None else wanted
+        return self.planner.plan(new, cache, slots, compress=compress, wanted=asked)
 
     def attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
@@ -83,7 +95,8 @@ class Runtime:
         layer : int
         q_BHSD, k_BKSD, v_BKSD : Tensor
             ``[1, H, L, D]``, ``[1, K, L, D]``, ``[1, K, L, Dv]`` of this rank's packed tokens. Rows beyond those of
-            the layout stand in for an empty shard: they are neither stored nor attended from.
+            the layout stand in for an empty shard: they are neither stored nor attended from. Neither are, in the
+            last layer, queries of tokens that nothing is asked of: their results are zero.
         scoring : Scoring
         sinks : Tensor, optional
             ``[H]`` attention sinks.
@@ -97,8 +110,9 @@ class Runtime:
         assert step is not None, "attention outside a forward pass"
         self.comm.ledger.leave_dense()
         rank = self.comm.mesh.cp_rank
-        tokens = step.layout.tokens[rank]
-        rows = len(tokens)
+        rows = len(step.layout.tokens[rank])
+        wanted = step.layout.wanted if layer == self.last_layer else None
+        index = None if wanted is None else torch.from_numpy(wanted[rank]).to(q_BHSD.device)
         store = step.cache.store(layer)
         if isinstance(store, RaggedStore | DividedStore):
             store.begin(complete=step.complete)
@@ -106,7 +120,7 @@ class Runtime:
             self._store(step, store, k_BKSD[0], v_BKSD[0])
         call = AttentionCall(
             layer=layer,
-            q_HLD=q_BHSD[0, :, :rows],
+            q_HLD=q_BHSD[0, :, :rows] if index is None else q_BHSD[0].index_select(1, index),
             k_KLD=k_BKSD[0, :, :rows],
             v_KLD=v_BKSD[0, :, :rows],
             layout=step.layout,
@@ -118,13 +132,15 @@ class Runtime:
             table=step.cache.table,
             comm=self.comm,
             compressed=bool(step.cache.compressed),
+            narrowed=index is not None,
         )
         elsewhere = store.attend_elsewhere(call)
-        out_HLD, lse_HL = self._method(step.method or self.planner.prefill_method(step, call))(call)
+        method = step.method or self.planner.prefill_method(step, call)
+        out_HLD, lse_HL = self._method(last_layer_method(method, call) if call.narrowed else method)(call)
         if elsewhere is not None:
             elsewhere.merge_into(out_HLD, lse_HL)
         if self.replicas is not None:
-            out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, tokens, complete=step.complete)
+            out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, call.tokens, complete=step.complete)
         if step.compress:
             assert self.compressor is not None
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
@@ -133,9 +149,9 @@ class Runtime:
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]
-        out_BSHD = q_BHSD.new_zeros if rows < length else q_BHSD.new_empty
+        out_BSHD = q_BHSD.new_zeros if rows < length or call.narrowed else q_BHSD.new_empty
         result = out_BSHD((1, length, heads, value_dim))
-        result[0, :rows] = out_HLD.transpose(0, 1)
+        result[0, slice(rows) if index is None else index] = out_HLD.transpose(0, 1).to(result.dtype)
         self.comm.ledger.enter_dense()
         return result
 

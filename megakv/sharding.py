@@ -7,7 +7,7 @@ is what rotary embeddings see. They differ where a row is padded. Padded slots a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -65,12 +65,15 @@ class Layout:
         Whether every rank computes every token.
     gathered : bool
         Whether the last rank keeps what other ranks compute: the method must bring it there.
+    wanted : tuple of IntArray, optional
+        Per rank, the rows of its tokens whose results the last layer is asked for; None for all of them.
     """
 
     tokens: tuple[TokenBlock, ...]
     stored: tuple[TokenBlock, ...]
     replicated: bool
     gathered: bool = False
+    wanted: tuple[IntArray, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -81,6 +84,22 @@ class Layout:
     def max_position(self) -> int:
         """The largest rotary position of the pass, over all ranks."""
         return max((int(block.position.max()) for block in self.tokens if len(block)), default=0)
+
+    @cached_property
+    def queries(self) -> tuple[TokenBlock, ...]:
+        """Per rank, the tokens whose results the last layer is asked for."""
+        if self.wanted is None:
+            return self.tokens
+        return tuple(block.take(rows) for block, rows in zip(self.tokens, self.wanted, strict=True))
+
+    def narrowed(self, wanted: TokenBlock) -> Layout:
+        """The same with a last layer that computes no more than these tokens."""
+        width = 1 + max(int(block.slot.max(initial=0)) for block in (*self.tokens, wanted))
+        keys = wanted.sequence * width + wanted.slot
+        rows = tuple(np.flatnonzero(np.isin(block.sequence * width + block.slot, keys)) for block in self.tokens)
+        if all(len(found) == len(block) for found, block in zip(rows, self.tokens, strict=True)):
+            return self
+        return replace(self, wanted=rows)
 
 
 def _counts(held: NDArray[np.int64] | None, batch: int, size: int) -> NDArray[np.int64]:

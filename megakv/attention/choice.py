@@ -26,11 +26,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from megakv.attention.all_gather import AllGatherKV
 from megakv.attention.evidence import Evidence as Evidence
 from megakv.attention.evidence import load_evidence as load_evidence
 from megakv.attention.local import Local
-from megakv.attention.method import AttentionMethod
+from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.pass_kv import PassKV
 from megakv.attention.pass_q import PassQ
 from megakv.attention.replicated import Replicated
@@ -146,6 +148,18 @@ def choose_decode(
     return (
         config.decode if config.decode != "auto" else auto("decode", evidence, workload, model=model, tp_size=tp_size)
     )
+
+
+def last_layer_method(method: str, call: AttentionCall) -> str:
+    """The method of a last layer that few queries are wanted of: they travel, instead of all keys and values.
+
+    TSP and all-gather pass-KV are measured against, and keep the form in which they were published. A chain whose last
+    rank gathers all keys and values has to bring them there.
+    """
+    if method not in ("pass_kv", "pass_q", "runahead") or (method == "runahead" and call.layout.gathered):
+        return method
+    alone = np.count_nonzero(call.table.counts().sum(axis=1)) == 1
+    return "local" if alone else "pass_q"
 
 
 def auto(

@@ -122,7 +122,7 @@ class QueryFormat:
     """Layout of a rank's packed queries in a message."""
 
     def __init__(self, call: AttentionCall):
-        self._tokens = call.layout.tokens
+        self._tokens = call.queries
         self._shape = (call.q_HLD.shape[0], call.q_HLD.shape[2])
         self._dtype = call.q_HLD.dtype
 

@@ -30,7 +30,8 @@ class AttentionCall:
     layer : int
         Index of the layer.
     q_HLD, k_KLD, v_KLD : Tensor
-        ``[H, L, D]`` queries, ``[K, L, D]`` keys and ``[K, L, Dv]`` values of this rank's tokens, packed.
+        ``[H, L, D]`` queries, ``[K, L, D]`` keys and ``[K, L, Dv]`` values of this rank's tokens, packed; with
+        `narrowed`, queries of those alone that are wanted.
     layout : Layout
         The new tokens on every rank.
     scoring : Scoring
@@ -44,6 +45,8 @@ class AttentionCall:
     comm : Communicator
     compressed : bool
         Whether some of what was cached before was compressed, on whichever rank: that does not travel.
+    narrowed : bool
+        Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for.
     """
 
     layer: int
@@ -59,6 +62,7 @@ class AttentionCall:
     table: TokenTable
     comm: Communicator
     compressed: bool = False
+    narrowed: bool = False
 
     @property
     def rank(self) -> int:
@@ -71,9 +75,14 @@ class AttentionCall:
         return self.comm.mesh.cp_size
 
     @property
+    def queries(self) -> tuple[TokenBlock, ...]:
+        """Per rank, the tokens of its queries."""
+        return self.layout.queries if self.narrowed else self.layout.tokens
+
+    @property
     def tokens(self) -> TokenBlock:
         """The tokens of this rank's queries."""
-        return self.layout.tokens[self.rank]
+        return self.queries[self.rank]
 
     def local_parts(self) -> Iterator[Part]:
         """This rank's keys and values of all sequences that have any."""
@@ -88,7 +97,7 @@ class AttentionCall:
 
     def new_parts(self, start: int = 0, stop: int | None = None) -> Iterator[KVPart]:
         """Keys and values that this rank computed in rows ``[start, stop)`` of the pass, a part per sequence."""
-        tokens = self.tokens
+        tokens = self.layout.tokens[self.rank]
         for sequence in range(tokens.batch):
             run = tokens.run(sequence)
             rows = slice(max(run.start, start), run.stop if stop is None else min(run.stop, stop))

@@ -39,7 +39,9 @@ class Runahead:
         self._layout: Layout | None = None
         self._plan: ChainPlan | None = None
         self._layer: int | None = None
-        self._following: dict[int, tuple[int, int]] = {}
+        # What follows each layer, for passes with the last layer in the chain and for those without.
+        self._orders: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+        self._following = self._orders[0]
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """As `AttentionMethod` says.
@@ -89,6 +91,7 @@ class Runahead:
                     f"an earlier pass broke off in layer {self._layer}: what the ranks of the chain still had to send "
                     "would be taken for this pass's; start them anew"
                 )
+            self._following = self._orders[call.layout.wanted is not None]
             self._plan = ChainPlan.of(call.layout, call.rank, self._chunk_tokens)
             self._layout, self._layer = call.layout, None
             self._link.start_pass(self._plan)

@@ -102,6 +102,18 @@ class LayerTimes:
         chosen = self._all_gather if method == "all_gather" else self._pass_kv
         return max((chosen(shard) for shard in _SHARDS), key=lambda p: p.seconds)
 
+    def predict_last(self, method: str) -> Prediction:
+        """Seconds of a last layer that one token of each sequence is asked of: such queries travel, as in decoding."""
+        work, size = self.workload, self.size
+        asked = tuple(min(1, new) for new in work.new)
+        rest = tuple(total - one for total, one in zip(map(sum, zip(work.new, work.cached)), asked, strict=True))
+        few = LayerTimes(self.profile, self.shape, Workload(asked, rest, size))
+        if size == 1 or method in ("pass_kv", "pass_q"):
+            return few.predict("pass_q")
+        prediction = self._gathered(method)
+        prediction.add("attention", sum(self._kernels.block(1, new + cached) for new, cached in self._sequences()))
+        return prediction
+
     # Prefill: after its own, the first rank meets only later ranks' shards and the last only earlier ones'.
     # The slowest rank sets the time.
 
@@ -123,20 +135,22 @@ class LayerTimes:
         return prediction
 
     def _all_gather(self, shard: Shard) -> Prediction:
-        prediction = Prediction("all_gather")
-        message = message_bytes(self.shape.kv_row_bytes, self._kept)
-        self._copied(prediction, message)
-        prediction.add("collective", self.profile.all_gather.at(message * (self.size - 1)))
+        prediction = self._gathered("all_gather")
         steps = [self._step("own"), *[self._step(shard, merging=True)] * (self.size - 1)]
         self._ring(prediction, steps, 0.0)
         return prediction
 
-    def _tsp(self, method: str) -> Prediction:
-        """Even contiguous shards: the last rank sees all others', and merges most."""
+    def _gathered(self, method: str) -> Prediction:
+        """Bringing all keys and values to every rank."""
         prediction = Prediction(method)
         message = message_bytes(self.shape.kv_row_bytes, self._kept)
         self._copied(prediction, message)
         prediction.add("collective", self.profile.all_gather.at(message * (self.size - 1)))
+        return prediction
+
+    def _tsp(self, method: str) -> Prediction:
+        """Even contiguous shards: the last rank sees all others', and merges most."""
+        prediction = self._gathered(method)
         steps = [self._shares(method == "tsp"), *[self._shares(False, foreign=True)] * (self.size - 1)]
         self._ring(prediction, steps, 0.0)
         return prediction

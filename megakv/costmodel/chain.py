@@ -4,6 +4,9 @@ In a layer, rank r projects its own tokens and hands their keys and values to ra
 prefix is in flight, then takes the prefix as it arrives, nearest rank first, in chunks: each is handed on and attended
 to. The link to the next rank carries its messages one after another. Rank r needs nothing of later ranks, so the chain
 is worked out rank by rank, all layers of one at once (`megakv.costmodel.timeline`).
+
+Of the last layer one token of each sequence is wanted. Unless the last rank keeps all keys and values, nothing goes down
+the chain in it: those queries go round all ranks, which meet there.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from numpy.typing import NDArray
 
 from megakv.attention.chain import HELD
 from megakv.attention.runahead import CHUNK_TOKENS
-from megakv.costmodel.context_parallel import message_bytes
+from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.context_parallel import Workload, message_bytes
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.timeline import LayerWork, RankEvents, Times, added, in_step, rank_events
+from megakv.costmodel.timeline import LayerWork, RankEvents, Times, in_step, rank_events, sharing
 from megakv.sharding import pieces
 
 Message = tuple[int, tuple[int, ...]]
@@ -89,6 +93,7 @@ class Chain:
         firsts = list(self._shapes)
         self._kinds = np.array([firsts.index(model.layers.index(layer)) for layer in model.layers])
         self._row_bytes = self._shapes[0].kv_row_bytes
+        self._visits_s: dict[Workload, float] = {}
 
     def predict(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainPrediction:
         """The timeline of one prompt.
@@ -111,20 +116,59 @@ class Chain:
             for rank in range(ranks)
         ]
         works = [self._work(counts, rank, incoming[rank], cached) for rank in range(ranks)]
+        if self._gathered:
+            ends, waited = self._chained(works, messages, incoming, last, cached)
+        else:
+            ends = waited = np.empty((ranks, 0))
+            if len(self._kinds) > 1:
+                chained = [work.first(len(self._kinds) - 1) for work in works]
+                ends, waited = self._chained(chained, messages, incoming, last, cached)
+            ends, waited = self._met(works, ends, waited, self._visits(counts, cached))
+        return ChainPrediction(float(ends[:, -1].max()) + self._tokens.head(len(counts)), ends, waited)
+
+    def _chained(
+        self,
+        works: list[LayerWork],
+        messages: list[list[tuple[int, ...]]],
+        incoming: list[list[Message]],
+        last: int,
+        cached: Sequence[int],
+    ) -> tuple[Times, Times]:
+        """When each rank ends its layers, ``[N, layers]``, and how long it waits in them."""
         links = self._link_times(messages, incoming, last)
-        works, links = self._sharing(works, links)
+        works, links = sharing(works, links, self._profile.exposed_transfer, self._profile.exposed_compute)
         if sum(cached):
             works = in_step(works)
         events: list[RankEvents] = []
-        handed: Times = np.empty((len(self._kinds), 0))
+        handed: Times = np.empty((len(works[0].before), 0))
         for rank, work in enumerate(works):
             seconds = links[rank - 1] if incoming[rank] else np.empty(0)
             events.append(rank_events(work, handed if incoming[rank] else handed[:, :0], seconds, held=HELD))
             own = np.repeat((events[-1].starts + work.before)[:, None], len(messages[rank]), axis=1)
             handed = np.concatenate([own, events[-1].pickups], axis=1)
-        ends = np.array([event.ends for event in events])
-        waited = np.array([event.waited for event in events])
-        return ChainPrediction(float(ends[:, -1].max()) + self._tokens.head(len(counts)), ends, waited)
+        return np.array([event.ends for event in events]), np.array([event.waited for event in events])
+
+    @staticmethod
+    def _met(works: list[LayerWork], ends: Times, waited: Times, visits_s: float) -> tuple[Times, Times]:
+        """The same with a last layer in which the wanted queries go round all ranks, the slowest one included."""
+        begun = ends[:, -1] if ends.shape[1] else np.zeros(len(works))
+        ready = begun + [work.before[-1] for work in works]
+        met = ready.max()
+        end = met + visits_s + np.array([work.after[-1] for work in works])
+        return np.column_stack([ends, end]), np.column_stack([waited, met - ready])
+
+    def _visits(self, counts: NDArray[np.int64], cached: Sequence[int]) -> float:
+        """Seconds of the wanted queries' way round all ranks, if there is more than one to visit."""
+        size = counts.shape[1]
+        work = Workload(tuple(counts.sum(axis=1).tolist()), tuple(cached), size)
+        kind = list(self._shapes)[self._kinds[-1]]
+        if work not in self._visits_s:
+            terms = LayerTimes(self._profile, self._shapes[kind], work).predict_last("pass_q").terms
+            self._visits_s[work] = sum(seconds for term, seconds in terms.items() if term != "attention")
+        alone = not any(cached) and np.count_nonzero(counts.sum(axis=0)) == 1
+        held = [(int(row.max()) + past / size, row.any()) for row, past in zip(counts, cached, strict=True)]
+        attention = sum(self._block(kind, 1, keys, between=0) for keys, asked in held if asked)
+        return attention + (0.0 if alone else self._visits_s[work])
 
     # Work
 
@@ -143,12 +187,25 @@ class Chain:
         packing = self._profile.copy_bytes.at(message_bytes(self._row_bytes, sum(rows)))
         keeping = self._keeping(sum(rows)) if rank == counts.shape[1] - 1 else 0.0
         kinds = list(self._shapes)
-        before = np.array([self._tokens.before(kind, tokens) + packing for kind in kinds])
-        local = np.array([keeping + self._local(kind, rows, cached, counts.shape[1]) for kind in kinds])
-        chunks = np.array([self._chunks(kind, counts, rank, incoming) for kind in kinds]).reshape(len(kinds), -1)
+        size, last = counts.shape[1], len(self._kinds) - 1
+        before = np.array([self._tokens.before(kind, tokens) + packing for kind in kinds])[self._kinds]
+        local = np.array([keeping + self._local(kind, rows, cached, size) for kind in kinds])[self._kinds]
+        chunks = np.array([self._chunks(kind, counts, rank, incoming, rows) for kind in kinds]).reshape(len(kinds), -1)
+        chunks = chunks[self._kinds]
         after = np.array([self._tokens.after(kind, tokens) for kind in kinds])[self._kinds]
-        after[-1] = self._tokens.after(len(self._kinds) - 1, tokens, wanted=len(rows))
-        work = LayerWork(before[self._kinds], local[self._kinds], chunks[self._kinds], after)
+        before[-1] = self._tokens.before(last, tokens, wanted=len(rows))
+        after[-1] = self._tokens.after(last, tokens, wanted=len(rows))
+        local[-1] = 0.0
+        chunks[-1] = 0.0
+        if self._gathered:
+            kind = kinds[self._kinds[-1]]
+            # The last token of each sequence, where it is on this rank.
+            asked = [int(row[rank] > 0 and not row[rank + 1 :].any()) for row in counts]
+            own = sum(self._block(kind, 1, count, between=0) for count, one in zip(rows, asked, strict=True) if one)
+            before[-1] += packing
+            local[-1] = keeping + own + self._step_s + self._ring(kind, asked, cached, size)
+            chunks[-1] = self._chunks(kind, counts, rank, incoming, asked)
+        work = LayerWork(before, local, chunks, after)
         # A layer's kernels take their time to issue, however short they are.
         waits = np.maximum(0.0, self._profile.launch_s - work.total) + self._profile.layer_s
         return replace(work, after=after + waits)
@@ -166,15 +223,17 @@ class Chain:
         """Seconds of putting keys and values where the last rank keeps all of them."""
         return self._profile.copy_fresh.at(tokens * self._row_bytes) if self._gathered else 0.0
 
-    def _chunks(self, kind: int, counts: NDArray[np.int64], rank: int, incoming: list[Message]) -> list[float]:
-        """Seconds of attention to every chunk of the prefix."""
+    def _chunks(
+        self, kind: int, counts: NDArray[np.int64], rank: int, incoming: list[Message], queries: Sequence[int]
+    ) -> list[float]:
+        """Seconds of attention of so many queries of each sequence to every chunk of the prefix."""
         kept = self._gathered and rank == counts.shape[1] - 1
         known: dict[Message, float] = {}
         for source, tokens in incoming:
             if (source, tokens) not in known:
                 seconds = self._step_s + (self._keeping(sum(tokens)) if kept else 0.0)
-                for row, keys in zip(counts.tolist(), tokens, strict=True):
-                    seconds += self._block(kind, row[rank], keys, between=sum(row[source + 1 : rank]))
+                for row, keys, asking in zip(counts.tolist(), tokens, queries, strict=True):
+                    seconds += self._block(kind, asking, keys, between=sum(row[source + 1 : rank]))
                 known[source, tokens] = seconds
         return [known[message] for message in incoming]
 
@@ -214,24 +273,6 @@ class Chain:
                     known[size] = self._profile.exchange.at(message_bytes(self._row_bytes, size))
             links.append(np.array([known[size] for size in sizes]))
         return links
-
-    def _sharing(self, works: list[LayerWork], links: list[Times]) -> tuple[list[LayerWork], list[Times]]:
-        """Work and messages as they slow each other down; see `HardwareProfile.overlapped`.
-
-        An exchange, in which a profile measures it, sends and receives: each of the two counts for half.
-        """
-        transfer, compute = self._profile.exposed_transfer, self._profile.exposed_compute
-        computed = [float(work.total.mean()) for work in works]
-        carried = [float(link.sum()) for link in links] + [0.0] * (len(works) - len(links))
-        slower = [
-            work.slower(1 + added(transfer, (carried[rank] + carried[rank - 1]) / 2, computed[rank], compute))
-            for rank, work in enumerate(works)
-        ]
-        longer = [
-            link * (1 + added(compute, (computed[rank] + computed[rank + 1]) / 2, carried[rank], transfer))
-            for rank, link in enumerate(links)
-        ]
-        return slower, longer
 
 
 def chain_seconds(

@@ -154,6 +154,7 @@ def sent_bytes(
     rank: int,
     cached: Sequence[int] | None = None,
     chunk_tokens: int | None = None,
+    wanted: Sequence[int] | None = None,
 ) -> dict[str, int]:
     """Bytes that a rank sends for one layer, by operation, exactly.
 
@@ -169,6 +170,9 @@ def sent_bytes(
         Per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
     chunk_tokens : int, optional
         Tokens of the longest message of ``runahead``; None: a rank's tokens are one message.
+    wanted : sequence of int, optional
+        Per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they travel
+        instead of keys and values, but for a collective, or a chain whose last rank keeps all keys and values.
 
     Returns
     -------
@@ -179,8 +183,13 @@ def sent_bytes(
     size = len(kept)
     if size == 1:
         return {}
+    held = cached or [0] * size
+    if wanted is not None and method in ("pass_kv", "pass_q", "runahead"):
+        gathered = any(after - before != count for after, before, count in zip(kept, held, new, strict=True))
+        if method != "runahead" or not gathered:
+            method, new = "pass_q", wanted
     if method == "runahead":
-        return _chain_bytes(shape, new=new, kept=kept, rank=rank, cached=cached or [0] * size, chunk=chunk_tokens)
+        return _chain_bytes(shape, new=new, kept=kept, rank=rank, cached=held, chunk=chunk_tokens)
     if method in ("pass_kv", "pass_q"):
         tokens, row = (kept, shape.kv_row_bytes) if method == "pass_kv" else (new, shape.query_row_bytes)
         sent = _ring_bytes(method, row, tokens, rank)

@@ -46,10 +46,20 @@ class TokenTimes:
         self._model = model
         self._tp_size = tp_size
 
-    def before(self, layer: int, tokens: float) -> float:
-        """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention."""
+    def before(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
+        """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention.
+
+        Parameters
+        ----------
+        layer : int
+        tokens : float
+        wanted : float, optional
+            As for `after`: the last layer projects no other queries (where one projection makes all three, it does).
+        """
         queries, kv = self._query_width / self._tp_size, self._kv_width / self._tp_size
-        seconds = self._matrices(layer, self._inputs, tokens)
+        asked = round(self._inputs * self._query_width / (self._query_width + self._kv_width))
+        seconds = self._matrices(layer, asked, self._rows(layer, tokens, wanted))
+        seconds += self._matrices(layer, self._inputs - asked, tokens)
         seconds += self._passes(HIDDEN_PASSES / 2, tokens, self._model.hidden)
         # Of keys and values the keys are rotated; then both are stored.
         seconds += self._passes(ROTARY_PASSES, tokens, queries) + self._passes(ROTARY_PASSES / 2 + 1, tokens, kv)
@@ -63,26 +73,26 @@ class TokenTimes:
         layer : int
         tokens : float
         wanted : float, optional
-            Tokens whose logits are asked for: the last layer's feed-forward leaves out the others, see
+            Tokens whose logits are asked for: the last layer leaves out the others, experts do not, see
             `megakv.injection.last_layer`.
         """
         shape, model = self._model.layers[layer], self._model
-        narrowed = wanted is not None and layer == len(model.layers) - 1 and not shape.experts
-        rows = tokens if wanted is None or not narrowed else wanted
+        asked = self._rows(layer, tokens, wanted)
+        rows = tokens if shape.experts else asked
         other = max(0, shape.dense - self._inputs - self._outputs)
         rest = replace(shape, dense=other, fp8=min(shape.fp8, other))
-        seconds = self._matrices(layer, self._outputs, tokens)
+        seconds = self._matrices(layer, self._outputs, asked)
         if rest.dense or rest.experts:
             seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
         gate = model.intermediate * shape.active_experts / self._tp_size
         seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden) + self._passes(GATE_PASSES, rows, gate)
         seconds += self._passes(1, tokens, self._query_width / self._tp_size)
-        seconds += self._summed(tokens) + self._summed(rows)
+        seconds += self._summed(asked) + self._summed(rows)
         return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + GATE_PASSES * gate)
 
     def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """All of a layer but its attention."""
-        return self.before(layer, tokens) + self.after(layer, tokens, wanted=wanted)
+        return self.before(layer, tokens, wanted=wanted) + self.after(layer, tokens, wanted=wanted)
 
     def head(self, sequences: int) -> float:
         """The logits of one token of every sequence."""
@@ -93,6 +103,10 @@ class TokenTimes:
         """The all-reduce behind a projection whose weights are cut along its inputs."""
         nbytes = tokens * self._model.hidden * self._model.element_bytes
         return all_reduce_seconds(self._profile, nbytes, self._tp_size)
+
+    def _rows(self, layer: int, tokens: float, wanted: float | None) -> float:
+        """Tokens that a layer computes where so many are wanted of the last one."""
+        return tokens if wanted is None or layer < len(self._model.layers) - 1 else wanted
 
     @property
     def _query_width(self) -> int:

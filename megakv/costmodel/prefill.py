@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megakv.attention.runahead import CHUNK_TOKENS
-from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.attention_time import LayerTimes, Prediction
 from megakv.costmodel.chain import Chain, ChainPrediction
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
@@ -82,8 +82,7 @@ class PrefillTimes:
         sequences = len(self.workload.new)
         last = len(self._model.layers) - 1
 
-        def layer(index: int, kind: int, wanted: float | None = None) -> float:
-            attention = self._layers[kind].predict(method)
+        def layer(index: int, attention: Prediction, wanted: float | None = None) -> float:
             # Kernels are issued while those before them compute, but not past a collective, which all ranks wait in.
             together = attention.terms.get("collective", 0.0)
             work = self._tokens.layer(index, tokens, wanted=wanted) + attention.seconds - together
@@ -91,5 +90,7 @@ class PrefillTimes:
 
         kinds = {self._model.layers[index]: index for index, _ in self._model.layer_kinds}
         kind = kinds[self._model.layers[last]]
-        layers = sum(count * layer(index, index) for index, count in self._model.layer_kinds)
-        return layers - layer(kind, kind) + layer(last, kind, sequences) + self._tokens.head(sequences)
+        whole = {index: layer(index, times.predict(method)) for index, times in self._layers.items()}
+        layers = sum(count * whole[index] for index, count in self._model.layer_kinds) - whole[kind]
+        asked = layer(last, self._layers[kind].predict_last(method), sequences)
+        return layers + asked + self._tokens.head(sequences)

@@ -46,6 +46,10 @@ class LayerWork:
         whole: Times = self.before + self.local + self.chunks.sum(axis=1) + self.after
         return whole
 
+    def first(self, layers: int) -> LayerWork:
+        """That of the first layers."""
+        return LayerWork(self.before[:layers], self.local[:layers], self.chunks[:layers], self.after[:layers])
+
     def slower(self, factor: float) -> LayerWork:
         """The same work beside something that takes part of the processor."""
         return LayerWork(self.before * factor, self.local * factor, self.chunks * factor, self.after * factor)
@@ -63,6 +67,26 @@ def added(exposed: float, other_s: float, own_s: float, exposed_other: float) ->
     else:
         most = exposed * (1 - exposed_other) / (1 - exposed) if exposed < 1 else math.inf
     return min(exposed * other_s / own_s, most)
+
+
+def sharing(
+    works: list[LayerWork], links: list[Times], transfer: float, compute: float
+) -> tuple[list[LayerWork], list[Times]]:
+    """Work of ranks and messages of links as they slow each other down; see `HardwareProfile.overlapped`.
+
+    An exchange, in which a profile measures it, sends and receives: each of the two counts for half.
+    """
+    computed = [float(work.total.mean()) for work in works]
+    carried = [float(link.sum()) for link in links] + [0.0] * (len(works) - len(links))
+    slower = [
+        work.slower(1 + added(transfer, (carried[rank] + carried[rank - 1]) / 2, computed[rank], compute))
+        for rank, work in enumerate(works)
+    ]
+    longer = [
+        link * (1 + added(compute, (computed[rank] + computed[rank + 1]) / 2, carried[rank], transfer))
+        for rank, link in enumerate(links)
+    ]
+    return slower, longer
 
 
 def in_step(works: list[LayerWork]) -> list[LayerWork]:

@@ -20,7 +20,7 @@ from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.policy import Policy
 from megakv.planning import ForwardPass
 from megakv.runtime import Runtime
-from megakv.sharding import new_tokens
+from megakv.sharding import TokenBlock, new_tokens
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -47,6 +47,10 @@ class _Wanted:
     slot: NDArray[np.int64]
     column: NDArray[np.int64]
     columns: int
+
+    def tokens(self, batch: int) -> TokenBlock:
+        """Their tokens, of which nobody asks for the position."""
+        return TokenBlock(self.sequence, self.slot, self.slot, batch)
 
 
 class ForwardHooks:
@@ -86,6 +90,7 @@ class ForwardHooks:
         self._local: NDArray[np.int64] | None = None
         self._options: tuple[bool, bool] = (True, True)
         self._last_layer = LastLayerRows(model)
+        runtime.last_layer = self._last_layer.attention
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -123,10 +128,10 @@ class ForwardHooks:
         new = new_tokens(mask[:, -length:], positions, past)
         if len(new) == 0:
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
-        step = self._runtime.plan(new, cache, past + length)
+        self._wanted = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
+        step = self._runtime.plan(new, cache, past + length, self._wanted.tokens(batch))
         cache.begin(step.layout, batch)
         self._runtime.current = step
-        self._wanted = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         self._options = (inputs.get("use_cache") is not False, inputs.get("return_dict") is not False)
         self._fill(inputs, step, source, past, embeds is not None)
         self._runtime.comm.ledger.enter_dense()
@@ -227,7 +232,7 @@ class ForwardHooks:
         local = np.searchsorted(keys, (wanted.sequence * width + wanted.slot)[mine])
         self._local = local
         index = torch.from_numpy(local if len(local) else np.zeros(1, dtype=np.int64)).to(device)
-        self._last_layer.want(index, len(sequence))
+        self._last_layer.want(index, len(sequence), queries=step.layout.wanted is not None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
 

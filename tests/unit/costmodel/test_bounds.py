@@ -35,7 +35,7 @@ def test_no_chain_is_faster_than_without_its_links() -> None:
         link = Curve.affine(random.uniform(0, 1e-3), 10 ** random.uniform(7, 10))
         profile = ideal(exchange=link, exposed=(random.random(), random.random()))
         size, tokens = random.randint(2, 6), random.randint(100, 20_000)
-        model, partition = attention_only(random.randint(1, 5)), even(tokens, size)
+        model, partition = attention_only(random.randint(2, 5)), even(tokens, size)
         free = chain_seconds(without_links(profile), model, partition).seconds
         assert free <= chain_seconds(profile, model, partition).seconds
         alone = chain_seconds(profile, model, (0,) * (size - 1) + (tokens,)).seconds

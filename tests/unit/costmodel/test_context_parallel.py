@@ -96,6 +96,7 @@ def message(shape: AttentionShape, counts: np.ndarray, layout: Any, rank: int) -
     return SimpleNamespace(
         table=SimpleNamespace(counts=lambda: counts),
         layout=layout,
+        queries=layout.tokens,
         kv_heads=shape.kv_heads,
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,

@@ -15,27 +15,35 @@ def logits_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(ids).logits[0]
 
 
+def last_layer(model: torch.nn.Module) -> torch.nn.Module:
+    decoder = model.get_decoder()
+    return decoder.layers[-1] if hasattr(decoder, "layers") else model.transformer.h[-1]
+
+
+@pytest.mark.parametrize("queries", [False, True])
 @pytest.mark.parametrize("name", DENSE)
-def test_wanted_rows_are_those_of_the_whole_pass(name: str) -> None:
+def test_wanted_rows_are_those_of_the_whole_pass(name: str, queries: bool) -> None:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32).eval()
     ids = torch.randint(3, 100, (1, 29))
     whole = logits_of(model, ids)
     rows = torch.tensor([0, 7, 28])
     hooks = LastLayerRows(model)
-    seen: list[int] = []
-    layer = model.get_decoder().layers[-1] if hasattr(model.get_decoder(), "layers") else model.transformer.h[-1]
-    linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
-    for linear in linears:
-        linear.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[-2]))
-    hooks.want(rows, 29)
+    assert hooks.attention == model.config.num_hidden_layers - 1
+    seen: dict[str, int] = {}
+    for path, linear in last_layer(model).named_modules():
+        if isinstance(linear, torch.nn.Linear):
+            linear.register_forward_hook(lambda _, inputs, output, path=path: seen.update({path: inputs[0].shape[-2]}))
+    hooks.want(rows, 29, queries=queries)
     found = logits_of(model, ids)
     assert (found[rows] - whole[rows]).abs().max() <= 1e-5 * whole.abs().max()
     assert not torch.allclose(found, whole)
-    assert seen.count(3) >= 2
-    hooks.want(torch.arange(29), 29)
+    # Keys and values of all tokens are kept, so are queries where one projection makes all three.
+    kept = ("k_proj", "v_proj", "qkv_proj", "query_key_value", *(() if queries else ("q_proj",)))
+    assert seen == {path: 29 if path.endswith(kept) else 3 for path in seen}
+    hooks.want(torch.arange(29), 29, queries=queries)
     assert torch.equal(logits_of(model, ids), whole)
-    hooks.want(rows, 29)
+    hooks.want(rows, 29, queries=queries)
     hooks.remove()
     assert torch.equal(logits_of(model, ids), whole)
 
@@ -47,5 +55,12 @@ def test_experts_are_left_alone(name: str) -> None:
     ids = torch.randint(3, 100, (1, 29))
     whole = logits_of(model, ids)
     hooks = LastLayerRows(model)
-    hooks.want(torch.tensor([28]), 29)
-    assert torch.equal(logits_of(model, ids), whole)
+    seen: dict[str, int] = {}
+    for path, child in last_layer(model).named_children():
+        child.register_forward_hook(
+            lambda _, inputs, output, path=path: seen.update({path: inputs[0].shape[-2] if inputs else 0})
+        )
+    hooks.want(torch.tensor([28]), 29, queries=True)
+    found = logits_of(model, ids)
+    assert (found[28] - whole[28]).abs().max() <= 1e-5 * whole.abs().max()
+    assert seen["mlp"] == 29

@@ -31,7 +31,7 @@ class _Recorder:
         self.current = None
         self.positions: list[int] = []
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int) -> None:
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: TokenBlock) -> None:
         self.positions = new.position.tolist()
         raise _StopError
 
