@@ -11,7 +11,7 @@ from torch import Tensor
 import megakv
 from megakv.attention.chain import ChainLink, ChainPlan
 from megakv.attention.message import KVFormat
-from megakv.attention.method import AttentionCall, KVPart
+from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.runahead import Runahead
 from megakv.runahead.partition import Partition
 
@@ -91,8 +91,26 @@ def fake_message(call: AttentionCall, plan: ChainPlan, messages: KVFormat, index
     return message
 
 
+class SilentQueries:
+    """The visits of the last layer's queries without their ways: every rank attends for random ones at once."""
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        heads, _, dim = call.q_HLD.shape
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        with call.comm.ledger.compute("attention", call.layer):
+            for rank, tokens in enumerate(call.queries):
+                own = rank == call.rank
+                queries = call.q_HLD if own else torch.randn(heads, len(tokens), dim).to(call.q_HLD)
+                attention = PackedAttention(queries, tokens, call.scoring, call.value_dim)
+                for part in call.local_parts():
+                    attention.add(part)
+                found[rank] = attention.result()
+        return found[call.rank]
+
+
 def silence(engine: megakv.MegaKVEngine) -> None:
     """Let an engine's chain send nothing from now on: what it computes is worth nothing but its time."""
     method = engine._runtime.methods["runahead"]
     assert isinstance(method, Runahead)
     method._link = SilentLink()
+    engine._runtime.methods["pass_q"] = SilentQueries()

@@ -106,7 +106,7 @@ class LayerTimes:
         """Seconds of a last layer that one token of each sequence is asked of: such queries travel, as in decoding."""
         work, size = self.workload, self.size
         asked = tuple(min(1, new) for new in work.new)
-        rest = tuple(total - one for total, one in zip(map(sum, zip(work.new, work.cached)), asked, strict=True))
+        rest = tuple(t + p - one for t, p, one in zip(work.new, work.cached, asked, strict=True))
         few = LayerTimes(self.profile, self.shape, Workload(asked, rest, size))
         if size == 1 or method in ("pass_kv", "pass_q"):
             return few.predict("pass_q")

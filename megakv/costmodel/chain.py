@@ -5,8 +5,8 @@ prefix is in flight, then takes the prefix as it arrives, nearest rank first, in
 to. The link to the next rank carries its messages one after another. Rank r needs nothing of later ranks, so the chain
 is worked out rank by rank, all layers of one at once (`megakv.costmodel.timeline`).
 
-Of the last layer one token of each sequence is wanted. Unless the last rank keeps all keys and values, nothing goes down
-the chain in it: those queries go round all ranks, which meet there.
+Of the last layer one token of each sequence is wanted. Unless the last rank keeps all keys and values, nothing goes
+down the chain in it: those queries go round all ranks, which meet there.
 """
 
 from __future__ import annotations

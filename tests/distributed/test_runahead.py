@@ -249,7 +249,16 @@ def test_bytes_are_those_of_the_paper(tmp_path: Path, ranks: int, tokens: int, p
     sizes = even(tokens, ranks)
     if isinstance(partition, list):
         sizes = tuple(partition if sum(partition) == tokens else [round(part * tokens) for part in partition])
-    for layer in range(config.num_hidden_layers):
+    query_bytes = config.hidden_size * 4
+    partial_bytes = query_bytes + config.num_attention_heads * 4
+    last = config.num_hidden_layers - 1
+    # Of the last layer the chain sends nothing: the last token's query goes round all ranks, and its results return.
+    rows = found["runahead"]["rows"]
+    assert kv_bytes(rows, "runahead", last) == 0
+    assert [kv_bytes(rows, name, last) for name in ("pass_q", "pass_q_return")] == [
+        (ranks - 1) * query_bytes, (ranks - 1) * partial_bytes
+    ]  # fmt: skip
+    for layer in range(last):
         chain = kv_bytes(found["runahead"]["rows"], "runahead", layer) // row_bytes
         assert chain == chain_tokens(sizes)
         assert kv_bytes(found["runahead"]["rows"], "positions", layer) == 8 * chain
@@ -263,6 +272,10 @@ def test_bytes_are_those_of_the_paper(tmp_path: Path, ranks: int, tokens: int, p
                 assert 2 * chain == gathered
             if partition == [4, 3, 2]:
                 assert (2 * chain, 2 * gathered) == (22, 36)
+    # TSP keeps its published form in all layers.
+    for method in ("tsp", "tsp_causal"):
+        gathered = [kv_bytes(found[method]["rows"], "all_gather", layer) for layer in range(last + 1)]
+        assert len(set(gathered)) == 1 and gathered[0] > 0
     assert all(result["waits"] for result in found.values())
 
 

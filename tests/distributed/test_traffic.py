@@ -28,20 +28,27 @@ def judge(row: dict[str, Any], cp: int, tp: int) -> None:
     new, context, decoded = row["new"], row["new"] + row["cached"], row["decoded"]
     # Sums over the tensor-parallel ranks are those of the whole model: each passes its own heads.
     hops, partial = cp - 1, query + config.num_attention_heads
+
     # Each step of decoding has one more cached token, but one query only.
-    expected = {"pass_kv": 0, "pass_q": 0, "pass_q_return": 0, "replicated": 0, "all_gather": 0}
-    if row["prefill"] == "pass_q":
-        expected["pass_q"] += hops * new * query * FLOAT
-        expected["pass_q_return"] += hops * new * partial * FLOAT
-    elif row["prefill"] == "pass_kv":
-        expected["pass_kv"] += hops * 2 * context * key_value * FLOAT
-    if row["decode"] == "pass_q":
-        expected["pass_q"] += hops * decoded * query * FLOAT
-        expected["pass_q_return"] += hops * decoded * partial * FLOAT
-    else:
-        expected["replicated"] += cp * hops * decoded * partial * FLOAT
+    def expected(queries: int, *, method: str) -> dict[str, int]:
+        found = {"pass_kv": 0, "pass_q": 0, "pass_q_return": 0, "replicated": 0, "all_gather": 0}
+        if method == "pass_kv":
+            found["pass_kv"] += hops * 2 * context * key_value * FLOAT
+        elif method not in GATHERING:
+            found["pass_q"] += hops * queries * query * FLOAT
+            found["pass_q_return"] += hops * queries * partial * FLOAT
+        if row["decode"] == "pass_q":
+            found["pass_q"] += hops * decoded * query * FLOAT
+            found["pass_q_return"] += hops * decoded * partial * FLOAT
+        else:
+            found["replicated"] += cp * hops * decoded * partial * FLOAT
+        return found
+
     for layer in range(config.num_hidden_layers):
-        for operation, nbytes in expected.items():
+        # The last layer is asked for one token: its query travels, instead of all keys and values.
+        last = layer == config.num_hidden_layers - 1
+        method = "pass_q" if last and row["prefill"] == "pass_kv" else row["prefill"]
+        for operation, nbytes in expected(1 if last else new, method=method).items():
             if operation == "all_gather" and row["prefill"] in GATHERING:
                 # (p - 1) C, KV-Runahead's Equations 4 and 5. The collective wants equal sizes: the shorter shards are
                 # filled up, by a token and turn at most.
@@ -49,7 +56,7 @@ def judge(row: dict[str, Any], cp: int, tp: int) -> None:
                 assert exact <= sent(row, operation, layer) <= exact + 2 * cp * hops * 2 * key_value * FLOAT
             else:
                 assert sent(row, operation, layer) == nbytes, (row["prefill"], operation, layer)
-        if row["prefill"] == "pass_kv":
+        if method == "pass_kv":
             # Slot and position of every token that travels, counted apart; a few bytes more align them.
             assert 0 <= sent(row, "positions", layer) - tp * hops * context * COORDINATES < 8 * cp * tp * hops
     everything = [t for rank in row["ranks"] for t in rank]

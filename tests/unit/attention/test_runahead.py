@@ -71,13 +71,16 @@ class Pass:
                 slots = held.stored[rank].slot[held.stored[rank].run(sequence)]
                 if len(slots):
                     store.append(sequence, model.k_BKSD[sequence][:, slots], model.v_BKSD[sequence][:, slots])
+        narrowed = self.layout.wanted is not None and layer == len(self.layers) - 1
+        asked = self.layout.queries[rank] if narrowed else block
         queries, keys, values = (
-            x[block.sequence, :, block.slot].transpose(0, 1) for x in (model.q_BHSD, model.k_BKSD, model.v_BKSD)
+            x[of.sequence, :, of.slot].transpose(0, 1)
+            for x, of in ((model.q_BHSD, asked), (model.k_BKSD, block), (model.v_BKSD, block))
         )
         return AttentionCall(
             layer=layer, q_HLD=queries, k_KLD=keys, v_KLD=values, layout=self.layout, scoring=self.scoring,
             kv_heads=model.kv_heads, key_dim=model.key_dim, value_dim=model.value_dim, store=store, table=table,
-            comm=comm,
+            comm=comm, narrowed=narrowed,
         )  # fmt: skip
 
     def check(self, layer: int, block: TokenBlock, out: Tensor, lse: Tensor) -> None:
@@ -105,7 +108,9 @@ def run(passes: list[Pass], chunk_tokens: int) -> list[ThreadComm]:
         method = Runahead(chunk_tokens)
         for index, step in enumerate(passes):
             comm.log.append(("pass", index))
-            for layer in range(len(step.layers)):
+            # A narrowed last layer is in the chain only where it gathers.
+            outside = step.layout.wanted is not None and not step.layout.gathered
+            for layer in range(len(step.layers) - outside):
                 call = step.call(layer, comm)
                 step.check(layer, call.tokens, *method(call))
                 check_store(step, layer, call)
@@ -198,6 +203,21 @@ def test_layers_of_other_shapes_and_passes_of_other_lengths_share_buffers() -> N
     assert not any(posted_ahead(first, layer) for layer in (1, 2, 3))
     for events in (second, third):
         assert all(posted_ahead(events, layer) for layer in (1, 2, 3))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_passes_with_and_without_the_last_layer_alternate(gathered: bool) -> None:
+    """What is posted ahead in the layer before the last depends on whether the last one is in the chain."""
+    shapes = [Model.random(2, 60) for _ in range(3)]
+    whole, passes = tokens((60, 41), (0, 0)), []
+    for index in range(8):
+        first = random.randint(0, 41)
+        layout = contiguous(whole, [[30, 20, 10], [first, 41 - first, 0]], gathered=gathered)
+        if index not in (2, 3, 6):
+            layout = layout.narrowed(whole.take(np.array([59, 100])))
+            assert layout.wanted is not None and sum(map(len, layout.wanted)) == 2
+        passes.append(Pass(shapes, layout, None, Scoring(0.25)))
+    run(passes, 9)
 
 
 def posted_ahead(events: list[tuple[str, int | None]], layer: int) -> bool:

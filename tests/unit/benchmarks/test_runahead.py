@@ -56,9 +56,10 @@ def test_tiny_run_goes_on_where_it_was(tmp_path: Path) -> None:
             assert sent["all_gather"] == context * row_bytes
         if name.startswith("kvr") or name == "one_rank":
             assert sum(row["partition"]) == context and len(row["partition"]) == 2
-            # Equations 6 and 7: what is in front of the last rank.
-            expected = 0 if silent or name == "one_rank" else row["partition"][0] * row_bytes
+            # Equations 6 and 7: what is in front of the last rank, in the first of two layers. In the other, a query.
+            expected = 0 if silent or name == "one_rank" else row["partition"][0] * row_bytes // 2
             assert sent.get("runahead", 0) == expected
+            assert (sent.get("pass_q", 0) > 0) == (expected > 0)
         if name == "kvr_e":
             assert row["partition"] == [context / 2] * 2
         assert (row["auto"] in ("one_rank", "runahead", "pass_kv", "pass_q")) == (name == "auto")

@@ -161,6 +161,23 @@ def test_timeline_is_that_of_the_slowest() -> None:
     assert found.seconds == pytest.approx(found.ends_s[:, -1].max(), rel=1e-3)
 
 
+def test_the_last_layer_attends_for_the_last_token() -> None:
+    """Where the last rank keeps all keys and values, they go down the chain in this layer too."""
+    rows, link = (900, 500, 300), Curve.affine(0.0, 1e5)
+    model = attention_only(2)
+    profile = ideal(seconds_per_pair=1e-15, exchange=link)
+    message = model.attention().kv_row_bytes / 1e5
+    layers = chain_seconds(profile, model, rows, kv="last", chunk_tokens=10_000).seconds / message
+    # Of 900 and 500 tokens to the last rank, in both layers, and 900 to the one before it first or in between.
+    assert 2 * 1400 < layers < 2 * 1400 + 900 + 2 * 900
+    sharded = chain_seconds(profile, model, rows, chunk_tokens=10_000).seconds / message
+    assert 1400 < sharded < 1400 + 900 + 2
+    free = without_links(ideal(seconds_per_pair=PAIR_S))
+    found = chain_seconds(free, model, rows, kv="last")
+    spent = found.ends_s[:, 1] - found.ends_s[:, 0] - found.waited_s[:, 1]
+    assert spent == pytest.approx([0.0, 0.0, row_s(sum(rows))], rel=0.01, abs=1e-7)
+
+
 def test_a_batch_is_one_chain() -> None:
     """Two sequences at once: their work adds up, and their messages travel together."""
     link = Curve.affine(1e-3, 1e9)

@@ -161,6 +161,22 @@ def test_bytes_of_the_chain() -> None:
     assert both == {"runahead": 7 * row, "pass_kv": ring["pass_kv"], "positions": 7 * 8 + ring["positions"]}
 
 
+def test_bytes_of_a_last_layer_that_few_tokens_are_wanted_of() -> None:
+    shape = AttentionShape(8, 2, 16, 16, 4)
+    new, kept, wanted = [40, 30, 20], [41, 32, 23], [0, 1, 1]
+    cached = [after - count for after, count in zip(kept, new, strict=True)]
+    for rank in range(3):
+        queries = sent_bytes("pass_q", shape, new=wanted, kept=kept, rank=rank)
+        for method in ("pass_kv", "pass_q", "runahead"):
+            sent = sent_bytes(method, shape, new=new, kept=kept, rank=rank, cached=cached, wanted=wanted)
+            assert sent == queries
+        for method in ("all_gather", "tsp", "tsp_causal"):
+            sent = sent_bytes(method, shape, new=new, kept=kept, rank=rank, wanted=wanted)
+            assert sent == sent_bytes(method, shape, new=new, kept=kept, rank=rank)
+        gathering = sent_bytes("runahead", shape, new=new, kept=[0, 0, 90], rank=rank, wanted=wanted)
+        assert gathering == sent_bytes("runahead", shape, new=new, kept=[0, 0, 90], rank=rank)
+
+
 def test_headers_align() -> None:
     assert (header_bytes(0, 0), header_bytes(8, 1), header_bytes(9, 1), header_bytes(15, 2)) == (0, 8, 15, 17)
 

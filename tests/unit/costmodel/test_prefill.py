@@ -76,6 +76,21 @@ def test_last_layer_computes_wanted_tokens() -> None:
     assert tokens.before(0, 500) == pytest.approx(1e-9 * 500 * projections * 3 / 4)
 
 
+def test_a_last_layer_that_one_token_is_wanted_of() -> None:
+    """Its query goes round like a decoded token's; what gathers keys and values still does."""
+    link = Curve.affine(1e-4, 1e9)
+    profile, shape = ideal(seconds_per_pair=PAIR_S, exchange=link, collective=link), attention_only(1).attention()
+    layer = LayerTimes(profile, shape, Workload((3000, 0, 500), (100, 70, 0), 4))
+    decoding = LayerTimes(profile, shape, Workload((1, 0, 1), (3099, 70, 499), 4)).predict("pass_q").seconds
+    assert layer.predict_last("pass_kv").seconds == layer.predict_last("pass_q").seconds == decoding
+    for method in ("all_gather", "tsp", "tsp_causal"):
+        terms = layer.predict_last(method).terms
+        assert terms["collective"] == layer.predict(method).terms["collective"] > 0
+        assert terms["attention"] == pytest.approx(row_s(3600))
+    alone = LayerTimes(profile, shape, Workload((3000,), (100,), 1))
+    assert alone.predict_last("pass_kv").seconds == pytest.approx(row_s(3100), rel=1e-3)
+
+
 def test_results_of_a_large_layer_are_written_to_new_pages() -> None:
     """From a million bytes on that a layer holds, the C library keeps nothing for reuse."""
     fresh = Curve(sizes=(1.0, 1e6, 2e6), seconds=(1e-15, 2e-15, 1.0))
