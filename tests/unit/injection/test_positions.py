@@ -28,6 +28,7 @@ class _Recorder:
         self.comm = SimpleNamespace(mesh=SimpleNamespace(cp_size=1, cp_rank=0))
         self.cache = None
         self.compressor = None
+        self.replicas = None
         self.current = None
         self.positions: list[int] = []
 
