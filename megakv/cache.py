@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from megakv.sharding import IntArray, Layout
 from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
+
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
 
 
 class TokenColumn:
@@ -223,6 +226,10 @@ class ShardedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
+
+    def divided(self, call: AttentionCall) -> Iterable[AttentionCall]:
+        """A layer's attention in the parts that are computed one behind the other, in the order of their rows."""
+        return (call,)
 
     def cut_back(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way."""

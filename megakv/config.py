@@ -198,8 +198,17 @@ def _check_policy(config: ContextParallelConfig, source: str) -> None:
 
 
 def _check_offload(section: MegaKVSection, source: str) -> None:
-    if not section.offload.enabled:
+    offload = section.offload
+    if not offload.enabled:
+        for key, given in (("weights", offload.weights), ("num_gpu_batches", offload.num_gpu_batches > 1)):
+            if given:
+                raise ValueError(f"{source}: megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
+    if offload.weights and section.feed_forward == "fp8":
+        raise ValueError(
+            f"{source}: megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
+            "with their weights; allowed: 'dtype', or megakv.offload.weights = false"
+        )
     refused = {
         "megakv.fairkv.budget": (section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
         "megakv.fairkv.mapping": (section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),

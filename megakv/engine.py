@@ -80,7 +80,7 @@ class MegaKVEngine(InferenceEngine):
         text = model.config.get_text_config()
         self._runtime = make_runtime(loaded, config, comm, mapping)
         layers = attach(model, self._runtime, self._policy)
-        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers)
+        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
         make_cache = None if self._offloader is None else self._offloader.new_cache
         self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers, make_cache)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)

@@ -76,6 +76,7 @@ def init_inference(
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,
+            host_bytes=section.offload.host_bytes if section.offload.weights else None,
             progress=mesh.rank == 0,
         )
     except Exception as error:

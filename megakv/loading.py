@@ -11,14 +11,13 @@ from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megakv.errors import MegaKVError
-from megakv.fp8 import Fp8Linear, check_device, use_fp8
+from megakv.fp8 import check_device, use_fp8
+from megakv.offload.weights import HostWeights
 from megakv.placement import (
-    WHOLE,
     HeadMap,
     SliceSpec,
     contiguous_head_map,
@@ -28,6 +27,7 @@ from megakv.placement import (
 from megakv.tensor_parallel import AllReduce, shard_structure
 from megakv.weights import CheckpointWeights, ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.files import local_directory
+from megakv.weights.materialisation import materialise
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class LoadedModel:
         Bytes read from the checkpoint by this rank.
     bytes_kept : int
         Bytes of parameters and buffers on this rank.
+    host_weights : HostWeights, optional
+        Those of the decoder layers, where they lie in host memory; the module's parameters have none then.
     """
 
     module: PreTrainedModel
@@ -58,6 +60,7 @@ class LoadedModel:
     placement: dict[str, SliceSpec]
     bytes_read: int
     bytes_kept: int
+    host_weights: HostWeights | None = None
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -116,75 +119,6 @@ def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     return types
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
-def _local(
-    source: WeightSource, name: str, spec: SliceSpec, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Memory of this rank's own with its part of a parameter; the very memory of the source where that has given it."""
-    if spec.zero:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    value = source.read(name, spec)
-    if source.owned and spec.ranges is None and value.dtype == dtype and value.device == device:
-        return value
-    return torch.empty(shape, dtype=dtype, device=device).copy_(value)
-
-
-def materialise(
-    model: PreTrainedModel,
-    source: WeightSource,
-    placement: dict[str, SliceSpec],
-    dtypes: dict[str, torch.dtype],
-    device: torch.device,
-    *,
-    progress: bool = False,
-) -> None:
-    """Fill a model's parameters from a source, one at a time, and move its buffers.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With parameters of local shapes; tied ones stay tied. Each weight of an `Fp8Linear` is quantised as it comes.
-    source : WeightSource
-    placement : dict
-        The part of each parameter that is kept.
-    dtypes : dict
-        The type of each parameter.
-    device : torch.device
-    progress : bool
-        Whether to show a bar of the bytes that are filled in.
-    """
-    names: dict[int, list[str]] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
-    total = sum(parameters[tied[0]].numel() * dtypes[tied[0]].itemsize for tied in names.values())
-    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
-        for tied in names.values():
-            stored = next((name for name in tied if source.has(name)), tied[0])
-            spec = placement.get(stored, WHOLE)
-            local = _local(source, stored, spec, parameters[tied[0]].shape, dtypes[stored], device)
-            filled = nn.Parameter(local, requires_grad=False)
-            for name in tied:
-                module, leaf = _owner(model, name)
-                if isinstance(module, Fp8Linear) and leaf == "weight":
-                    module.quantise(local)
-                else:
-                    setattr(module, leaf, filled)
-            bar.update(local.nbytes)
-            # What was quantised goes before the next is read.
-            del local, filled
-    for name, buffer in model.named_buffers():
-        module, leaf = _owner(model, name)
-        stored_too = name in dtypes and source.has(name)
-        module._buffers[leaf] = (
-            _local(source, name, WHOLE, buffer.shape, dtypes[name], device) if stored_too else buffer.to(device)
-        )
-
-
 def _bytes_kept(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
@@ -206,6 +140,7 @@ def build_model(
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    host_bytes: int | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Load this rank's share of a causal language model; no more than one parameter beyond it is ever in memory.
@@ -228,6 +163,8 @@ def build_model(
     device : torch.device
     seed : int
         Of random weights.
+    host_bytes : int, optional
+        Where the weights of decoder layers are to lie in host memory: how much there is of it.
     progress : bool
         Whether to show a progress bar, and say so when the checkpoint holds more than the model takes; for one rank.
 
@@ -269,11 +206,16 @@ def build_model(
     shard_structure(model, placement, heads, tp_rank, all_reduce)
     if feed_forward == "fp8":
         use_fp8(model)
-    materialise(model, source, placement, dtypes, device, progress=progress)
+    host = None
+    if host_bytes is not None:
+        host = HostWeights(model, dtypes, budget=host_bytes, pin=device.type == "cuda")
+    materialise(model, source, placement, dtypes, device, host=host, progress=progress)
+    if host is not None:
+        host.withdraw(model, device)
     if directory is not None:
         _load_generation_config(model, directory)
     model.eval()
-    return LoadedModel(model, model.config, heads, placement, source.bytes_read, _bytes_kept(model))
+    return LoadedModel(model, model.config, heads, placement, source.bytes_read, _bytes_kept(model), host)
 
 
 def _open_checkpoint(directory: Path, model: PreTrainedModel, *, progress: bool) -> CheckpointWeights:

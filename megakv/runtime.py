@@ -134,11 +134,10 @@ class Runtime:
             compressed=bool(step.cache.compressed),
             narrowed=index is not None,
         )
-        elsewhere = store.attend_elsewhere(call)
-        method = step.method or self.planner.prefill_method(step, call)
-        out_HLD, lse_HL = self._method(last_layer_method(method, call) if call.narrowed else method)(call)
-        if elsewhere is not None:
-            elsewhere.merge_into(out_HLD, lse_HL)
+        results = [self._attended(step, part) for part in step.cache.divided(call)]
+        out_HLD, lse_HL = (
+            results[0] if len(results) == 1 else (torch.cat(each, dim=1) for each in zip(*results, strict=True))
+        )
         if self.replicas is not None:
             out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, call.tokens, complete=step.complete)
         if step.compress:
@@ -164,6 +163,14 @@ class Runtime:
             if run.stop > run.start:
                 index = run if kept is None else torch.from_numpy(kept[run]).to(k_KLD.device)
                 store.append(sequence, k_KLD[:, index], v_KLD[:, index])
+
+    def _attended(self, step: ForwardPass, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        elsewhere = call.store.attend_elsewhere(call)
+        method = step.method or self.planner.prefill_method(step, call)
+        out_HLD, lse_HL = self._method(last_layer_method(method, call) if call.narrowed else method)(call)
+        if elsewhere is not None:
+            elsewhere.merge_into(out_HLD, lse_HL)
+        return out_HLD, lse_HL
 
     def _method(self, name: str) -> AttentionMethod:
         if name not in self.methods:

@@ -226,31 +226,3 @@ class StepTimes:
     last_s: float
     host_s: float = 0.0
     outside_s: float = 0.0
-
-
-def step_seconds(times: StepTimes, layers: int, *, rounds: int = 4) -> float:
-    """Seconds from step to step once the pipeline is full.
-
-    A layer's transfers begin when one of two buffers is free, so when the layer before the last has attended. Its
-    recomputation ends with the last activations at the earliest, its attention when everything is there.
-
-    Parameters
-    ----------
-    times : StepTimes
-    layers : int
-    rounds : int
-        Steps that are played through; the last one counts.
-    """
-    link = device = before = 0.0
-    released = [0.0, 0.0]
-    for _ in range(rounds):
-        before = device
-        for _ in range(layers):
-            begun = max(link, released[-2])
-            landed, link = begun + times.landed_s, begun + times.sent_s
-            queries = max(device + times.recompute_s, landed + times.last_s)
-            device = max(queries + times.host_s, link)
-            released = [released[-1], device]
-            device += times.layer_s
-        device += times.outside_s
-    return device - before

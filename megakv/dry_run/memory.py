@@ -11,7 +11,8 @@ from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import tokens_per_head
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.scoring import check_budget
-from megakv.offload.runtime import BUFFERS
+from megakv.offload.prefetch import BUFFERS
+from megakv.offload.weight_stream import BUFFERS as WEIGHT_BUFFERS
 
 GB = 10**9
 GIB = 1 << 30
@@ -33,7 +34,7 @@ class VirtualRank:
         the one layer that is not yet, where they are offloaded only the staging buffers; tensors of the layer under
         way and the shards that a ring keeps on their way, as the cost model estimates them.
     host_bytes : int
-        Offloaded keys, values and activations.
+        Offloaded keys, values, activations and weights.
     """
 
     rank: int
@@ -95,12 +96,17 @@ class MemoryCount:
         answer = self._batch * -(-self._new * kept // (self._context * self._batch))
         per_token, largest = sum(share.row_bytes), max(share.row_bytes)
         if self._section.offload.enabled:
-            kv = BUFFERS * largest * (kept + answer)
+            groups = min(self._section.offload.num_gpu_batches, self._batch)
+            kv = BUFFERS * largest * -(-(kept + answer) // groups)
             host = (kept + answer) * (per_token + self._inputs(share))
         else:
             dense = largest * kept if self._kept_share < 1 else 0
             kv = round(per_token * kept * self._kept_share) + per_token * answer + dense
             host = 0
+        weights = share.weight_bytes
+        if self._section.offload.weights:
+            held = sum(share.layer_bytes)
+            weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
         ring = RING_SHARDS * largest * max(tokens, kept) if self._cp_size > 1 else 0
         return VirtualRank(
             rank=cp_rank * self._tp_size + share.tp_rank,
@@ -108,7 +114,7 @@ class MemoryCount:
             tp_rank=share.tp_rank,
             tokens=tokens,
             kept=kept,
-            weight_bytes=share.weight_bytes,
+            weight_bytes=weights,
             kv_bytes=kv,
             activation_bytes=tokens * working_bytes(self._shape, tp_size=self._tp_size) + ring,
             host_bytes=host,

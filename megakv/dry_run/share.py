@@ -14,6 +14,7 @@ from megakv.dry_run.passage import run_shapes
 from megakv.errors import MegaKVError
 from megakv.fp8 import Fp8Linear, use_fp8
 from megakv.loading import empty_model, parameter_dtypes
+from megakv.offload.weights import layer_places
 from megakv.placement import HeadMap, SliceSpec, plan_placement
 from megakv.placement.attention import find_attention
 from megakv.placement.plan import decoder_layers
@@ -33,6 +34,8 @@ class Share:
         Of parameters and buffers.
     row_bytes : tuple of int
         Per layer, bytes of one token's keys and values.
+    layer_bytes : tuple of int
+        Per decoder layer, bytes of what `megakv.offload.weights` puts into host memory.
     """
 
     tp_rank: int
@@ -40,6 +43,7 @@ class Share:
     kv_heads: int
     weight_bytes: int
     row_bytes: tuple[int, ...]
+    layer_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,7 @@ class WholeModel:
             kv_heads=sum(len(shard.kv_heads) for shard in shards),
             weight_bytes=buffers + parameter_bytes(model, dtypes),
             row_bytes=tuple(rows[layer] for layer in sorted(rows)),
+            layer_bytes=() if fp8 else tuple(places.nbytes for places in layer_places(model, dtypes)),
         )
 
     def _check_shapes(self, model: PreTrainedModel, placement: Mapping[str, SliceSpec], tp_rank: int) -> None:

@@ -14,6 +14,9 @@ from megakv.offload.pool import PagePool
 from megakv.offload.runtime import Offloader
 from megakv.offload.thread_link import ThreadLink
 from megakv.offload.tiers import DiskTier, HostTier, Tier
+from megakv.offload.weight_stream import WeightStream
+from megakv.offload.weights import HostWeights
+from megakv.placement.plan import decoder_layers
 from megakv.runtime import Runtime
 from megakv.sharding import IntArray
 
@@ -37,7 +40,9 @@ def make_link(device: torch.device, emulated_bytes_s: float | None) -> Link:
     return ThreadLink(emulated_bytes_s)
 
 
-def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int) -> Offloader | None:
+def make_offloader(
+    model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: HostWeights | None = None
+) -> Offloader | None:
     """The offload engine that the JSON asks for; None where it asks for none.
 
     Parameters
@@ -48,6 +53,8 @@ def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runti
     runtime : Runtime
     layers : int
         Attention layers.
+    weights : HostWeights, optional
+        Of the decoder layers, where they are offloaded; they have taken their part of the host's budget.
 
     Raises
     ------
@@ -68,11 +75,16 @@ def make_offloader(model: PreTrainedModel, config: OffloadConfig, runtime: Runti
         recomputes = False
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
     link = make_link(device, bandwidth)
-    tiers: list[Tier] = [HostTier(int(config.host_gb * GIB), pin=device.type == "cuda")]
+    held = 0 if weights is None else weights.nbytes
+    tiers: list[Tier] = [HostTier(config.host_bytes - held, pin=device.type == "cuda")]
     if config.disk_gb:
         tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path))
     pool = PagePool(tiers, config.page_kib << 10)
-    offloader = Offloader(config, runtime, layers=layers, link=link, pool=pool, device=device)
+    stream = None
+    if weights is not None:
+        _, decoder = decoder_layers(model)
+        stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
+    offloader = Offloader(config, runtime, layers=layers, link=link, pool=pool, device=device, weights=stream)
 
     def positions() -> IntArray:
         step = runtime.current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megakv.cache import ShardedCache
@@ -9,6 +10,7 @@ from megakv.offload.store import TieredStore
 from megakv.sharding import Layout
 
 if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall
     from megakv.offload.runtime import Offloader
 
 
@@ -42,6 +44,9 @@ class OffloadedCache(ShardedCache):
             store = self._stores[layer] = TieredStore(layer, self.table.batch, self._offloader)
         assert isinstance(store, TieredStore)
         return store
+
+    def divided(self, call: AttentionCall) -> Iterable[AttentionCall]:
+        return self._offloader.columns(self, call)
 
     def fork(self) -> OffloadedCache:
         twin = OffloadedCache(len(self._stores), size=self.size, rank=self.rank, offloader=self._offloader)

@@ -19,6 +19,13 @@ class OffloadConfig(DeepSpeedConfigModel):
     ``chunked`` recomputes them as they land; ``cpu_rank`` lets the host's processor attend to some where they lie;
     ``auto`` takes what is predicted to be fastest."""
 
+    weights: bool = False
+    """Whether the decoder layers' weights lie in host memory too, and come layer by layer (Figure 3a)."""
+
+    num_gpu_batches: int = Field(1, ge=1)
+    """Groups that the sequences of a batch are decoded in, layer by layer, each with keys and values brought for itself
+    alone, while one load of the layer's weights serves them all (column-by-column, Figure 4)."""
+
     host_gb: float = Field(4.0, gt=0)
     """Host memory of each rank, in GiB: taken at start, page-locked where there is an accelerator."""
 
@@ -42,3 +49,8 @@ class OffloadConfig(DeepSpeedConfigModel):
 
     profile: str | None = None
     """File that the measured speeds of this machine and model are kept in; measured anew where it is missing."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of each rank, in bytes."""
+        return int(self.host_gb * (1 << 30))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes
 from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
@@ -15,10 +17,19 @@ from megakv.offload.scheduler import Division, Plan, divide, split_point
 from megakv.offload.store import TieredStore
 from megakv.offload.tiers import in_units
 from megakv.offload.trials import PlanTrials
+from megakv.offload.weight_stream import WeightStream
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
     from megakv.offload.record import StepRecord
+
+
+class _Size(NamedTuple):
+    """Cached tokens of a group of sequences, those of them with activations, and those that the host may attend to."""
+
+    tokens: int
+    most: int
+    host: int
 
 
 class Planner:
@@ -34,6 +45,8 @@ class Planner:
         Where the host may attend.
     explore : bool
         Whether `auto` may try its plans in turns.
+    weights : WeightStream, optional
+        Where weights come over the link too.
 
     Attributes
     ----------
@@ -51,6 +64,7 @@ class Planner:
         layers: int,
         host_rank: HostRank | None,
         explore: bool,
+        weights: WeightStream | None = None,
     ):
         self.recomputation: Recomputation | None = None
         self.queries: Queries | None = None
@@ -59,16 +73,23 @@ class Planner:
         self._layers = layers
         self._host_rank = host_rank
         self._trials = PlanTrials(explore=explore)
+        self._weights = weights
         self._latest: tuple[tuple[int, ...], Plan] | None = None
 
-    def plan(self, store: TieredStore) -> Plan:
+    def plan(self, store: TieredStore, groups: Sequence[range]) -> Plan:
         """What becomes of the cached tokens of a step's layers, by one of them: the same for all."""
-        lengths = store.lengths()
-        tokens, most = sum(lengths), sum(store.with_inputs())
-        host = 0 if self._host_rank is None else sum(store.in_memory())
-        key = (*lengths, most, host)
+        lengths, inputs, memory = store.settled(), store.with_inputs(), store.in_memory()
+        sizes = [
+            _Size(
+                sum(lengths[sequence] for sequence in group),
+                sum(min(lengths[sequence], inputs[sequence]) for sequence in group),
+                0 if self._host_rank is None else sum(min(lengths[row], memory[row]) for row in group),
+            )
+            for group in groups
+        ]
+        key = (*lengths, *(number for size in sizes for number in size))
         if self._latest is None or self._latest[0] != key:
-            self._latest = key, self._plan(store, tokens, most, host)
+            self._latest = key, self._plan(store, sizes)
         return self._latest[1]
 
     def observe(self, record: StepRecord) -> None:
@@ -78,18 +99,20 @@ class Planner:
         plan = record.plan
         self._trials.observe(plan.name, tokens=record.cached, predicted_s=plan.seconds, measured_s=record.measured_s)
 
-    def _plan(self, store: TieredStore, tokens: int, most: int, host: int) -> Plan:
+    def _plan(self, store: TieredStore, sizes: Sequence[_Size]) -> Plan:
+        tokens = sum(size.tokens for size in sizes)
         if not tokens:
-            return Plan("stream", Division(0), 1, 0.0, 0.0)
-        costs = self._layer(store)
+            return Plan("stream", tuple(Division(0) for _ in sizes), 1, 0.0, 0.0)
+        costs, weights = self._layer(store, len(sizes)), self._weight_times()
+        found = [{name: rest for name, *rest in self._candidates(costs, *size)} for size in sizes]
         plans: dict[str, Plan] = {}
-        for name, division, chunk in self._candidates(costs, tokens, most, host):
-            same = any((division.recomputed, division.on_host) == (other.division.recomputed, other.division.on_host)
-                       and -(-division.recomputed // chunk) == -(-other.division.recomputed // other.chunk)
-                       for other in plans.values())  # fmt: skip
-            if not same:
-                seconds = self._costs.predict(costs, division, self._layers, chunk=chunk)
-                plans[name] = Plan(name, division, chunk, seconds, seconds)
+        for name in dict.fromkeys(name for each in found for name in each):
+            # A group may have fewer choices than others: without any cached token, only the plainest.
+            chosen = [each.get(name, [Division(size.tokens), 1]) for each, size in zip(found, sizes, strict=True)]
+            plan = Plan(name, tuple(each[0] for each in chosen), max(each[1] for each in chosen), 0.0, 0.0)
+            if all(plan.shape != other.shape for other in plans.values()):
+                seconds = self._costs.predict(costs, plan.divisions, self._layers, weights, chunk=plan.chunk)
+                plans[name] = plan._replace(seconds=seconds)
         predicted = {name: plan.seconds for name, plan in plans.items()}
         # Trials of the first steps, which also fill caches and pipelines, would say nothing.
         best = min(predicted, key=lambda name: predicted[name])
@@ -139,8 +162,20 @@ class Planner:
                 "for fewer tokens"
             )
 
-    def _layer(self, store: TieredStore) -> LayerCosts:
+    def _weight_times(self) -> WeightTimes:
+        """Seconds of the link for a layer's weights."""
+        if self._weights is None:
+            return RESIDENT
+        keys, others = self._weights.layer_bytes
+        return WeightTimes(self._costs.sending_s(keys), self._costs.sending_s(others))
+
+    def _layer(self, store: TieredStore, groups: int) -> LayerCosts:
         trial = None
         if self._host_rank is not None and self.queries is not None and any(store.in_memory()):
             trial = HostTrial(self._host_rank, self.queries)
-        return self._costs.layer(store, self.recomputation, trial)
+        costs = self._costs.layer(store, self.recomputation, trial)
+        weights = self._weight_times()
+        if groups == 1:
+            return costs.with_offloaded_weights(kv_weights_s=weights.keys_s, other_weights_s=weights.others_s)
+        shared = costs.in_column(weights_s=weights.keys_s + weights.others_s, num_gpu_batches=groups)
+        return replace(shared, device_s=costs.device_s / groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -13,7 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import Field
 
 from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.offload import LayerCosts, StepTimes, step_seconds
+from megakv.costmodel.offload import LayerCosts, StepTimes
+from megakv.costmodel.offload_pipeline import WeightTimes, step_seconds
 from megakv.costmodel.records import Record, load_record
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
@@ -123,13 +124,29 @@ class OffloadCosts:
             device_s=self._device_s,
         )
 
-    def predict(self, costs: LayerCosts, division: Division, layers: int, *, chunk: int) -> float:
-        """Seconds from step to step, with activations in chunks of so many tokens."""
+    def predict(
+        self, costs: LayerCosts, divisions: Sequence[Division], layers: int, weights: WeightTimes, *, chunk: int
+    ) -> float:
+        """Seconds from step to step, with activations in chunks of so many tokens.
+
+        Parameters
+        ----------
+        costs : LayerCosts
+            Of one group of sequences.
+        divisions : sequence of Division
+            One for each group.
+        layers : int
+        weights : WeightTimes
+        chunk : int
+        """
+        return step_seconds([self._times(costs, division, chunk) for division in divisions], layers, weights)
+
+    def _times(self, costs: LayerCosts, division: Division, chunk: int) -> StepTimes:
         chunks = -(-division.recomputed // chunk)
         landed = costs.activation_s * division.recomputed + chunks * costs.transfer_s
         recompute = costs.recompute_s * division.recomputed + chunks * costs.launch_s
         on_host = costs.host_fixed_s + costs.host_attend_s * division.on_host if division.on_host else 0.0
-        times = StepTimes(
+        return StepTimes(
             sent_s=landed + costs.kv_s * division.streamed + (costs.transfer_s if division.streamed else 0.0),
             landed_s=landed,
             recompute_s=recompute,
@@ -138,7 +155,11 @@ class OffloadCosts:
             host_s=on_host,
             outside_s=self.outside_s,
         )
-        return step_seconds(times, layers)
+
+    def sending_s(self, nbytes: float) -> float:
+        """Seconds of the link for so many bytes; the first call of `layer` comes before."""
+        assert self.profile is not None
+        return nbytes / self.profile.link_bytes_s
 
     @property
     def settled(self) -> bool:

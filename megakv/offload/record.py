@@ -38,6 +38,7 @@ class StepRecord:
         self.predicted_s = plan.predicted_s
         self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
         self.host_s = self.peers_s = 0.0
+        self.weight_bytes = 0
         self.bytes_in = self.bytes_out = 0
         self.begun = self.ended = 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,23 +12,26 @@ import torch
 from torch import Tensor
 
 from megakv.offload.cache import OffloadedCache
+from megakv.offload.columns import group_call, groups_of
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostPart, HostRank, Queries
+from megakv.offload.inputs import offer, recompute
 from megakv.offload.link import Link, Ticket
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
+from megakv.offload.prefetch import Prefetch
 from megakv.offload.profiler import OffloadCosts
 from megakv.offload.record import StepRecord
-from megakv.offload.staging import StagedLayer, StagingBuffer, bring
+from megakv.offload.staging import StagedLayer
 from megakv.offload.store import TieredStore
+from megakv.offload.weight_stream import WeightStream
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
     from megakv.injection.recomputation import Recomputation
     from megakv.runtime import Runtime
-    from megakv.sharding import Layout, TokenBlock
+    from megakv.sharding import Layout
 
-BUFFERS = 2
 OUTGOING = 4
 """Transfers back to the host that may be under way: each holds its rows on the accelerator."""
 
@@ -45,15 +49,26 @@ class Offloader:
     link : Link
     pool : PagePool
     device : torch.device
+    weights : WeightStream, optional
+        Where the decoder layers' weights come over the link too.
     """
 
     def __init__(
-        self, config: OffloadConfig, runtime: Runtime, *, layers: int, link: Link, pool: PagePool, device: torch.device
+        self,
+        config: OffloadConfig,
+        runtime: Runtime,
+        *,
+        layers: int,
+        link: Link,
+        pool: PagePool,
+        device: torch.device,
+        weights: WeightStream | None = None,
     ):
         self.config = config
         self.link = link
         self.pool = pool
         self.device = device
+        self.weights = weights
         self.costs = OffloadCosts(config, link, pool, device)
         self.steps: list[StepRecord] = []
         self._recomputation: Recomputation | None = None
@@ -62,8 +77,7 @@ class Offloader:
         self._layers = layers
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
-        self._free = [StagingBuffer(device) for _ in range(BUFFERS)]
-        self._staged: dict[int, StagedLayer] = {}
+        self._group = 0
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
         self._decoding = False
@@ -80,7 +94,9 @@ class Offloader:
             layers=layers,
             host_rank=self._host_rank,
             explore=runtime.comm.mesh.world_size == 1,
+            weights=weights,
         )
+        self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
         self._host_part: HostPart | None = None
 
     def attach(self, recomputation: Recomputation, *, recomputes: bool) -> None:
@@ -90,7 +106,9 @@ class Offloader:
 
     def close(self) -> None:
         """End all transfers and give the tiers back."""
-        self._drop_all()
+        self._prefetch.drop_all()
+        if self.weights is not None:
+            self.weights.close()
         if self._recomputation is not None:
             self._recomputation.remove()
         if self._host_rank is not None:
@@ -113,17 +131,21 @@ class Offloader:
     def begin(self, cache: OffloadedCache, layout: Layout) -> None:
         """A pass over a cache begins; its new tokens are in the cache's table already."""
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        if self._cache is not cache or not all(staged.valid(new) for staged in self._staged.values()):
+        self._prefetch.groups = groups_of(layout, self.config.num_gpu_batches)
+        if self._cache is not cache or not self._prefetch.valid(new):
             # What was brought ahead is of no use: beams changed places, or another session goes on.
-            self._ahead = self._ahead and not self._staged
-            self._drop_all()
+            self._ahead = self._ahead and not len(self._prefetch)
+            self._prefetch.drop_all()
         self._cache, self._layout, self._current = cache, layout, None
         self._decoding = all(count <= 1 for count in new)
+        self._group = 0
         if self._recomputation is not None:
             self._recomputation.begin()
         self._record = self._new_record(cache, new)
-        for layer in range(min(BUFFERS, self._layers)):
-            self._stage(layer, new)
+        if self.weights is not None:
+            self.weights.waited_s = 0.0
+            self.weights.spread = len(self._prefetch.groups) > 1
+        self._prefetch.begin(cache, new)
 
     def enter(self, layer: int, hidden_LE: Tensor) -> None:
         """A layer's attention begins: keep its input, and recompute what has landed."""
@@ -134,14 +156,22 @@ class Offloader:
         mine = layout.stored[cache.rank]
         store = cache.store(layer)
         if self._recomputes:
-            self._offer(store, mine, hidden_LE)
-        staged = self._staged.get(layer)
-        if staged is None:
-            self._drop_all()
-            self._stage(layer, np.diff(mine.bounds).tolist())
-            staged = self._staged.get(layer)
-        if staged is not None and not staged.recomputed:
-            self._recompute(layer, staged, cache)
+            offer(store, mine, hidden_LE, self._runtime.kept_rows())
+        self._prepare(layer, 0)
+
+    def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
+        """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
+        if cache is not self._cache or len(self._prefetch.groups) == 1:
+            yield call
+            return
+        store = cache.store(call.layer)
+        for index, group in enumerate(self._prefetch.groups):
+            if index:
+                self._prepare(call.layer, index)
+            store.put_late(group, self._prefetch.get(call.layer, index))
+            yield group_call(call, group)
+            if index + 1 < len(self._prefetch.groups):
+                self._pass_on(call.layer, index)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for the layer after the next."""
@@ -154,21 +184,13 @@ class Offloader:
             turn = self._record is not None and self._record.cached > 0
             self._planner.check_room(store, self.pool, -(-self._announced // cache.size), later_turn=turn)
             self._announced = None
-        if self._host_part is not None and self._record is not None:
-            self._record.host_s += self._host_part.seconds
-            self._record.waited_s += self._host_part.waited_s
-        self._host_part = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()
-        self._release(store.layer)
-        new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        for ahead in range(1, BUFFERS + 1):
-            following = store.layer + ahead
-            if following < self._layers:
-                self._stage(following, new)
-            elif self._decoding and self._ahead and following - self._layers <= store.layer:
-                # The next step's first layers: their rows of this step are in their tiers or on the way there.
-                self._stage(following - self._layers, [1] * len(new))
+        if self.weights is not None:
+            self.weights.attended()
+        self._pass_on(store.layer, len(self._prefetch.groups) - 1)
+        if self.weights is not None and self.weights.spread:
+            self.weights.flush()
 
     def end(self, cache: OffloadedCache) -> None:
         """A pass has succeeded."""
@@ -178,6 +200,9 @@ class Offloader:
         self._current = self._layout = None
         if record is not None:
             record.finish(self.link, self._runtime.comm.ledger)
+            if self.weights is not None:
+                record.waited_s += self.weights.waited_s
+                record.weight_bytes = self.weights.step_bytes
             record.gap_s = record.begun - self._ended if self._ended else 0.0
             self._ended = record.ended
             if record.cached:
@@ -189,7 +214,7 @@ class Offloader:
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
         if cache is self._cache:
-            self._drop_all()
+            self._prefetch.drop_all()
             self._current = self._layout = self._record = None
             self._ended = 0.0
 
@@ -199,8 +224,12 @@ class Offloader:
         """What was brought of a store's layer for the pass under way, once the layer has begun."""
         if self._current != store.layer:
             return None
-        staged = self._staged.get(store.layer)
+        staged = self._prefetch.get(store.layer, self._group)
         return staged if staged is not None and staged.store is store else None
+
+    def at_work(self, store: TieredStore) -> bool:
+        """Whether a store's layer is the one under way."""
+        return self._cache is not None and self._current == store.layer and self._cache.store(store.layer) is store
 
     def await_streamed(self, staged: StagedLayer) -> None:
         """Let attention come after all rows of a layer."""
@@ -233,72 +262,44 @@ class Offloader:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the buffers on the accelerator."""
-        return sum(b.nbytes for b in self._free) + sum(staged.buffer.nbytes for staged in self._staged.values())
+        return self._prefetch.nbytes + (0 if self.weights is None else self.weights.nbytes)
 
     # Inside
 
-    def _offer(self, store: TieredStore, mine: TokenBlock, hidden_LE: Tensor) -> None:
-        """Hand the inputs of the tokens that this rank stores to their store."""
-        kept = self._runtime.kept_rows()
-        for sequence in range(mine.batch):
-            run = mine.run(sequence)
-            if run.stop > run.start:
-                index = run if kept is None else torch.from_numpy(kept[run]).to(hidden_LE.device)
-                # A copy: the model may go on to work on its own tensor in place.
-                store.offer(sequence, hidden_LE[index].clone())
+    def _prepare(self, layer: int, index: int) -> None:
+        """A group of a layer comes next: recompute what has landed of it."""
+        cache, layout = self._cache, self._layout
+        assert cache is not None and layout is not None
+        self._group = index
+        staged = self._prefetch.ensure(cache, layer, index, np.diff(layout.stored[cache.rank].bounds).tolist())
+        if staged is not None and not staged.recomputed:
+            self._recompute(layer, staged, cache)
 
-    def _stage(self, layer: int, new: list[int]) -> None:
-        """Begin to bring a layer's rows, if there is a buffer and anything to bring."""
-        cache = self._cache
-        assert cache is not None
-        store = cache.store(layer)
-        cached = store.lengths()
-        tokens = sum(cached)
-        if layer in self._staged or not self._free or not tokens:
-            return
-        store.flush()
-        plan = self._planner.plan(store)
-        self._staged[layer] = bring(store, self._free.pop(), self.link, plan.division, new, chunk=plan.chunk)
+    def _pass_on(self, layer: int, index: int) -> None:
+        """A group of a layer was attended to: its buffer is free for the group after the next."""
+        cache, layout = self._cache, self._layout
+        assert cache is not None and layout is not None
+        if self._host_part is not None and self._record is not None:
+            self._record.host_s += self._host_part.seconds
+            self._record.waited_s += self._host_part.waited_s
+        self._host_part = None
+        self._prefetch.release(layer, index)
+        new = np.diff(layout.stored[cache.rank].bounds).tolist()
+        self._prefetch.follow(cache, layer, index, new, beyond=self._decoding and self._ahead)
+        if self.weights is not None and self.weights.spread:
+            self.weights.next_piece()
 
     def _recompute(self, layer: int, staged: StagedLayer, cache: OffloadedCache) -> None:
-        """Keys and values of the activations, chunk by chunk as they land, into their rows."""
+        """Keys and values of the activations, as they land, into their rows."""
         staged.recomputed = True
-        record = self._record
-        for chunk in staged.chunks:
-            assert self._recomputation is not None and record is not None
-            begun = time.perf_counter()
-            chunk.ticket.wait()
-            landed = time.perf_counter()
-            positions = [
-                cache.table.positions(cache.rank, piece.sequence)[piece.first : piece.first + piece.count]
-                for piece in chunk.pieces
-            ]
-            keys, values = self._recomputation.recompute(layer, chunk.inputs, np.concatenate(positions))
-            at = 0
-            for piece in chunk.pieces:
-                row = staged.row(piece.sequence, piece.first)
-                k_rows, v_rows = staged.store.heads_of(staged.rows[row : row + piece.count])
-                k_rows.copy_(keys[:, at : at + piece.count])
-                v_rows.copy_(values[:, at : at + piece.count])
-                at += piece.count
-            record.waited_s += landed - begun
-            record.recompute_s += time.perf_counter() - landed
-        staged.chunks = []
-
-    def _release(self, layer: int) -> None:
-        staged = self._staged.pop(layer, None)
-        if staged is not None:
-            staged.settle()
-            self._free.append(staged.buffer)
-
-    def _drop_all(self) -> None:
-        for layer in list(self._staged):
-            self._release(layer)
+        if staged.chunks:
+            assert self._recomputation is not None and self._record is not None
+            recompute(layer, staged, cache.table, cache.rank, self._recomputation, self._record)
 
     def _new_record(self, cache: OffloadedCache, new: list[int]) -> StepRecord:
         counts = cache.table.counts()[cache.rank].tolist()
         cached = sum(counts) - sum(new)
         store = cache.store(0)
-        record = StepRecord(cached=cached, new=sum(new), plan=self._planner.plan(store))
+        record = StepRecord(cached=cached, new=sum(new), plan=self._planner.plan(store, self._prefetch.groups))
         record.begin(self.link, self._runtime.comm.ledger)
         return record

@@ -53,14 +53,26 @@ class Division:
         return self.tokens - self.recomputed - self.on_host - self.resident
 
 
+def together(divisions: Sequence[Division]) -> Division:
+    """What becomes of the tokens of several groups, one behind the other."""
+    return Division(
+        sum(each.tokens for each in divisions),
+        sum(each.recomputed for each in divisions),
+        sum(each.on_host for each in divisions),
+        sum(each.resident for each in divisions),
+        sum(each.seconds for each in divisions),
+    )
+
+
 class Plan(NamedTuple):
-    """What becomes of a layer's cached tokens, and how long a step takes that way.
+    """What becomes of a layer's cached tokens, group by group, and how long a step takes that way.
 
     Parameters
     ----------
     name : str
         The method that it comes from; ``all`` where activations are recomputed and the host attends.
-    division : Division
+    divisions : tuple of Division
+        Of each group of sequences that a layer attends to.
     chunk : int
         Tokens of a chunk of activations.
     seconds : float
@@ -70,10 +82,20 @@ class Plan(NamedTuple):
     """
 
     name: str
-    division: Division
+    divisions: tuple[Division, ...]
     chunk: int
     seconds: float
     predicted_s: float
+
+    @property
+    def division(self) -> Division:
+        """Of all groups together."""
+        return together(self.divisions)
+
+    @property
+    def shape(self) -> tuple[tuple[int, int, int], ...]:
+        """What tells two plans apart: tokens recomputed, in how many chunks, and tokens on the host, by group."""
+        return tuple((each.recomputed, -(-each.recomputed // self.chunk), each.on_host) for each in self.divisions)
 
 
 def lowest_point(lines: Sequence[Line], low: int, high: int) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,9 +88,11 @@ class StagedLayer:
     store : TieredStore
     version : int
         Of the store when this began: what was reordered or cut since is not what was staged.
+    group : range
+        The sequences that are there; the others have no cached tokens here.
     buffer : StagingBuffer
     rows : Tensor
-        ``[n, W]`` keys and values of all sequences, with room for new tokens behind each one's cached rows.
+        ``[n, W]`` keys and values of the sequences, with room for new tokens behind each one's cached rows.
     starts, cached, room : list of int
         Per sequence: first row, cached tokens, and room for new ones.
     splits : list of int
@@ -103,6 +106,7 @@ class StagedLayer:
 
     store: TieredStore
     version: int
+    group: range
     buffer: StagingBuffer
     rows: Tensor
     starts: list[int]
@@ -116,8 +120,8 @@ class StagedLayer:
 
     def valid(self, new: list[int]) -> bool:
         """Whether it is what a pass with so many new tokens per sequence needs."""
-        fits = len(new) == len(self.room) and all(n <= room for n, room in zip(new, self.room, strict=True))
-        return fits and self.version == self.store.version and self.cached == self.store.lengths()
+        fits = len(new) == len(self.room) and all(new[sequence] <= self.room[sequence] for sequence in self.group)
+        return fits and self.version == self.store.version and self.cached == _within(self.group, self.store.lengths())
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""
@@ -136,8 +140,20 @@ class StagedLayer:
         self.rows[at : at + len(rows)] = rows
 
 
+def _within(group: range, counts: Sequence[int]) -> list[int]:
+    """Counts per sequence, 0 for those outside a group."""
+    return [count if sequence in group else 0 for sequence, count in enumerate(counts)]
+
+
 def bring(
-    store: TieredStore, buffer: StagingBuffer, link: Link, division: Division, new: list[int], *, chunk: int
+    store: TieredStore,
+    group: range,
+    buffer: StagingBuffer,
+    link: Link,
+    division: Division,
+    new: list[int],
+    *,
+    chunk: int,
 ) -> StagedLayer:
     """Begin to bring a layer's rows.
 
@@ -145,26 +161,30 @@ def bring(
     ----------
     store : TieredStore
         Of the layer; everything appended to it was sent to its tier.
+    group : range
+        The sequences whose rows are wanted.
     buffer : StagingBuffer
         Nothing may be under way into it.
     link : Link
     division : Division
-        Of all cached tokens.
+        Of the group's cached tokens.
     new : list of int
         Per sequence, tokens that room is left for.
     chunk : int
         Tokens of a chunk of activations.
     """
-    cached = store.lengths()
+    cached, new = _within(group, store.settled()), _within(group, new)
     # A later layer may have more on disk than the one that was divided.
-    memory = store.in_memory()
+    memory = [min(held, count) for held, count in zip(store.in_memory(), cached, strict=True)]
     on_host = spread(min(division.on_host, sum(memory)), memory)
-    inputs = [max(0, kept - away) for kept, away in zip(store.with_inputs(), on_host, strict=True)]
+    inputs = [
+        max(0, min(kept, count) - away) for kept, count, away in zip(store.with_inputs(), cached, on_host, strict=True)
+    ]
     splits = spread(min(division.recomputed, sum(inputs)), inputs)
     sizes = [count - away + room for count, away, room in zip(cached, on_host, new, strict=True)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
-    staged = StagedLayer(store, store.version, buffer, rows, starts[:-1], cached, list(new), splits, on_host)
+    staged = StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, on_host)
     if sum(splits):
         _bring_inputs(staged, link, sum(splits), chunk)
     moves: list[Move] = []

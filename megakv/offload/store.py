@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
     from megakv.offload.host_rank import HostPart
     from megakv.offload.runtime import Offloader
+    from megakv.offload.staging import StagedLayer
 
 
 class _HeadShape(NamedTuple):
@@ -54,6 +55,8 @@ class TieredStore(UniformStore):
         self._inputs: list[PagedRows | None] = [None] * batch
         self._offered: dict[int, Tensor] = {}
         self._fresh: dict[int, Tensor] = {}
+        self._late: dict[int, tuple[int, Tensor]] = {}
+        self._began: dict[int, int] = {}
         self._moves: list[Move] = []
         self._pages: list[Page] = []
 
@@ -71,10 +74,16 @@ class TieredStore(UniformStore):
             # Only an unbroken run from the first token on can be recomputed.
             if (0 if inputs is None else inputs.length) == first:
                 self._write(self._inputs, sequence, offered)
+        at_work = self._offloader.at_work(self)
+        if at_work:
+            self._began.setdefault(sequence, first)
         staged = self._offloader.staged(self)
-        if staged is not None:
+        if staged is not None and sequence in staged.group:
             staged.put(sequence, first, rows)
-        elif first == 0:
+            return
+        if at_work:
+            self._late[sequence] = first, rows
+        if first == 0:
             self._fresh[sequence] = rows
         else:
             self._fresh.pop(sequence, None)
@@ -113,6 +122,8 @@ class TieredStore(UniformStore):
             if inputs is not None:
                 inputs.truncate(length)
         self._fresh.clear()
+        self._late.clear()
+        self._began.clear()
         self._offered.clear()
 
     def reorder(self, index: list[int]) -> None:
@@ -135,6 +146,8 @@ class TieredStore(UniformStore):
 
     def release(self) -> None:
         self._fresh.clear()
+        self._late.clear()
+        self._began.clear()
         self._offloader.leave(self)
 
     def nbytes(self) -> int:
@@ -149,6 +162,17 @@ class TieredStore(UniformStore):
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
         return [self.rows(sequence) for sequence in range(len(self._rows))]
+
+    def settled(self) -> list[int]:
+        """Tokens of every sequence, without those of the pass under way while its layer is at work."""
+        return [self._began.get(sequence, count) for sequence, count in enumerate(self.lengths())]
+
+    def put_late(self, group: range, staged: StagedLayer | None) -> None:
+        """Write rows of the pass under way into a group's buffer, if it has one."""
+        for sequence in group:
+            late = self._late.pop(sequence, None)
+            if late is not None and staged is not None:
+                staged.put(sequence, *late)
 
     def with_inputs(self) -> list[int]:
         """Leading tokens of every sequence whose activations are kept."""

@@ -104,6 +104,8 @@ class OffloadStep:
         In which the accelerator stood still for the link or the host.
     bytes_in, bytes_out
         To the accelerator and from it.
+    weight_bytes
+        Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
     """
 
     plan: str
@@ -115,6 +117,7 @@ class OffloadStep:
     waited_s: float
     bytes_in: int
     bytes_out: int
+    weight_bytes: int = 0
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.offload import StepTimes, step_seconds
+from megakv.costmodel.offload import StepTimes
+from megakv.costmodel.offload_pipeline import step_seconds
 from tests.unit.offload.test_exactness import generate, plain_model
 
 LINK_GB_S = 0.004
@@ -69,6 +70,6 @@ def test_foreign_profiles_are_refused(changes: dict[str, Any], message: str, off
 
 def test_a_pipeline_runs_at_the_pace_of_its_slower_side() -> None:
     slow_link = StepTimes(sent_s=10.0, landed_s=4.0, recompute_s=3.0, last_s=1.0, layer_s=2.0, outside_s=1.0)
-    assert step_seconds(slow_link, 8) == pytest.approx(80.0)
+    assert step_seconds([slow_link], 8) == pytest.approx(80.0)
     slow_device = StepTimes(sent_s=4.0, landed_s=2.0, recompute_s=3.0, last_s=3.0, layer_s=6.0, outside_s=5.0)
-    assert step_seconds(slow_device, 8) == pytest.approx(8 * 9.0 + 5.0)
+    assert step_seconds([slow_device], 8) == pytest.approx(8 * 9.0 + 5.0)

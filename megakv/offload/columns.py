@@ -1,0 +1,68 @@
+"""Groups of sequences that a layer attends to one behind the other (column-by-column, KVPR Figure 4).
+
+Projections and feed-forward are computed for the whole batch at once; only attention, for which keys and values must be
+on the accelerator, goes group by group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakv.attention.method import AttentionCall
+from megakv.cache import TokenTable
+from megakv.sharding import IntArray, Layout, TokenBlock, chunk_bounds
+
+
+def groups_of(layout: Layout, count: int) -> list[range]:
+    """Consecutive sequences in at most `count` groups of nearly equal size; one where any has several tokens.
+
+    Column by column is for decoding: what else is computed over a cache takes its layers whole.
+    """
+    batch = layout.tokens[0].batch
+    single = all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
+    return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if single else 1).tolist())]
+
+
+class _GroupTable(TokenTable):
+    """A table in which only some sequences have tokens."""
+
+    def __init__(self, whole: TokenTable, group: range):
+        super().__init__(whole.size, 0)
+        self.batch = whole.batch
+        self._whole = whole
+        self._group = group
+
+    def slots(self, rank: int, sequence: int) -> IntArray:
+        return self._whole.slots(rank, sequence)[: None if sequence in self._group else 0]
+
+    def positions(self, rank: int, sequence: int) -> IntArray:
+        return self._whole.positions(rank, sequence)[: None if sequence in self._group else 0]
+
+    def counts(self) -> NDArray[np.int64]:
+        counts = self._whole.counts()
+        counts[:, : self._group.start] = 0
+        counts[:, self._group.stop :] = 0
+        return counts
+
+
+def _of_group(block: TokenBlock, group: range) -> TokenBlock:
+    return block.take(np.arange(block.bounds[group.start], block.bounds[group.stop]))
+
+
+def group_call(call: AttentionCall, group: range) -> AttentionCall:
+    """The part of a layer's attention that belongs to some consecutive sequences; all others seem to have no tokens."""
+    tokens = tuple(_of_group(block, group) for block in call.layout.tokens)
+    stored = tuple(_of_group(block, group) for block in call.layout.stored)
+    rows = slice(int(call.tokens.bounds[group.start]), int(call.tokens.bounds[group.stop]))
+    return replace(
+        call,
+        q_HLD=call.q_HLD[:, rows],
+        k_KLD=call.k_KLD[:, rows],
+        v_KLD=call.v_KLD[:, rows],
+        layout=replace(call.layout, tokens=tokens, stored=stored),
+        table=_GroupTable(call.table, group),
+    )

@@ -1,0 +1,77 @@
+"""Activations of tokens: handed to their stores as layers compute, and made keys and values of again as they land."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.cache import TokenTable
+from megakv.offload.record import StepRecord
+from megakv.offload.staging import StagedLayer
+from megakv.offload.store import TieredStore
+from megakv.sharding import TokenBlock
+
+if TYPE_CHECKING:
+    from megakv.injection.recomputation import Recomputation
+
+
+def offer(store: TieredStore, mine: TokenBlock, hidden_LE: Tensor, kept: np.ndarray | None) -> None:
+    """Hand the inputs of the tokens that this rank stores to their store.
+
+    Parameters
+    ----------
+    store : TieredStore
+    mine : TokenBlock
+        The tokens that this rank stores.
+    hidden_LE : Tensor
+        ``[L, h]`` inputs of the layer's attention module.
+    kept : ndarray, optional
+        Of the packed rows, those of `mine`; None for all.
+    """
+    for sequence in range(mine.batch):
+        run = mine.run(sequence)
+        if run.stop > run.start:
+            index = run if kept is None else torch.from_numpy(kept[run]).to(hidden_LE.device)
+            # A copy: the model may go on to work on its own tensor in place.
+            store.offer(sequence, hidden_LE[index].clone())
+
+
+def recompute(
+    layer: int, staged: StagedLayer, table: TokenTable, rank: int, recomputation: Recomputation, record: StepRecord
+) -> None:
+    """Write keys and values of a layer's activations into its buffer, chunk by chunk as they land.
+
+    Parameters
+    ----------
+    layer : int
+        One that has begun in the pass under way.
+    staged : StagedLayer
+    table : TokenTable
+    rank : int
+        This rank's in it.
+    recomputation : Recomputation
+    record : StepRecord
+        Takes the time.
+    """
+    for chunk in staged.chunks:
+        begun = time.perf_counter()
+        chunk.ticket.wait()
+        landed = time.perf_counter()
+        positions = [
+            table.positions(rank, piece.sequence)[piece.first : piece.first + piece.count] for piece in chunk.pieces
+        ]
+        keys, values = recomputation.recompute(layer, chunk.inputs, np.concatenate(positions))
+        at = 0
+        for piece in chunk.pieces:
+            row = staged.row(piece.sequence, piece.first)
+            k_rows, v_rows = staged.store.heads_of(staged.rows[row : row + piece.count])
+            k_rows.copy_(keys[:, at : at + piece.count])
+            v_rows.copy_(values[:, at : at + piece.count])
+            at += piece.count
+        record.waited_s += landed - begun
+        record.recompute_s += time.perf_counter() - landed
+    staged.chunks = []

@@ -1,0 +1,247 @@
+"""Weights on their way: a decoder layer's weights are brought while the layers before it compute, in two buffers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megakv.offload.link import Link, MemoryRows, Move, Ticket
+from megakv.offload.weights import ALIGNMENT, HostWeights, LayerPlaces
+
+BUFFERS = 2
+
+
+@dataclass
+class _Passage:
+    """A layer on its way through a buffer.
+
+    Parameters
+    ----------
+    layer, buffer : int
+    tickets : list of Ticket
+        Of the pieces that were begun, in order.
+    """
+
+    layer: int
+    buffer: int
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+def _cuts(places: LayerPlaces, groups: int) -> list[int]:
+    """Rows at which a layer's pieces begin and end: W_K and W_V alone (Figure 5b), then the others.
+
+    Row-by-row these are the rest of attention, and all else; column-by-column, one piece for each group of sequences
+    (Algorithm 1).
+    """
+    if groups == 1:
+        cuts = [0, places.keys_rows, places.attention_rows, places.rows]
+    else:
+        rest = places.rows - places.keys_rows
+        cuts = [0, *(places.keys_rows + rest * group // groups for group in range(groups + 1))]
+    return sorted(set(cuts))
+
+
+class WeightStream:
+    """Brings the weights of a model's decoder layers, and has each wait that is not there when its module is called.
+
+    A layer passes through one of two buffers. What keys and values are computed with may be overwritten as soon as the
+    layer has attended, all else when it has ended; only then does the layer after the next come into its place.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With parameters that `HostWeights.withdraw` left without memory.
+    layers : sequence of nn.Module
+        Its decoder layers.
+    weights : HostWeights
+    link : Link
+    device : torch.device
+    groups : int
+        Groups of sequences that share a layer's weights (``num_gpu_batches``).
+
+    Attributes
+    ----------
+    spread : bool
+        Whether pieces are asked for one by one, by `next_piece`.
+    waited_s : float
+        In which modules waited for their weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        weights: HostWeights,
+        *,
+        link: Link,
+        device: torch.device,
+        groups: int,
+    ):
+        self.spread = False
+        self.waited_s = 0.0
+        self._weights = weights
+        self._link = link
+        self._model = model
+        self._device = device
+        rows = max(places.rows for places in weights.layers)
+        self._buffers = [torch.empty(rows, ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._cuts = [_cuts(places, groups) for places in weights.layers]
+        self._parameters = [
+            [(model.get_parameter(place.name), place) for place in places.places] for places in weights.layers
+        ]
+        self._queue: deque[_Passage] = deque()
+        self._active: _Passage | None = None
+        self._handles: list[Any] = []
+        for index, layer in enumerate(layers):
+            self._watch(index, layer)
+        self._restart(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers on the accelerator."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that every pass brings: all layers, once."""
+        return self._weights.nbytes
+
+    @property
+    def layer_bytes(self) -> tuple[float, float]:
+        """Bytes of a layer, on average: what keys and values are computed with, and all else."""
+        layers = self._weights.layers
+        keys = sum(places.keys_rows for places in layers) * ALIGNMENT / len(layers)
+        return keys, self._weights.nbytes / len(layers) - keys
+
+    def attended(self) -> None:
+        """The layer at work has attended: the weights for keys and values of the layer after the next may come."""
+        if self._active is None or self._successor() is not None:
+            return
+        following = self._follow(self._active)
+        head = self._cuts[following.layer][1]
+        if head <= self._weights.layers[self._active.layer].keys_rows:
+            self._start_piece(following)
+
+    def next_piece(self) -> None:
+        """Begin to bring one more piece, of the first layer that lacks any and whose buffer is free."""
+        for passage in self._open():
+            self._start_piece(passage)
+            return
+
+    def flush(self) -> None:
+        """Begin to bring whatever can come."""
+        for passage in self._open():
+            self._start_all(passage)
+
+    def close(self) -> None:
+        """End all transfers, take the hooks off, and leave the weights on the host."""
+        for handle in self._handles:
+            handle.remove()
+        self._settle()
+        for index, pairs in enumerate(self._parameters):
+            for parameter, place in pairs:
+                parameter.data = place.within(self._weights.memory(index)).clone()
+        self._weights.close()
+
+    # Hooks
+
+    def _watch(self, index: int, layer: nn.Module) -> None:
+        self._handles.append(layer.register_forward_pre_hook(lambda *_: self._begin(index)))
+        self._handles.append(layer.register_forward_hook(lambda *_: self._end(index)))
+        stops = {id(parameter): place.stop for parameter, place in self._parameters[index]}
+        for module in layer.modules():
+            own = [stops[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in stops]
+            if own:
+                # The pieces up to the one with its last byte.
+                pieces = next(n for n, row in enumerate(self._cuts[index]) if row * ALIGNMENT >= max(own))
+                self._handles.append(module.register_forward_pre_hook(partial(self._await, index, pieces)))
+
+    def _begin(self, layer: int) -> None:
+        if self._active is not None or not self._queue or self._queue[0].layer != layer:
+            # The first pass, or one after a pass that broke off.
+            self._restart(layer)
+        self._active = self._queue.popleft()
+        self._start_all(self._active)
+        for parameter, place in self._parameters[layer]:
+            parameter.data = place.within(self._buffers[self._active.buffer])
+
+    def _await(self, layer: int, pieces: int, *_: Any) -> None:
+        if self._active is None or self._active.layer != layer:
+            return
+        begun = time.perf_counter()
+        for ticket in self._active.tickets[:pieces]:
+            ticket.wait()
+        self.waited_s += time.perf_counter() - begun
+
+    def _end(self, layer: int) -> None:
+        active = self._active
+        if active is None or active.layer != layer:
+            return
+        for ticket in active.tickets:
+            # A layer may leave a module out (an expert): its memory is about to be written to again.
+            ticket.wait()
+        self._leave(active)
+        if self._successor() is None:
+            self._follow(active)
+        self._active = None
+        if not self.spread:
+            self.flush()
+
+    # Inside
+
+    def _restart(self, layer: int) -> None:
+        """Forget what is on its way, and begin with a layer and the next."""
+        self._settle()
+        count = len(self._parameters)
+        self._queue.extend(_Passage((layer + ahead) % count, ahead) for ahead in range(BUFFERS))
+        self.flush()
+
+    def _settle(self) -> None:
+        passages = [*self._queue, *([] if self._active is None else [self._active])]
+        for passage in passages:
+            for ticket in passage.tickets:
+                ticket.settle()
+        if self._active is not None:
+            self._leave(self._active)
+        self._queue.clear()
+        self._active = None
+
+    def _leave(self, passage: _Passage) -> None:
+        """No parameter refers to a buffer any more."""
+        for parameter, place in self._parameters[passage.layer]:
+            parameter.data = torch.empty((), dtype=place.dtype, device=self._device).expand(place.shape)
+
+    def _successor(self) -> _Passage | None:
+        """What comes into the active layer's buffer next."""
+        assert self._active is not None
+        return next((passage for passage in self._queue if passage.buffer == self._active.buffer), None)
+
+    def _follow(self, passage: _Passage) -> _Passage:
+        following = _Passage((passage.layer + BUFFERS) % len(self._parameters), passage.buffer)
+        self._queue.append(following)
+        return following
+
+    def _open(self) -> list[_Passage]:
+        """What may be brought whole, and is not yet."""
+        taken = None if self._active is None else self._active.buffer
+        return [
+            passage
+            for passage in self._queue
+            if passage.buffer != taken and len(passage.tickets) < len(self._cuts[passage.layer]) - 1
+        ]
+
+    def _start_all(self, passage: _Passage) -> None:
+        while len(passage.tickets) < len(self._cuts[passage.layer]) - 1:
+            self._start_piece(passage)
+
+    def _start_piece(self, passage: _Passage) -> None:
+        first, last = self._cuts[passage.layer][len(passage.tickets) : len(passage.tickets) + 2]
+        host = MemoryRows(self._weights.memory(passage.layer)[first:last])
+        device: Tensor = self._buffers[passage.buffer][first:last]
+        passage.tickets.append(self._link.start("in", [Move(host, device)]))

@@ -1,0 +1,191 @@
+"""Weights of decoder layers in host memory: where each lies, in the order in which a layer needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megakv.offload.link import MemoryRows
+from megakv.offload.tiers import HostTier, in_units
+from megakv.placement.plan import decoder_layers
+
+ALIGNMENT = 64
+"""Bytes that each weight's memory begins at a multiple of; transfers are cut into rows of that size."""
+NOT_FOR_KEYS = frozenset(
+    ("q_proj", "q_a_proj", "q_b_proj", "q_a_layernorm", "q_norm", "o_proj", "out_proj", "dense", "c_proj")
+)
+"""Parts of attention modules that keys and values can be computed without. A name that is missing here only comes
+earlier than it must."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight lies in its layer's memory.
+
+    Parameters
+    ----------
+    name : str
+        Of the parameter in the model.
+    offset : int
+        Its first byte.
+    shape : torch.Size
+    dtype : torch.dtype
+    """
+
+    name: str
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        """The byte behind its last."""
+        return self.offset + prod(self.shape) * self.dtype.itemsize
+
+    def within(self, memory: Tensor) -> Tensor:
+        """The weight in a layer's memory ``[n, ALIGNMENT]``: a view."""
+        return memory.view(-1)[self.offset : self.stop].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class LayerPlaces:
+    """One decoder layer's weights.
+
+    Parameters
+    ----------
+    places : tuple of Place
+        In the order of transfer: for keys and values, for the rest of attention, all others.
+    keys_rows, attention_rows, rows : int
+        Rows of `ALIGNMENT` bytes up to the end of each of these.
+    """
+
+    places: tuple[Place, ...]
+    keys_rows: int
+    attention_rows: int
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.rows * ALIGNMENT
+
+
+def _turn(path: str, layer: nn.Module) -> int:
+    """When a weight is needed: 0 for keys and values (Figure 5b: first), 1 for the rest of attention, 2 for others."""
+    names = path.split(".")[:-1]
+    owners = [layer.get_submodule(".".join(names[: depth + 1])) for depth in range(len(names))]
+    attention = [depth for depth, owner in enumerate(owners) if "Attention" in type(owner).__name__]
+    if not attention:
+        return 2
+    return 1 if NOT_FOR_KEYS & set(names[attention[0] + 1 :]) else 0
+
+
+def _places(
+    prefix: str, layer: nn.Module, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
+) -> LayerPlaces:
+    ends, places, rows = [0, 0, 0], [], 0
+    for turn, path in sorted((_turn(path, layer), path) for path in parameters):
+        name = f"{prefix}.{path}"
+        place = Place(name, rows * ALIGNMENT, parameters[path].shape, dtypes[name])
+        places.append(place)
+        rows = -(-place.stop // ALIGNMENT)
+        ends[turn] = rows
+    return LayerPlaces(tuple(places), ends[0], max(ends[:2]), rows)
+
+
+def layer_places(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> list[LayerPlaces]:
+    """What of each decoder layer can lie in host memory.
+
+    What several modules share stays on the accelerator, and so do norms, biases and sinks: they are small, and nothing
+    has to wait for them.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With parameters of local shapes; they need no memory.
+    dtypes : dict
+        The type of each parameter.
+    """
+    prefix, modules = decoder_layers(model)
+    users: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        users[id(parameter)] = users.get(id(parameter), 0) + 1
+    layers = []
+    for index, layer in enumerate(modules):
+        own = {
+            path: parameter
+            for path, parameter in layer.named_parameters()
+            if users[id(parameter)] == 1 and parameter.ndim > 1
+        }
+        layers.append(_places(f"{prefix}.{index}", layer, own, dtypes))
+    return layers
+
+
+class HostWeights:
+    """The weights of all decoder layers (see `layer_places`), in host memory of their own.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With parameters of local shapes; they need no memory yet.
+    dtypes : dict
+        The type of each parameter.
+    budget : int
+        Bytes that there are for them.
+    pin : bool
+        Whether to page-lock the memory.
+
+    Attributes
+    ----------
+    layers : list of LayerPlaces
+
+    Raises
+    ------
+    ValueError
+        If they do not fit the budget, or the machine's memory, with the numbers.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], *, budget: int, pin: bool):
+        self.layers = layer_places(model, dtypes)
+        self.nbytes = sum(layer.nbytes for layer in self.layers)
+        if self.nbytes >= budget:
+            raise ValueError(
+                f"megakv.offload.weights = true needs {in_units(self.nbytes)} of host memory for this rank's decoder "
+                f"layers, and keys and values come on top; megakv.offload.host_gb holds {in_units(budget)}: raise it"
+            )
+        self._tier = HostTier(self.nbytes, pin=pin)
+        self._memory: list[Tensor] = []
+        first = 0
+        for places in self.layers:
+            rows = self._tier.rows(first * ALIGNMENT, places.rows, ALIGNMENT, torch.uint8)
+            assert isinstance(rows, MemoryRows)
+            self._memory.append(rows.rows)
+            first += places.rows
+        self._homes = {place.name: (index, place) for index, layer in enumerate(self.layers) for place in layer.places}
+
+    def memory(self, layer: int) -> Tensor:
+        """``[n, ALIGNMENT]`` bytes of a layer, on the host."""
+        return self._memory[layer]
+
+    def home(self, name: str) -> Tensor | None:
+        """Memory of a parameter on the host; None for one that stays on the accelerator."""
+        if name not in self._homes:
+            return None
+        index, place = self._homes[name]
+        return place.within(self._memory[index])
+
+    def withdraw(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the parameters their shapes and types, on the device, without memory."""
+        for place in (place for layer in self.layers for place in layer.places):
+            parameter = model.get_parameter(place.name)
+            parameter.data = torch.empty((), dtype=place.dtype, device=device).expand(place.shape)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.clear()
+        self._tier.close()

@@ -1,0 +1,157 @@
+"""Offloaded weights, and sequences decoded in groups layer by layer: the plain model's tokens."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import megakv
+from megakv.offload.weight_stream import WeightStream, _Passage
+from megakv.offload.weights import ALIGNMENT, HostWeights
+from tests.families import FAMILIES
+from tests.unit.offload.test_exactness import generate, plain_model, ragged
+
+NAMED = ("opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma")
+SLOW_GB_S = 0.05
+
+
+def deep_model(name: str, layers: int = 5) -> Any:
+    """More layers than buffers."""
+    config = FAMILIES[name]()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * layers
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are on their way are NaN until they are there."""
+    start = WeightStream._start_piece
+
+    def start_over_nans(self: WeightStream, passage: _Passage) -> None:
+        first, last = self._cuts[passage.layer][len(passage.tickets) : len(passage.tickets) + 2]
+        self._buffers[passage.buffer][first:last].fill_(255)
+        start(self, passage)
+
+    monkeypatch.setattr(WeightStream, "_start_piece", start_over_nans)
+
+
+@pytest.mark.usefixtures("fixed_costs", "poisoned")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_waits_for_its_weights(name: str, offloaded: Any) -> None:
+    model = plain_model(name)
+    ids, mask = ragged(4)
+    expected = generate(copy.deepcopy(model), ids, mask, max_new_tokens=4)
+    engine = offloaded(model, weights=True, num_gpu_batches=3, emulated_link_gb_s=SLOW_GB_S)
+    assert torch.equal(generate(engine, ids, mask, max_new_tokens=4), expected)
+
+
+@pytest.mark.usefixtures("fixed_costs", "poisoned")
+@pytest.mark.parametrize(("weights", "groups"), [(True, 1), (False, 3), (True, 2)])
+@pytest.mark.parametrize("name", NAMED)
+def test_beams_in_groups_over_both_tiers(name: str, weights: bool, groups: int, offloaded: Any, tmp_path: Any) -> None:
+    model = deep_model(name)
+    ids, mask = ragged(4)
+    expected = generate(model, ids, mask, num_beams=2)
+    held = sum(p.nbytes for name, p in model.named_parameters() if ".layers." in name or ".h." in name)
+    host = (held if weights else 0) + 8 * 8192
+    tiers = {"host_gb": host / (1 << 30), "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    engine = offloaded(copy.deepcopy(model), method="chunked", weights=weights, num_gpu_batches=groups, **tiers)
+    assert torch.equal(generate(engine, ids, mask, num_beams=2), expected)
+    assert all(0 < step.division.recomputed < step.cached for step in engine._offloader.steps)
+    assert engine._offloader.pool.used()["disk"]
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_sessions_go_on_in_groups(offloaded: Any) -> None:
+    model = deep_model("llama")
+    engine = offloaded(copy.deepcopy(model), weights=True, num_gpu_batches=2)
+    session = engine.session()
+    history = torch.empty(3, 0, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(11)
+    for length in (17, 1, 9):
+        turn = torch.randint(3, 190, (3, length), generator=generator)
+        history = torch.cat([history, turn], dim=1)
+        history = generate(model, history, torch.ones_like(history), max_new_tokens=5)
+        assert torch.equal(session.generate(turn, max_new_tokens=5, do_sample=False, pad_token_id=0), history)
+
+
+@pytest.mark.parametrize(("groups", "weights"), [(1, True), (3, True), (3, False)])
+def test_weights_come_once_a_step_and_only_layers_are_buffered(groups: int, weights: bool, offloaded: Any) -> None:
+    model = deep_model("opt", layers=6)
+    ids, mask = ragged(6)
+    resident = offloaded(copy.deepcopy(model), method="stream")
+    expected = generate(resident, ids, mask)
+    engine = offloaded(copy.deepcopy(model), method="stream", weights=weights, num_gpu_batches=groups)
+    assert torch.equal(generate(engine, ids, mask), expected)
+    offloader = engine._offloader
+    whole = 0
+    if weights:
+        layer = model.model.decoder.layers[0]
+        whole = 6 * sum(p.nbytes for p in layer.parameters() if p.ndim > 1)
+        # Two layers, padded to the alignment.
+        assert whole // 3 <= offloader.weights.nbytes <= whole // 3 + 2 * 16 * ALIGNMENT
+    # Steps run ahead of their records by what is in two buffers; over all of them that is little.
+    steps, plain = offloader.steps, resident._offloader.steps
+    brought = sum(step.bytes_in for step in steps) / len(steps)
+    cached = sum(step.bytes_in for step in plain) / len(plain)
+    assert brought == pytest.approx(cached + whole, rel=0.08)
+    assert [step.report().weight_bytes for step in steps] == [whole] * len(steps)
+    if groups > 1:
+        held = offloader.staging_bytes - (offloader.weights.nbytes if weights else 0)
+        assert held < 0.6 * resident._offloader.staging_bytes
+
+
+def test_an_error_in_a_layer_leaves_the_weights_in_order(offloaded: Any) -> None:
+    model = deep_model("llama")
+    ids, mask = ragged()
+    expected = generate(model, ids, mask)
+    engine = offloaded(copy.deepcopy(model), weights=True, emulated_link_gb_s=SLOW_GB_S)
+    handle = engine.module.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(engine, ids, mask)
+    handle.remove()
+    assert torch.equal(generate(engine, ids, mask), expected)
+    engine.destroy()
+    assert torch.equal(engine.module.model.layers[3].mlp.up_proj.weight, model.model.layers[3].mlp.up_proj.weight)
+
+
+def test_weights_beyond_the_budget_are_refused_with_the_numbers(offloaded: Any) -> None:
+    model = deep_model("llama")
+    with pytest.raises(ValueError, match=r"weights = true needs \d.*KiB of host memory.*host_gb holds 512.00 KiB"):
+        offloaded(model, weights=True, host_gb=512 / (1 << 20))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("megakv_section", "message"),
+    [
+        ({"offload": {"weights": True}}, r"offload.weights is set: that needs megakv.offload.enabled = true"),
+        ({"offload": {"num_gpu_batches": 2}}, r"num_gpu_batches is set: that needs megakv.offload.enabled = true"),
+        (
+            {"offload": {"enabled": True, "weights": True}, "feed_forward": "fp8"},
+            r"feed_forward = 'fp8'.*weights = true",
+        ),
+        ({"offload": {"enabled": True, "num_gpu_batches": 0}}, r"num_gpu_batches"),
+    ],
+)
+def test_contradictions_are_refused(megakv_section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        megakv.init_inference(plain_model("llama"), {"dtype": "fp32", "megakv": megakv_section})
+
+
+def test_weights_for_keys_and_values_come_first() -> None:
+    for name, first in (("llama", {"k_proj", "v_proj"}), ("gpt_neox", {"query_key_value"}), ("phi3", {"qkv_proj"})):
+        model = plain_model(name)
+        dtypes = {key: torch.float32 for key in dict(model.named_parameters())}
+        weights = HostWeights(model, dtypes, budget=1 << 30, pin=False)
+        for places in weights.layers:
+            early = {place.name.split(".")[-2] for place in places.places if place.stop <= places.keys_rows * ALIGNMENT}
+            assert early == first
+            late = [place.name for place in places.places if place.offset >= places.attention_rows * ALIGNMENT]
+            assert late and all("mlp" in name for name in late)
+        weights.close()
