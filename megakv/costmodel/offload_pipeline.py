@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakv.costmodel.offload import StepTimes
+from megakv.costmodel.offload import LayerCosts, StepTimes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,36 @@ class WeightTimes:
 
 RESIDENT = WeightTimes()
 """Weights that stay on the accelerator."""
+
+
+def group_times(
+    costs: LayerCosts, recomputed: int, on_host: int, streamed: int, *, chunk: int, outside_s: float
+) -> StepTimes:
+    """What a group's tokens of a layer take.
+
+    Parameters
+    ----------
+    costs : LayerCosts
+        Of one group.
+    recomputed, on_host, streamed : int
+        Tokens of the group by what becomes of them.
+    chunk : int
+        Tokens of a chunk of activations.
+    outside_s : float
+        The accelerator's work outside the layers.
+    """
+    chunks = -(-recomputed // chunk)
+    landed = costs.activation_s * recomputed + chunks * costs.transfer_s
+    recompute = costs.recompute_s * recomputed + chunks * costs.launch_s
+    return StepTimes(
+        sent_s=landed + costs.kv_s * streamed + (costs.transfer_s if streamed else 0.0),
+        landed_s=landed,
+        recompute_s=recompute,
+        last_s=recompute / chunks if chunks else 0.0,
+        layer_s=costs.device_s,
+        host_s=costs.host_fixed_s + costs.host_attend_s * on_host if on_host else 0.0,
+        outside_s=outside_s,
+    )
 
 
 def step_seconds(

@@ -104,11 +104,11 @@ class Planner:
         if not tokens:
             return Plan("stream", tuple(Division(0) for _ in sizes), 1, 0.0, 0.0)
         costs, weights = self._layer(store, len(sizes)), self._weight_times()
-        found = [{name: rest for name, *rest in self._candidates(costs, *size)} for size in sizes]
+        found = [{name: (one, chunk) for name, one, chunk in self._candidates(costs, *size)} for size in sizes]
         plans: dict[str, Plan] = {}
         for name in dict.fromkeys(name for each in found for name in each):
             # A group may have fewer choices than others: without any cached token, only the plainest.
-            chosen = [each.get(name, [Division(size.tokens), 1]) for each, size in zip(found, sizes, strict=True)]
+            chosen = [each.get(name, (Division(size.tokens), 1)) for each, size in zip(found, sizes, strict=True)]
             plan = Plan(name, tuple(each[0] for each in chosen), max(each[1] for each in chosen), 0.0, 0.0)
             if all(plan.shape != other.shape for other in plans.values()):
                 seconds = self._costs.predict(costs, plan.divisions, self._layers, weights, chunk=plan.chunk)

@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import Field
 
 from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.offload import LayerCosts, StepTimes
-from megakv.costmodel.offload_pipeline import WeightTimes, step_seconds
+from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
 from megakv.costmodel.records import Record, load_record
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
@@ -139,22 +139,11 @@ class OffloadCosts:
         weights : WeightTimes
         chunk : int
         """
-        return step_seconds([self._times(costs, division, chunk) for division in divisions], layers, weights)
-
-    def _times(self, costs: LayerCosts, division: Division, chunk: int) -> StepTimes:
-        chunks = -(-division.recomputed // chunk)
-        landed = costs.activation_s * division.recomputed + chunks * costs.transfer_s
-        recompute = costs.recompute_s * division.recomputed + chunks * costs.launch_s
-        on_host = costs.host_fixed_s + costs.host_attend_s * division.on_host if division.on_host else 0.0
-        return StepTimes(
-            sent_s=landed + costs.kv_s * division.streamed + (costs.transfer_s if division.streamed else 0.0),
-            landed_s=landed,
-            recompute_s=recompute,
-            last_s=recompute / chunks if chunks else 0.0,
-            layer_s=costs.device_s,
-            host_s=on_host,
-            outside_s=self.outside_s,
-        )
+        groups = [
+            group_times(costs, each.recomputed, each.on_host, each.streamed, chunk=chunk, outside_s=self.outside_s)
+            for each in divisions
+        ]
+        return step_seconds(groups, layers, weights)
 
     def sending_s(self, nbytes: float) -> float:
         """Seconds of the link for so many bytes; the first call of `layer` comes before."""

@@ -7,6 +7,7 @@ import time
 from megakv.ledger import Ledger
 from megakv.offload.link import Link
 from megakv.offload.scheduler import Division, Plan
+from megakv.offload.weight_stream import WeightStream
 from megakv.tracking.metrics import OffloadStep
 
 
@@ -49,7 +50,7 @@ class StepRecord:
         self.peers_s = ledger.waited_s()
         self.begun = time.perf_counter()
 
-    def finish(self, link: Link, ledger: Ledger) -> None:
+    def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None) -> None:
         """Stop them."""
         self.ended = time.perf_counter()
         self.elapsed_s = self.ended - self.begun
@@ -57,6 +58,9 @@ class StepRecord:
         self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
         self.busy_s = link.traffic["in"].busy_s - self.busy_s
         self.peers_s = ledger.waited_s() - self.peers_s
+        if weights is not None:
+            self.waited_s += weights.waited_s
+            self.weight_bytes = weights.step_bytes
 
     @property
     def division(self) -> Division:
@@ -80,6 +84,7 @@ class StepRecord:
             waited_s=self.waited_s,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
+            weight_bytes=self.weight_bytes,
         )
 
     @property

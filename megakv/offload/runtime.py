@@ -78,6 +78,7 @@ class Offloader:
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
         self._group = 0
+        self._new: list[int] = []
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
         self._decoding = False
@@ -136,7 +137,7 @@ class Offloader:
             # What was brought ahead is of no use: beams changed places, or another session goes on.
             self._ahead = self._ahead and not len(self._prefetch)
             self._prefetch.drop_all()
-        self._cache, self._layout, self._current = cache, layout, None
+        self._cache, self._layout, self._current, self._new = cache, layout, None, new
         self._decoding = all(count <= 1 for count in new)
         self._group = 0
         if self._recomputation is not None:
@@ -189,8 +190,6 @@ class Offloader:
         if self.weights is not None:
             self.weights.attended()
         self._pass_on(store.layer, len(self._prefetch.groups) - 1)
-        if self.weights is not None and self.weights.spread:
-            self.weights.flush()
 
     def end(self, cache: OffloadedCache) -> None:
         """A pass has succeeded."""
@@ -199,10 +198,7 @@ class Offloader:
         record, self._record = self._record, None
         self._current = self._layout = None
         if record is not None:
-            record.finish(self.link, self._runtime.comm.ledger)
-            if self.weights is not None:
-                record.waited_s += self.weights.waited_s
-                record.weight_bytes = self.weights.step_bytes
+            record.finish(self.link, self._runtime.comm.ledger, self.weights)
             record.gap_s = record.begun - self._ended if self._ended else 0.0
             self._ended = record.ended
             if record.cached:
@@ -268,25 +264,24 @@ class Offloader:
 
     def _prepare(self, layer: int, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""
-        cache, layout = self._cache, self._layout
-        assert cache is not None and layout is not None
+        cache = self._cache
+        assert cache is not None
         self._group = index
-        staged = self._prefetch.ensure(cache, layer, index, np.diff(layout.stored[cache.rank].bounds).tolist())
+        staged = self._prefetch.ensure(cache, layer, index, self._new)
         if staged is not None and not staged.recomputed:
             self._recompute(layer, staged, cache)
 
     def _pass_on(self, layer: int, index: int) -> None:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
-        cache, layout = self._cache, self._layout
-        assert cache is not None and layout is not None
+        cache = self._cache
+        assert cache is not None
         if self._host_part is not None and self._record is not None:
             self._record.host_s += self._host_part.seconds
             self._record.waited_s += self._host_part.waited_s
         self._host_part = None
         self._prefetch.release(layer, index)
-        new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        self._prefetch.follow(cache, layer, index, new, beyond=self._decoding and self._ahead)
-        if self.weights is not None and self.weights.spread:
+        self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._ahead)
+        if self.weights is not None:
             self.weights.next_piece()
 
     def _recompute(self, layer: int, staged: StagedLayer, cache: OffloadedCache) -> None:

@@ -68,7 +68,7 @@ class WeightStream:
     Attributes
     ----------
     spread : bool
-        Whether pieces are asked for one by one, by `next_piece`.
+        Whether pieces are asked for one by one, by `next_piece`; what is left when a layer begins then comes at once.
     waited_s : float
         In which modules waited for their weights.
     """
@@ -129,10 +129,9 @@ class WeightStream:
             self._start_piece(following)
 
     def next_piece(self) -> None:
-        """Begin to bring one more piece, of the first layer that lacks any and whose buffer is free."""
-        for passage in self._open():
+        """Where pieces are spread: begin to bring one more, of the first layer that may come and lacks any."""
+        for passage in self._open()[: self.spread]:
             self._start_piece(passage)
-            return
 
     def flush(self) -> None:
         """Begin to bring whatever can come."""
