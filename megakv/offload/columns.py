@@ -23,7 +23,7 @@ def groups_of(layout: Layout, count: int) -> list[range]:
     Column by column is for decoding: what else is computed over a cache takes its layers whole.
     """
     batch = layout.tokens[0].batch
-    single = all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
+    single = layout.wanted is None and all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
     return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if single else 1).tolist())]
 
 
