@@ -130,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     from megakv.launcher.fairkv import add_map_arguments, fairkv_map
     from megakv.launcher.fit import add_fit_arguments
     from megakv.launcher.hardware import add_profile_arguments
+    from megakv.launcher.plan import add_plan_arguments, plan
     from megakv.launcher.search_arguments import add_search_arguments
+    from megakv.launcher.simulation import add_simulate_arguments, simulate
 
     parser = argparse.ArgumentParser(prog="megakv", description="Long-context inference: its tools.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -155,6 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     budgeting.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
     add_budget_arguments(budgeting)
     budgeting.set_defaults(ranks_write=True)
+    planning, simulating = _describe(commands, plan), _describe(commands, simulate)
+    add_plan_arguments(planning)
+    add_simulate_arguments(simulating)
+    for command in (planning, simulating):
+        command.set_defaults(ranks_write=True)
     mapping = _describe(commands, fairkv_map)
     add_map_arguments(mapping)
     # It writes its file itself, too: what it prints is a summary.

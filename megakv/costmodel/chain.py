@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megakv.attention.chain import HELD
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.chain_parts import ChainParts, ChainPrediction, Message
 from megakv.costmodel.context_parallel import Workload, message_bytes
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
@@ -28,34 +29,6 @@ from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.timeline import LayerWork, RankEvents, Times, in_step, rank_events, sharing
 from megakv.sharding import pieces
-
-Message = tuple[int, tuple[int, ...]]
-"""Who computed it, and its tokens of each sequence."""
-
-
-@dataclass(frozen=True)
-class ChainPrediction:
-    """When the ranks of a chain end their layers.
-
-    Parameters
-    ----------
-    seconds : float
-        TTFT: the last rank's last layer, and the logits.
-    ends_s : array
-        ``[N, layers]`` when each rank has computed each layer.
-    waited_s : array
-        ``[N, layers]`` how long it waited for the prefix in it.
-    """
-
-    seconds: float
-    ends_s: Times
-    waited_s: Times
-
-    @property
-    def busy_s(self) -> list[float]:
-        """``[N]`` how long each rank works, all layers together."""
-        busy: list[float] = (self.ends_s[:, -1] - self.waited_s.sum(axis=1)).tolist()
-        return busy
 
 
 class Chain:
@@ -105,6 +78,19 @@ class Chain:
         cached : sequence of int
             Per sequence, the tokens that the ranks hold already, evenly spread.
         """
+        parts = self.parts(partitions, cached)
+        if parts.visits is None:
+            ends, waited = self._chained(parts, parts.works, cached)
+        else:
+            ends = waited = np.empty((len(parts.works), 0))
+            if len(self._kinds) > 1:
+                chained = [work.first(len(self._kinds) - 1) for work in parts.works]
+                ends, waited = self._chained(parts, chained, cached)
+            ends, waited = self._met(parts.works, ends, waited, sum(parts.visits))
+        return ChainPrediction(float(ends[:, -1].max()) + self._tokens.head(len(partitions)), ends, waited)
+
+    def parts(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainParts:
+        """What the ranks and links of one prompt's chain have to do; parameters as `predict`."""
         counts = np.asarray(partitions, dtype=np.int64)
         ranks = counts.shape[1]
         totals = counts.sum(axis=0)
@@ -116,27 +102,14 @@ class Chain:
             for rank in range(ranks)
         ]
         works = [self._work(counts, rank, incoming[rank], cached) for rank in range(ranks)]
-        if self._gathered:
-            ends, waited = self._chained(works, messages, incoming, last, cached)
-        else:
-            ends = waited = np.empty((ranks, 0))
-            if len(self._kinds) > 1:
-                chained = [work.first(len(self._kinds) - 1) for work in works]
-                ends, waited = self._chained(chained, messages, incoming, last, cached)
-            ends, waited = self._met(works, ends, waited, self._visits(counts, cached))
-        return ChainPrediction(float(ends[:, -1].max()) + self._tokens.head(len(counts)), ends, waited)
-
-    def _chained(
-        self,
-        works: list[LayerWork],
-        messages: list[list[tuple[int, ...]]],
-        incoming: list[list[Message]],
-        last: int,
-        cached: Sequence[int],
-    ) -> tuple[Times, Times]:
-        """When each rank ends its layers, ``[N, layers]``, and how long it waits in them."""
         links = self._link_times(messages, incoming, last)
-        works, links = sharing(works, links, self._profile.exposed_transfer, self._profile.exposed_compute)
+        visits = None if self._gathered else self._visits(counts, cached)
+        return ChainParts(messages, incoming, works, links, visits)
+
+    def _chained(self, parts: ChainParts, works: list[LayerWork], cached: Sequence[int]) -> tuple[Times, Times]:
+        """When each rank ends its layers, ``[N, layers]``, and how long it waits in them."""
+        incoming = parts.incoming
+        works, links = sharing(works, parts.links, self._profile.exposed_transfer, self._profile.exposed_compute)
         if sum(cached):
             works = in_step(works)
         events: list[RankEvents] = []
@@ -144,7 +117,7 @@ class Chain:
         for rank, work in enumerate(works):
             seconds = links[rank - 1] if incoming[rank] else np.empty(0)
             events.append(rank_events(work, handed if incoming[rank] else handed[:, :0], seconds, held=HELD))
-            own = np.repeat((events[-1].starts + work.before)[:, None], len(messages[rank]), axis=1)
+            own = np.repeat((events[-1].starts + work.before)[:, None], len(parts.messages[rank]), axis=1)
             handed = np.concatenate([own, events[-1].pickups], axis=1)
         return np.array([event.ends for event in events]), np.array([event.waited for event in events])
 
@@ -157,8 +130,8 @@ class Chain:
         end = met + visits_s + np.array([work.after[-1] for work in works])
         return np.column_stack([ends, end]), np.column_stack([waited, met - ready])
 
-    def _visits(self, counts: NDArray[np.int64], cached: Sequence[int]) -> float:
-        """Seconds of the wanted queries' way round all ranks, if there is more than one to visit."""
+    def _visits(self, counts: NDArray[np.int64], cached: Sequence[int]) -> tuple[float, float]:
+        """Seconds of the wanted queries' attention, and of their way round all ranks if there are several to visit."""
         size = counts.shape[1]
         work = Workload(tuple(counts.sum(axis=1).tolist()), tuple(cached), size)
         kind = list(self._shapes)[self._kinds[-1]]
@@ -168,7 +141,7 @@ class Chain:
         alone = not any(cached) and np.count_nonzero(counts.sum(axis=0)) == 1
         held = [(int(row.max()) + past / size, row.any()) for row, past in zip(counts, cached, strict=True)]
         attention = sum(self._block(kind, 1, keys, between=0) for keys, asked in held if asked)
-        return attention + (0.0 if alone else self._visits_s[work])
+        return attention, 0.0 if alone else self._visits_s[work]
 
     # Work
 

@@ -14,7 +14,7 @@ from megakv.costmodel.chain import Chain
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.grid import Grid
-from megakv.runahead.partition import Partition, from_fractions
+from megakv.runahead.partition import Partition, even, from_fractions
 
 STEPS = 512
 """Least steps that a prompt is cut into: finer cuts gain nothing."""
@@ -56,6 +56,18 @@ def best_partition(
     return search.run()
 
 
+def balanced_partition(chain: Chain, tokens: int, size: int, *, cached: int = 0) -> Partition:
+    """A good partition over all ranks in few predictions: cuts that balance work, and none moved by trial.
+
+    Parameters
+    ----------
+    chain : Chain
+    tokens, size, cached : int
+        As `best_partition`.
+    """
+    return _Descent(chain, tokens, cached, size).balanced()
+
+
 class _Descent:
     """The search for one length of prompt."""
 
@@ -83,6 +95,14 @@ class _Descent:
         if self._size > ALL_PAIRS:
             promising = [min(starts, key=self._seconds)]
         return min(map(self._descended, promising), key=self._seconds)
+
+    def balanced(self) -> Partition:
+        """The best start over all ranks."""
+        if self._size == 1 or self._tokens < self._size:
+            return even(self._tokens, self._size)
+        cuts = Grid(self._tokens, self._size, 1).balances()
+        best = min(cuts, key=self._seconds)
+        return min([best, *self._balanced(best)], key=self._seconds)
 
     def _descended(self, best: Partition) -> Partition:
         stride = FIRST_STRIDE * self._unit

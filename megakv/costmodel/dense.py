@@ -87,8 +87,13 @@ class TokenTimes:
         gate = model.intermediate * shape.active_experts / self._tp_size
         seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden) + self._passes(GATE_PASSES, rows, gate)
         seconds += self._passes(1, tokens, self._query_width / self._tp_size)
-        seconds += self._summed(asked) + self._summed(rows)
+        seconds += self.sums(layer, tokens, wanted=wanted)
         return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + GATE_PASSES * gate)
+
+    def sums(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
+        """What of `after` is sums over tensor-parallel ranks; parameters as there."""
+        asked = self._rows(layer, tokens, wanted)
+        return self._summed(asked) + self._summed(tokens if self._model.layers[layer].experts else asked)
 
     def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """All of a layer but its attention."""

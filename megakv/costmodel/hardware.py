@@ -158,6 +158,10 @@ class HardwareProfile(Record):
         """
         return max(compute_s + self.exposed_transfer * transfer_s, transfer_s + self.exposed_compute * compute_s)
 
+    def idle_s(self, work_s: float) -> float:
+        """Seconds of a layer beside its work: until its kernels are issued, and what every layer takes besides."""
+        return max(0.0, self.launch_s - work_s) + self.layer_s
+
     @property
     def memory_bandwidth(self) -> float:
         """Bytes per second of copying large tensors, read and written once each."""

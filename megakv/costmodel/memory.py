@@ -6,15 +6,20 @@ from dataclasses import dataclass
 
 from megakv.costmodel.shape import ModelShape
 
-WORKING_WIDTHS = 8
-"""Tensors of the hidden width, and half as many of the feed-forward's, that a layer holds at a time."""
+HIDDEN_WIDTHS = 4
+"""Tensors of the hidden width at a time: embeddings, a layer's input, its residual, and what was normed."""
+GATE_WIDTHS = 3
+"""Tensors of the feed-forward's width, at its peak: activation, gate and their product."""
+QUERY_WIDTHS = 6
+"""Tensors of all query heads, at attention's peak: before and after rotation, and two float32 ones of output."""
 RING_SHARDS = 2
 """Shards of one layer that a ring keeps on their way."""
 
 
 def working_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     """Bytes of one token's tensors in one layer."""
-    widths = WORKING_WIDTHS * model.hidden + WORKING_WIDTHS // 2 * model.intermediate // tp_size
+    queries = QUERY_WIDTHS * model.heads * model.key_dim
+    widths = HIDDEN_WIDTHS * model.hidden + max(GATE_WIDTHS * model.intermediate, queries) // tp_size
     return widths * model.element_bytes
 
 
@@ -56,7 +61,8 @@ def rank_memory(
 ) -> RankMemory:
     """Memory of a rank of a mesh.
 
-    Weights are cut over the tensor-parallel ranks, keys and values over all: their heads over the tensor-parallel
+    Weights of layers are cut over the tensor-parallel ranks, embeddings and the output head are whole on each of them.
+    Keys and values are cut over all: their heads over the tensor-parallel
     ranks, as far as there are any to cut, their tokens over the context-parallel ones.
 
     Parameters
@@ -93,9 +99,10 @@ def rank_memory(
     resident = cache * (1 - offloaded_share)
     # Two layers' worth is on the accelerator whatever is offloaded: the one at work, and the next.
     resident = max(resident, min(cache, 2 * kept * row * kept_share))
+    whole = model.embedding * model.element_bytes
     ring = RING_SHARDS * kept * row if cp_size > 1 else 0
     return RankMemory(
-        weights=-(-model.weight_bytes // tp_size),
+        weights=whole + -(-(model.weight_bytes - whole) // tp_size),
         cache=round(resident),
         working=computed * working_bytes(model, tp_size=tp_size) + ring,
     )

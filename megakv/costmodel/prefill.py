@@ -13,6 +13,9 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 
+EXPOSED = ("exposed", "collective", "straggle")
+"""Terms of attention in which a rank waits for others."""
+
 
 def alone(workload: Workload) -> tuple[Partition, ...]:
     """Partitions that give everything to the last rank."""
@@ -72,6 +75,38 @@ class PrefillTimes:
             return self.chain(partitions).seconds
         return self._rings(method)
 
+    def terms(self, method: str, partitions: Sequence[Partition] | None = None) -> dict[str, float]:
+        """Where a method's seconds go; parameters as `seconds`, which they sum to.
+
+        Returns
+        -------
+        dict
+            ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks' tokens, ``all_reduce`` for
+            sums over tensor-parallel ranks.
+        """
+        tokens, sequences = -(-self.workload.total_new // self.workload.size), len(self.workload.new)
+        layers = {index: count for index, count in self._model.layer_kinds}
+        kinds = {self._model.layers[index]: index for index in layers}
+        final, last = kinds[self._model.layers[-1]], len(self._model.layers) - 1
+        layers[final] -= 1
+        terms = dict.fromkeys(("attention", "dense", "exposed", "all_reduce"), 0.0)
+        terms["all_reduce"] = self._tokens.sums(last, tokens, wanted=sequences)
+        terms["all_reduce"] += sum(count * self._tokens.sums(index, tokens) for index, count in layers.items())
+        if method in ("single", "runahead"):
+            chain = self.chain(alone(self.workload) if method == "single" else partitions or ())
+            slowest = int(chain.ends_s[:, -1].argmax())
+            terms["exposed"] = max(0.0, float(chain.waited_s[slowest].sum()))
+            terms["dense"] = self._tokens.layer(last, tokens, wanted=sequences) - terms["all_reduce"]
+            terms["dense"] += sum(count * self._tokens.layer(index, tokens) for index, count in layers.items())
+            terms["attention"] = chain.seconds - sum(terms.values())
+            return terms
+        parts = [(count, self._layers[index].predict(method)) for index, count in layers.items()]
+        for count, prediction in [*parts, (1, self._layers[final].predict_last(method))]:
+            for name, seconds in prediction.terms.items():
+                terms["exposed" if name in EXPOSED else "attention"] += count * seconds
+        terms["dense"] = self.seconds(method) - sum(terms.values())
+        return terms
+
     def chain(self, partitions: Sequence[Partition]) -> ChainPrediction:
         """The timeline of the runahead chain."""
         return self._chain.predict(partitions, self.workload.cached)
@@ -86,7 +121,7 @@ class PrefillTimes:
             # Kernels are issued while those before them compute, but not past a collective, which all ranks wait in.
             together = attention.terms.get("collective", 0.0)
             work = self._tokens.layer(index, tokens, wanted=wanted) + attention.seconds - together
-            return max(work, self._profile.launch_s) + together + self._profile.layer_s
+            return work + self._profile.idle_s(work) + together
 
         kinds = {self._model.layers[index]: index for index, _ in self._model.layer_kinds}
         kind = kinds[self._model.layers[last]]

@@ -46,3 +46,8 @@ def _summed(link: Curve, nbytes: float, ranks: int) -> tuple[float, float]:
     ring = [nbytes / ranks] * (ranks - 1)
     halves = [nbytes / 2 ** (level + 1) for level in range(math.ceil(math.log2(ranks)))]
     return min((2 * sum(map(link.at, sizes)), 2 * len(sizes) * link.latency) for sizes in (ring, halves))
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """What each rank sends in such a ring: its parts twice, once as sums under way and once as sums."""
+    return 2 * (ranks - 1) * nbytes // ranks if ranks > 1 else 0

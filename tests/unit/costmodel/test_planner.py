@@ -70,7 +70,7 @@ def test_one_rank_is_no_candidate_where_it_may_not_hold_the_prompt() -> None:
     assert "single" in planner().seconds(Workload((4096,), (0,), 4), sizes)
     assert "single" not in planner(alone_tokens=4095).seconds(Workload((4096,), (0,), 4), sizes)
     assert "single" not in planner().seconds(Workload((4096,), (1,), 4), sizes)
-    assert token_bytes(MODEL) == 4 * 8 * 128 * 4 + 8 * 64 * 4
+    assert token_bytes(MODEL) == 4 * 8 * 128 * 4 + (4 * 64 + 6 * 8 * 64) * 4
 
 
 def test_known_plans_take_no_time() -> None:

@@ -1,0 +1,58 @@
+"""The model that a command names: a folder, a config.json, a recipe or a hub id."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+import torch
+
+from megakv.costmodel.shape import ModelShape
+
+RECIPES = Path("recipes")
+
+
+def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
+    """Sizes of a model, without its weights.
+
+    Parameters
+    ----------
+    name : str
+        A folder with a config.json, such a file, a folder's name in ``recipes``, or a hub id.
+    dtype : torch.dtype, optional
+        Of weights and cache; None: the checkpoint's.
+
+    Raises
+    ------
+    ValueError
+        If there is none: gives the nearest names.
+    """
+    found = RECIPES / name if not Path(name).exists() and (RECIPES / name / "config.json").is_file() else Path(name)
+    try:
+        return ModelShape.from_path(found if found.exists() else name, dtype=dtype)
+    except ValueError as error:
+        near = _nearest(name)
+        hint = f"; did you mean {' or '.join(near)}?" if near and not found.exists() else ""
+        raise ValueError(f"--model: {error}{hint}") from None
+
+
+def asks_for_fp8(name: str) -> bool:
+    """Whether a JSON beside a model's config says that its feed-forward layers are to be FP8."""
+    folder = Path(name) if Path(name).exists() else RECIPES / name
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        section = values.get("megakv") if isinstance(values, dict) else None
+        if isinstance(section, dict) and section.get("feed_forward") == "fp8":
+            return True
+    return False
+
+
+def _nearest(name: str) -> list[str]:
+    """Models near a path that does not exist: beside it, and among the recipes."""
+    folders = {path.parent for parent in {Path(name).parent, RECIPES} for path in parent.glob("*/config.json")}
+    known = {path.name: str(path) for path in sorted(folders)}
+    return [known[near] for near in difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5)]

@@ -1,0 +1,149 @@
+"""``megakv plan``: what to run on which machines, what it will cost, and the JSON to start it with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megakv.config import load_config
+from megakv.costmodel.choices import Choice, Demand, run_config
+from megakv.costmodel.cluster import ClusterPlanner, Plan
+from megakv.costmodel.offload_time import host_bytes, recomputes
+from megakv.costmodel.presets import Hardware, hardware
+from megakv.costmodel.shape import ModelShape
+from megakv.launcher.model_names import asks_for_fp8, model_shape
+from megakv.tracking.files import write_whole
+
+SHOWN = 8
+GB = 1e9
+GIB = 1 << 30
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``megakv plan``."""
+    parser.add_argument("--model", required=True, help="folder, config.json, recipe or hub id; no weights are read")
+    parser.add_argument("--context", type=int, required=True, help="new tokens of every sequence, T")
+    parser.add_argument("--cached", type=int, default=0, help="tokens of every sequence cached before, P (default 0)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that a replica serves at a time (default 1)")
+    parser.add_argument("--gpus", type=int, required=True, help="accelerators there are")
+    parser.add_argument("--hardware", required=True, help="a known machine, or a JSON that megakv profile wrote")
+    parser.add_argument(
+        "--slo-ttft", type=float, help="longest time to first token in seconds; what serves most within it is best"
+    )
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="also FP8 weights, and compressed caches where nothing else fits"
+    )
+    parser.add_argument("--explain", action="store_true", help="where time and memory go, and all that was rejected")
+    parser.add_argument("--config", help="write the JSON of the best choice, ready to run, to this file")
+    parser.add_argument("--json", help="write all choices, terms and rejections to this file")
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Rank what can be run on some machines, and write the JSON of the best."""
+    begun = time.perf_counter()
+    machine = hardware(arguments.hardware, setting="--hardware")
+    demand = Demand(
+        context=arguments.context,
+        gpus=arguments.gpus,
+        cached=arguments.cached,
+        batch=arguments.batch,
+        slo_ttft_s=arguments.slo_ttft,
+        lossy=arguments.allow_lossy,
+        fp8_given=asks_for_fp8(arguments.model),
+    )
+    model = model_shape(arguments.model, dtype=getattr(torch, machine.spec.dtype))
+    with tqdm(desc="plan", unit="mesh", leave=False, delay=1.0) as bar:
+
+        def progress(done: int, count: int) -> None:
+            bar.total = count
+            bar.update(done - bar.n)
+
+        planner = ClusterPlanner(machine, model, progress=progress)
+        found = planner.plan(demand)
+    config = _config(found.choices[0], machine, model, demand)
+    load_config(config)
+    seconds = time.perf_counter() - begun
+    if arguments.config:
+        write_whole(arguments.config, (json.dumps(config, indent=2) + "\n").encode())
+    if arguments.json:
+        values = _values(arguments, machine, demand, found, config) | {"seconds": seconds}
+        write_whole(arguments.json, (json.dumps(values, indent=1) + "\n").encode())
+    _show(arguments, machine, demand, found, planner.room)
+    print(f"\n{found.evaluated} predictions in {seconds:.1f} s; the best as JSON:")
+    print(json.dumps(config, indent=2))
+
+
+def _config(choice: Choice, machine: Hardware, model: ModelShape, demand: Demand) -> dict[str, Any]:
+    host_gb = None
+    if choice.fit.offload:
+        tokens = -(-demand.total * demand.batch // choice.mesh.cp_size)
+        host_gb = max(1.0, round(host_bytes(model, tokens, tp_size=choice.mesh.tp_size) / GIB + 0.5))
+    recomputed = recomputes(model, tp_size=choice.mesh.tp_size)
+    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, recomputed=recomputed)
+
+
+def _values(
+    arguments: argparse.Namespace, machine: Hardware, demand: Demand, found: Plan, config: dict[str, Any]
+) -> dict[str, Any]:
+    def choice_values(choice: Choice) -> dict[str, Any]:
+        return asdict(choice) | {
+            "name": str(choice),
+            "exact": choice.fit.exact,
+            "memory_bytes": choice.memory.total,
+            "prompt_tokens_per_s": choice.prompt_tokens_per_s(demand),
+            "new_tokens_per_s": choice.new_tokens_per_s(demand),
+        }
+
+    choices = [choice_values(choice) for choice in found.choices]
+    return {
+        "format": "megakv plan",
+        "model": arguments.model,
+        "hardware": machine.spec.model_dump(mode="json"),
+        "demand": asdict(demand),
+        "best": choices[0] | {"config": config},
+        "choices": choices,
+        "rejected": [asdict(rejection) for rejection in found.rejected],
+        "evaluated": found.evaluated,
+    }
+
+
+def _show(arguments: argparse.Namespace, machine: Hardware, demand: Demand, found: Plan, room: int) -> None:
+    print(
+        f"{Path(arguments.model).name} on {demand.gpus:,} x {machine.spec.name} ({room / GB:.1f} GB usable each): "
+        f"{demand.context:,} new tokens behind {demand.cached:,}, batch {demand.batch}"
+    )
+    print(f"\n{'':>2} {'choice':<42} {'replicas':>8} {'TTFT':>9} {'TTIT':>9} {'prompt tok/s':>13} {'GB a rank':>10}")
+    for number, choice in enumerate(found.choices[:SHOWN], 1):
+        print(
+            f"{number:>2} {str(choice):<42} {choice.mesh.replicas:>8,} {choice.ttft_s:>7.3g} s "
+            f"{choice.ttit_s * 1e3:>6.3g} ms {choice.prompt_tokens_per_s(demand):>13,.0f} "
+            f"{choice.memory.total / GB:>10.1f}"
+        )
+        if arguments.explain:
+            print(f"   {_explained(choice)}")
+    hidden = len(found.choices) - SHOWN
+    if hidden > 0:
+        print(f"   and {hidden} slower ones")
+    shown = found.rejected if arguments.explain else found.rejected[-SHOWN:]
+    if shown:
+        print("\nrejected:")
+    for rejection in shown:
+        print(f"   {rejection.what}: {rejection.why}")
+    if len(shown) < len(found.rejected):
+        print(f"   and {len(found.rejected) - len(shown)} more: --explain lists them")
+
+
+def _explained(choice: Choice) -> str:
+    terms = ", ".join(f"{name.replace('_', '-')} {seconds:.3g} s" for name, seconds in choice.terms.items())
+    memory = choice.memory
+    return (
+        f"{terms}; decode {choice.decode}; memory: weights {memory.weights / GB:.1f}, KV {memory.cache / GB:.1f}, "
+        f"activations {memory.working / GB:.1f} GB"
+    )

@@ -1,0 +1,172 @@
+"""``megakv simulate``: a run on paper, with the timeline, the trace and the report of a real one."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megakv.attention.runahead import CHUNK_TOKENS
+from megakv.costmodel.choices import MOST_TOKENS, tp_sizes
+from megakv.costmodel.disturbances import Disturbances
+from megakv.costmodel.presets import Hardware, hardware
+from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.simulation import Schedule, Sharing
+from megakv.costmodel.simulation import simulate as run_program
+from megakv.costmodel.simulation_prefill import METHODS
+from megakv.costmodel.simulation_program import Program
+from megakv.costmodel.virtual_runs import DecodingRun, PrefillRun, VirtualRun
+from megakv.launcher.model_names import model_shape
+from megakv.tracking.files import write_whole
+from megakv.tracking.metrics import report_to_json
+from megakv.tracking.timeline import draw_timeline
+from megakv.tracking.trace import write_trace
+
+MOST_TASKS = 3_000_000
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``megakv simulate``."""
+    parser.add_argument("--model", required=True, help="folder, config.json, recipe or hub id; no weights are read")
+    parser.add_argument(
+        "--context", type=int, required=True, help="new tokens of every sequence; cached ones if offload"
+    )
+    parser.add_argument("--cached", type=int, default=0, help="tokens of every sequence cached before (default 0)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    parser.add_argument(
+        "--method",
+        choices=(*METHODS, "tp", "offload"),
+        required=True,
+        help="how a prompt is read; tp: by tensor parallelism alone; offload: decoding behind --context and --cached "
+        "tokens in host memory",
+    )
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks (default 1)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each (default 1)")
+    parser.add_argument("--hardware", required=True, help="a known machine, or a JSON that megakv profile wrote")
+    parser.add_argument("--partition", type=float, nargs="+", help="runahead: share of every rank (default: balanced)")
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="runahead: tokens of a message")
+    parser.add_argument("--layers", type=int, help="only so many layers")
+    parser.add_argument("--weights-too", action="store_true", help="offload: weights come over the same link")
+    parser.add_argument("--steps", type=int, default=4, help="offload: decoded tokens (default 4)")
+    parser.add_argument("--slow-rank", action="append", default=[], metavar="R:FACTOR", help="computes so much longer")
+    parser.add_argument("--slow-link", action="append", default=[], metavar="A-B:FACTOR", help="carries so much longer")
+    parser.add_argument("--noise", type=float, default=0.0, help="sigma of the log-normal factor of every task")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--png", help="draw the timeline to this file")
+    parser.add_argument("--trace", help="write a trace for chrome://tracing or Perfetto to this file")
+    parser.add_argument("--json", help="write the report, as of a real run, to this file")
+
+
+def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Play a run through, event by event: slow ranks, slow links and noise included."""
+    begun = time.perf_counter()
+    machine = hardware(arguments.hardware, setting="--hardware")
+    disturbances = _disturbances(arguments)
+    model = _model(arguments, machine)
+    disturbances.check(arguments.cp * arguments.tp)
+    run = _run(arguments, machine, model)
+    program = run.program()
+    if len(program.tasks) > MOST_TASKS:
+        raise ValueError(
+            f"{len(program.tasks):,} tasks are too many: allowed: {MOST_TASKS:,}; fewer --layers, larger --chunk-tokens"
+        )
+    schedule = _played(run, disturbances.of(program))
+    report = run.report(
+        schedule, model=Path(arguments.model).name, config=_config(arguments), machine=machine.spec.name
+    )
+    if arguments.png:
+        draw_timeline(report, arguments.png)
+    if arguments.trace:
+        write_trace(report, arguments.trace)
+    if arguments.json:
+        write_whole(arguments.json, report_to_json(report).encode())
+    return {
+        "method": arguments.method,
+        "ttft_s": report.ttft_s,
+        "ttit_s": report.ttit_s,
+        "closed_form_s": run.closed_form_s,
+        "waiting_share": [
+            round(sum(e.end - e.start for e in rank.events if e.kind == "wait") / schedule.seconds, 4)
+            for rank in report.ranks
+        ],
+        "bytes_sent": {
+            name: sum(rank.bytes_sent.get(name, 0) for rank in report.ranks)
+            for name in sorted({name for rank in report.ranks for name in rank.bytes_sent})
+        },
+        "tasks": len(program.tasks),
+        "simulated_in_s": time.perf_counter() - begun,
+        **{name: getattr(arguments, name) for name in ("png", "trace", "json") if getattr(arguments, name)},
+    }
+
+
+def _played(run: VirtualRun, program: Program) -> Schedule:
+    with tqdm(total=len(program.tasks), desc="simulate", unit="task", leave=False, delay=1.0) as bar:
+        return run_program(program, Sharing.of(run.profile), progress=lambda ended: bar.update(ended - bar.n))
+
+
+def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
+    for name in ("context", "cached", "batch", "cp", "tp", "chunk_tokens", "steps"):
+        low, value = int(name != "cached"), getattr(arguments, name)
+        if not low <= value <= MOST_TOKENS:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: {low} to {MOST_TOKENS:,}")
+    model = model_shape(arguments.model, dtype=getattr(torch, machine.spec.dtype))
+    sizes = tp_sizes(model, model.heads)
+    if arguments.tp not in sizes:
+        raise ValueError(f"--tp {arguments.tp}: allowed for this model: {', '.join(map(str, sizes))}")
+    if arguments.method == "tp" and arguments.cp > 1:
+        raise ValueError(f"--cp {arguments.cp} with --method tp: allowed: 1")
+    if arguments.layers is not None:
+        if not 1 <= arguments.layers <= len(model.layers):
+            raise ValueError(f"--layers {arguments.layers}: allowed: 1 to {len(model.layers)}")
+        model = replace(model, layers=model.layers[: arguments.layers])
+    return model
+
+
+def _run(arguments: argparse.Namespace, machine: Hardware, model: ModelShape) -> VirtualRun:
+    lengths = (arguments.context,) * arguments.batch, (arguments.cached,) * arguments.batch
+    if arguments.method == "offload":
+        return DecodingRun(
+            machine, model, lengths, cp_size=arguments.cp, tp_size=arguments.tp, steps=arguments.steps,
+            weights_too=arguments.weights_too,
+        )  # fmt: skip
+    return PrefillRun(
+        machine, model, lengths, "pass_kv" if arguments.method == "tp" else arguments.method, cp_size=arguments.cp,
+        tp_size=arguments.tp, fractions=arguments.partition, chunk_tokens=arguments.chunk_tokens,
+    )  # fmt: skip
+
+
+def _config(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"simulated": {name: value for name, value in vars(arguments).items() if not callable(value)}}
+
+
+def _disturbances(arguments: argparse.Namespace) -> Disturbances:
+    ranks = {_numbers("--slow-rank", "R:FACTOR", text, ":")[0]: text for text in arguments.slow_rank}
+    links = {tuple(_numbers("--slow-link", "A-B:FACTOR", text, "-:")[:2]): text for text in arguments.slow_link}
+    return Disturbances(
+        slow_ranks={int(rank): _numbers("--slow-rank", "R:FACTOR", text, ":")[-1] for rank, text in ranks.items()},
+        slow_links={
+            (int(first), int(second)): _numbers("--slow-link", "A-B:FACTOR", text, "-:")[-1]
+            for (first, second), text in links.items()
+        },
+        noise=arguments.noise,
+        seed=arguments.seed,
+    )
+
+
+def _numbers(option: str, form: str, text: str, separators: str) -> Sequence[float]:
+    """The numbers of an argument, the last of them a factor and the others ranks."""
+    parts = [text]
+    for separator in separators:
+        parts = [*parts[:-1], *parts[-1].split(separator, 1)]
+    try:
+        if len(parts) != len(separators) + 1:
+            raise ValueError
+        return [*(int(part) for part in parts[:-1]), float(parts[-1])]
+    except ValueError:
+        raise ValueError(f"{option} {text}: allowed: {form}, as in {'1-2:3.5' if '-' in form else '1:2.5'}") from None

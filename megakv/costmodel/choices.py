@@ -1,0 +1,228 @@
+"""What may be run: meshes of some GPUs, and the ways to make a model fit them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megakv.costmodel.memory import RankMemory
+from megakv.costmodel.shape import ModelShape
+from megakv.placement.heads import contiguous_head_map
+from megakv.runahead.partition import Partition
+
+MOST_TOKENS = 10**9
+MOST_GPUS = 10**6
+MOST_SEQUENCES = 10**5
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of the machines.
+
+    Parameters
+    ----------
+    context : int
+        New tokens T of every sequence.
+    gpus : int
+        Accelerators there are.
+    cached : int
+        Tokens P of every sequence that are cached already.
+    batch : int
+        Sequences that one replica of the model serves at a time.
+    slo_ttft_s : float, optional
+        Longest time to first token.
+    lossy : bool
+        Whether FP8 weights may be chosen, and compressed caches where nothing else fits.
+    fp8_given : bool
+        Whether FP8 weights may be chosen all the same: the model is meant to run with them.
+
+    Raises
+    ------
+    ValueError
+        Naming the size, its value and what is allowed.
+    """
+
+    context: int
+    gpus: int
+    cached: int = 0
+    batch: int = 1
+    slo_ttft_s: float | None = None
+    lossy: bool = False
+    fp8_given: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "context": (self.context, 1, MOST_TOKENS),
+            "cached": (self.cached, 0, MOST_TOKENS),
+            "batch": (self.batch, 1, MOST_SEQUENCES),
+            "gpus": (self.gpus, 1, MOST_GPUS),
+        }
+        for name, (value, low, high) in allowed.items():
+            if not low <= value <= high:
+                raise ValueError(f"--{name} {value}: allowed: {low} to {high:,}")
+        if self.slo_ttft_s is not None and not 0 < self.slo_ttft_s < math.inf:
+            raise ValueError(f"--slo-ttft {self.slo_ttft_s}: allowed: seconds above 0")
+
+    @property
+    def fp8(self) -> bool:
+        """Whether FP8 weights may be chosen."""
+        return self.lossy or self.fp8_given
+
+    @property
+    def total(self) -> int:
+        """Tokens of a sequence behind the prompt."""
+        return self.context + self.cached
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Context-parallel x tensor-parallel ranks of one replica, and how many replicas there are."""
+
+    cp_size: int
+    tp_size: int
+    replicas: int
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica."""
+        return self.cp_size * self.tp_size
+
+    def __str__(self) -> str:
+        return f"CP{self.cp_size} x TP{self.tp_size}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a model is made to fit.
+
+    Parameters
+    ----------
+    fp8 : bool
+        Row-wise FP8 weights in feed-forward layers.
+    offload : bool
+        Keys and values in host memory.
+    kept_share : float
+        What part of a prompt's keys and values compression keeps.
+    """
+
+    fp8: bool = False
+    offload: bool = False
+    kept_share: float = 1.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether tokens equal those of the plain model."""
+        return not self.fp8 and self.kept_share == 1.0
+
+    def __str__(self) -> str:
+        words = ["FP8 feed-forward"] * self.fp8 + ["offloaded KV"] * self.offload
+        if self.kept_share < 1:
+            words.append(f"KV budget {self.kept_share:g}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to serve a demand, and what it is predicted to cost.
+
+    Parameters
+    ----------
+    mesh : Mesh
+    fit : Fit
+    prefill, decode : str
+        Methods.
+    memory : RankMemory
+        Of the fullest rank.
+    ttft_s, ttit_s : float
+        Times to first and to each further token.
+    terms : dict
+        What the time to first token goes to.
+    partition : tuple of int, optional
+        Of ``runahead``.
+    chunk_tokens : int
+        Of ``runahead``.
+    """
+
+    mesh: Mesh
+    fit: Fit
+    prefill: str
+    decode: str
+    memory: RankMemory
+    ttft_s: float
+    ttit_s: float
+    terms: dict[str, float] = field(default_factory=dict)
+    partition: Partition | None = None
+    chunk_tokens: int = 0
+
+    def prompt_tokens_per_s(self, demand: Demand) -> float:
+        """New tokens that all replicas together read per second."""
+        return self.mesh.replicas * demand.batch * demand.context / self.ttft_s
+
+    def new_tokens_per_s(self, demand: Demand) -> float:
+        """Tokens that all replicas together generate per second."""
+        return self.mesh.replicas * demand.batch / self.ttit_s
+
+    def __str__(self) -> str:
+        fit = str(self.fit)
+        return f"{self.mesh} {self.prefill}" + (f" ({fit})" if fit else "")
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A choice that was not made, and why."""
+
+    what: str
+    why: str
+
+
+def tp_sizes(model: ModelShape, gpus: int) -> list[int]:
+    """Tensor-parallel degrees that divide a model's heads."""
+    sizes = []
+    for size in range(1, min(model.heads, gpus) + 1):
+        try:
+            contiguous_head_map(1, model.heads, model.kv_heads, size)
+        except ValueError:
+            continue
+        sizes.append(size)
+    return sizes
+
+
+def meshes(model: ModelShape, demand: Demand) -> Iterator[Mesh]:
+    """Meshes for some accelerators: for every TP degree, powers of two of CP ranks and as many as there can be."""
+    for tp_size in tp_sizes(model, demand.gpus):
+        most = min(demand.gpus // tp_size, demand.total)
+        for cp_size in sorted({most, *(1 << level for level in range(most.bit_length()))}):
+            yield Mesh(cp_size, tp_size, demand.gpus // (cp_size * tp_size))
+
+
+def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, recomputed: bool = False) -> dict[str, Any]:
+    """The JSON of a run, as `megakv.config.load_config` takes it.
+
+    Parameters
+    ----------
+    choice : Choice
+    dtype : str
+        As in ``bfloat16``.
+    host_gb : float, optional
+        Host memory of each rank for offloaded keys and values, in GiB.
+    recomputed : bool
+        Whether some of those may be recomputed from activations.
+    """
+    parallel: dict[str, Any] = {"size": choice.mesh.cp_size}
+    section: dict[str, Any] = {"context_parallel": parallel}
+    if choice.mesh.cp_size > 1:
+        parallel |= {"prefill": choice.prefill, "decode": choice.decode}
+    if choice.partition is not None:
+        whole = sum(choice.partition)
+        shares = [part / whole for part in choice.partition]
+        section["runahead"] = {"partition": shares, "chunk_tokens": choice.chunk_tokens}
+    if choice.fit.fp8:
+        section["feed_forward"] = "fp8"
+    if choice.fit.kept_share < 1:
+        section["fairkv"] = {"budget": choice.fit.kept_share}
+    if choice.fit.offload:
+        section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if recomputed else "stream"}
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    return {"dtype": names[dtype], "tensor_parallel": {"tp_size": choice.mesh.tp_size}, "megakv": section}

@@ -1,0 +1,161 @@
+"""A simulated run as the report of a real one: the same timeline, trace and tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megakv.costmodel.simulation import Schedule
+from megakv.costmodel.simulation_program import Task
+from megakv.tracking.machine import version_info
+from megakv.tracking.metrics import Event, RankReport, RunReport, Traffic
+
+
+@dataclass(frozen=True)
+class SimulatedRanks:
+    """What is known of the ranks beside their events.
+
+    Parameters
+    ----------
+    cp_size, tp_size : int
+    hosts : sequence of str
+        Per rank.
+    tokens, kv_bytes, peak_bytes : sequence of int
+        Per rank.
+    """
+
+    cp_size: int
+    tp_size: int
+    hosts: Sequence[str]
+    tokens: Sequence[int]
+    kv_bytes: Sequence[int]
+    peak_bytes: Sequence[int]
+
+
+@dataclass
+class _Count:
+    """Totals of one operation in one layer."""
+
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass
+class _Rank:
+    """What one rank did so far."""
+
+    events: list[Event] = field(default_factory=list)
+    counts: dict[tuple[str, int | None], _Count] = field(default_factory=lambda: defaultdict(_Count))
+    computed: float = 0.0
+
+    def transfer(self, task: Task, start: float, end: float, *, sends: bool) -> None:
+        """Count something in flight."""
+        self.events.append(Event(task.name, "communication", start, end, task.layer))
+        count = self.counts[task.name, task.layer]
+        count.seconds += end - start
+        if sends:
+            count.calls += 1
+            count.nbytes += task.nbytes
+
+    def compute(self, task: Task, start: float, end: float, cause: Task | None) -> None:
+        """Count a computation, and the time since the one before, in which the rank stood still."""
+        if cause is not None and start > self.computed:
+            self.events.append(Event(cause.name, "wait", self.computed, start, task.layer))
+            if cause.kind == "communication":
+                self.counts[cause.name, cause.layer].exposed += start - self.computed
+        if end > start:
+            self.events.append(Event(task.name, "compute", start, end, task.layer))
+        self.computed = end
+
+
+def simulated_report(
+    schedule: Schedule,
+    ranks: SimulatedRanks,
+    *,
+    model: str,
+    config: dict[str, Any],
+    machine: dict[str, Any],
+    new_tokens: int = 0,
+    ttft_s: float | None = None,
+    ttit_s: float | None = None,
+) -> RunReport:
+    """The report of a run that took place on paper.
+
+    A rank waits between two computations; what it waits for is what ended last before the second of them.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    ranks : SimulatedRanks
+    model : str
+    config, machine : dict
+        As in the report of a real run.
+    new_tokens : int
+        Generated tokens.
+    ttft_s, ttit_s : float, optional
+    """
+    found = [_Rank() for _ in ranks.tokens]
+    causes = _causes(schedule)
+    for index in sorted(range(len(schedule.tasks)), key=lambda index: (schedule.starts[index], index)):
+        task, start, end = schedule.tasks[index], schedule.starts[index], schedule.ends[index]
+        if task.kind == "compute":
+            found[task.rank].compute(task, start, end, causes[index])
+            continue
+        for rank in task.ends:
+            found[rank].transfer(task, start, end, sends=rank == task.rank)
+    return RunReport(
+        config=config,
+        model=model,
+        mesh={"cp": ranks.cp_size, "tp": ranks.tp_size},
+        ttft_s=ttft_s,
+        ttit_s=ttit_s,
+        prompt_tokens=sum(ranks.tokens) // ranks.tp_size,
+        new_tokens=new_tokens,
+        ranks=[_rank_report(rank, each, ranks) for rank, each in enumerate(found)],
+        versions=version_info(),
+        machine=machine,
+    )
+
+
+def _causes(schedule: Schedule) -> list[Task | None]:
+    """Per task, the last to end of those that it waited for."""
+    last: list[int | None] = [None] * len(schedule.tasks)
+    pairs = [(index, other) for index, task in enumerate(schedule.tasks) for other in task.after]
+    for index, other in [*pairs, *schedule.waits]:
+        known = last[index]
+        if known is None or schedule.ends[other] > schedule.ends[known]:
+            last[index] = other
+    return [None if other is None else schedule.tasks[other] for other in last]
+
+
+def _rank_report(rank: int, found: _Rank, ranks: SimulatedRanks) -> RankReport:
+    counts = sorted(found.counts.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0))
+    # A receive counts from when it was posted, so that no wait for it is longer.
+    traffic = [
+        Traffic(name, layer, count.calls, count.nbytes, max(count.seconds, count.exposed), count.exposed)
+        for (name, layer), count in counts
+    ]
+    totals = {entry.operation: [0, 0, 0.0] for entry in traffic}
+    for entry in traffic:
+        total = totals[entry.operation]
+        total[0] += entry.calls
+        total[1] += entry.bytes_sent
+        total[2] += entry.seconds_exposed
+    return RankReport(
+        rank=rank,
+        host=ranks.hosts[rank],
+        cp_rank=rank // ranks.tp_size,
+        tp_rank=rank % ranks.tp_size,
+        tokens=ranks.tokens[rank],
+        kv_bytes=ranks.kv_bytes[rank],
+        peak_bytes=ranks.peak_bytes[rank],
+        bytes_sent={name: int(total[1]) for name, total in totals.items()},
+        calls={name: int(total[0]) for name, total in totals.items()},
+        seconds_exposed={name: float(total[2]) for name, total in totals.items()},
+        traffic=traffic,
+        events=sorted(found.events, key=lambda event: event.start),
+    )

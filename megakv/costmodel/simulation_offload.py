@@ -1,0 +1,84 @@
+"""Decoding with keys and values, and perhaps weights, behind one host link, as a program of the simulator (KVPR)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megakv.costmodel.offload import StepTimes
+from megakv.costmodel.simulation_program import Program
+
+BUFFERS = 2
+"""Layers whose keys and values are on the accelerator at a time: the one at work, and the next."""
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """What one layer's transfers put on the host link.
+
+    Parameters
+    ----------
+    cache, weights : int
+        Bytes of keys, values and activations; of weights.
+    """
+
+    cache: int = 0
+    weights: int = 0
+
+
+def offload_program(
+    times: StepTimes,
+    layers: int,
+    *,
+    steps: int,
+    ranks: int = 1,
+    weights_s: float = 0.0,
+    sent: LinkBytes | None = None,
+) -> Program:
+    """Steps of decoding, each rank for itself.
+
+    A layer's transfers begin when one of two buffers is free. Its recomputation waits for the activations, its
+    attention for everything. Weights, where they are offloaded too, come behind the layer's keys and values on the same
+    link, and what follows attention waits for them.
+
+    Parameters
+    ----------
+    times : StepTimes
+        Of one layer.
+    layers, steps, ranks : int
+    weights_s : float
+        Seconds of one layer's weights on the link.
+    sent : LinkBytes, optional
+        Of one layer.
+    """
+    program = Program(ranks)
+    for rank in range(ranks):
+        _add_rank(program, rank, times, layers, steps, weights_s, sent or LinkBytes())
+    return program
+
+
+def _add_rank(
+    program: Program, rank: int, times: StepTimes, layers: int, steps: int, weights_s: float, sent: LinkBytes
+) -> None:
+    landed_bytes = round(sent.cache * times.landed_s / times.sent_s) if times.sent_s else 0
+    attended: list[int] = []
+    busy: list[int] = []
+    carried: list[int] = []
+    for _ in range(steps):
+        for layer in range(layers):
+            free = attended[-BUFFERS:][: len(attended) >= BUFFERS]
+            landed = program.load("activations", rank, times.landed_s, [*carried, *free], landed_bytes, layer=layer)
+            rest = times.sent_s - times.landed_s
+            there = program.load("kv", rank, rest, [landed], sent.cache - landed_bytes, layer=layer)
+            carried = [there]
+            if weights_s:
+                carried = [program.load("weights", rank, weights_s, carried, sent.weights, layer=layer)]
+            # All but the last activations are recomputed as they land.
+            early = program.compute("recompute", rank, times.recompute_s - times.last_s, busy, layer=layer)
+            queries = program.compute("recompute", rank, times.last_s, [early, landed], layer=layer)
+            ready = [queries, there]
+            if times.host_s:
+                ready.append(program.attend_on_host(rank, times.host_s, [queries], layer=layer))
+            attended.append(program.compute("attention", rank, 0.0, ready, layer=layer))
+            needed = [attended[-1], *(carried if weights_s else [])]
+            busy = [program.compute("dense", rank, times.layer_s, needed, layer=layer)]
+        busy = [program.compute("dense", rank, times.outside_s, busy)]

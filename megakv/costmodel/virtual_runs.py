@@ -1,0 +1,246 @@
+"""Runs that are simulated from end to end: a prompt that is read, and decoding over an offloaded cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megakv.attention.runahead import CHUNK_TOKENS
+from megakv.costmodel.chain import Chain
+from megakv.costmodel.chain_search import balanced_partition
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.offload_pipeline import group_times, step_seconds
+from megakv.costmodel.offload_time import CHUNK_TOKENS as ACTIVATION_CHUNK
+from megakv.costmodel.offload_time import layer_costs
+from megakv.costmodel.prefill import PrefillTimes
+from megakv.costmodel.presets import Hardware
+from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
+from megakv.costmodel.simulation import Schedule
+from megakv.costmodel.simulation_offload import LinkBytes, offload_program
+from megakv.costmodel.simulation_prefill import PrefillProgram
+from megakv.costmodel.simulation_program import Program
+from megakv.offload.scheduler import divide
+from megakv.runahead.partition import check_partition, from_fractions
+from megakv.tracking.metrics import RunReport
+
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+"""New tokens of every sequence, and cached ones."""
+
+
+class VirtualRun(ABC):
+    """What is simulated, on which machine.
+
+    Parameters
+    ----------
+    machine : Hardware
+    model : ModelShape
+    lengths : tuple
+    cp_size, tp_size : int
+    """
+
+    def __init__(self, machine: Hardware, model: ModelShape, lengths: Lengths, *, cp_size: int, tp_size: int):
+        self.machine = machine
+        self.model = model
+        self.workload = Workload(*lengths, cp_size)
+        self.cp_size, self.tp_size = cp_size, tp_size
+        self.profile: HardwareProfile = machine.on_mesh(cp_size=cp_size, tp_size=tp_size)
+
+    @property
+    @abstractmethod
+    def closed_form_s(self) -> float:
+        """What the closed forms say of it, undisturbed."""
+
+    @abstractmethod
+    def program(self) -> Program:
+        """Its tasks."""
+
+    @abstractmethod
+    def report(self, schedule: Schedule, *, model: str, config: dict[str, Any], machine: str) -> RunReport:
+        """The report of the run, once it was played through."""
+
+    def _ranks(self, tokens: Sequence[int]) -> SimulatedRanks:
+        world = self.cp_size * self.tp_size
+        workload, row = self.workload, self.model.attention(tp_size=self.tp_size).kv_row_bytes
+        held = sum(workload.cached) / self.cp_size
+        kept = [round((count + held) * row * len(self.model.layers)) for count in tokens]
+        sequences = len(workload.new)
+        memory = rank_memory(
+            self.model,
+            context=max(1, -(-workload.total // sequences)),
+            batch=sequences,
+            new=max(1, max(tokens) * self.cp_size // sequences),
+            cp_size=self.cp_size,
+            tp_size=self.tp_size,
+        )
+        hosts = [f"host{rank // self.machine.spec.devices_per_host}" for rank in range(world)]
+        return SimulatedRanks(self.cp_size, self.tp_size, hosts, tokens, kept, [memory.total] * world)
+
+
+class PrefillRun(VirtualRun):
+    """A prompt that is read.
+
+    Parameters
+    ----------
+    machine, model, lengths, cp_size, tp_size
+        As `VirtualRun`.
+    method : str
+        One of `megakv.costmodel.simulation_prefill.METHODS`.
+    fractions : sequence of float, optional
+        For ``runahead``, the share of every rank; None: balanced work.
+    chunk_tokens : int
+        For ``runahead``.
+
+    Raises
+    ------
+    ValueError
+        If the shares are not one for each rank.
+    """
+
+    def __init__(
+        self,
+        machine: Hardware,
+        model: ModelShape,
+        lengths: Lengths,
+        method: str,
+        *,
+        cp_size: int,
+        tp_size: int,
+        fractions: Sequence[float] | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ):
+        super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
+        self.method = method
+        self._chunk_tokens = chunk_tokens
+        self._program = PrefillProgram(self.profile, model, self.workload, tp_size=tp_size, chunk_tokens=chunk_tokens)
+        if fractions is not None:
+            check_partition(fractions, cp_size, setting="--partition")
+        self._partitions = self._cuts(fractions) if method == "runahead" else None
+
+    def _cuts(self, fractions: Sequence[float] | None) -> tuple[tuple[int, ...], ...]:
+        if fractions is not None:
+            return tuple(from_fractions(fractions, new) for new in self.workload.new)
+        chain = Chain(self.profile, self.model, tp_size=self.tp_size, chunk_tokens=self._chunk_tokens)
+        return tuple(
+            balanced_partition(chain, new, self.cp_size, cached=cached)
+            for new, cached in zip(self.workload.new, self.workload.cached, strict=True)
+        )
+
+    @property
+    def closed_form_s(self) -> float:
+        """TTFT without disturbances."""
+        times = PrefillTimes(
+            self.profile, self.model, self.workload, tp_size=self.tp_size, chunk_tokens=self._chunk_tokens
+        )
+        return times.seconds(self.method, self._partitions)
+
+    def program(self) -> Program:
+        """Layers of all ranks, and the logits."""
+        return self._program.build(self.method, self._partitions)
+
+    def report(self, schedule: Schedule, *, model: str, config: dict[str, Any], machine: str) -> RunReport:
+        """A run that generates one token."""
+        ranks = self._ranks(self._program.tokens(self.method, self._partitions))
+        return simulated_report(
+            schedule,
+            ranks,
+            model=model,
+            config=config,
+            machine={"simulated": machine},
+            new_tokens=len(self.workload.new),
+            ttft_s=schedule.seconds,
+        )
+
+
+class DecodingRun(VirtualRun):
+    """Decoding steps over keys and values in host memory, each rank over its own link.
+
+    Parameters
+    ----------
+    machine, model, lengths, cp_size, tp_size
+        As `VirtualRun`; what is new counts as cached, too.
+    steps : int
+    weights_too : bool
+        Whether weights come over the same link.
+
+    Raises
+    ------
+    ValueError
+        If the machine's link to host memory is not known.
+    """
+
+    def __init__(
+        self,
+        machine: Hardware,
+        model: ModelShape,
+        lengths: Lengths,
+        *,
+        cp_size: int,
+        tp_size: int,
+        steps: int,
+        weights_too: bool,
+    ):
+        super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
+        link = self.profile.host_link
+        if link is None:
+            raise ValueError(
+                "the hardware profile has no host_link: allowed: a known machine, or add it to the profile"
+            )
+        self._steps = steps
+        held = tuple(new + cached for new, cached in zip(*lengths, strict=True))
+        decoding = Workload((1,) * len(held), held, cp_size)
+        layers = len(model.layers)
+        methods = ("pass_q", "replicated") if cp_size > 1 else ("pass_q",)
+        step_s = min(ttit_seconds(self.profile, model, decoding, name, tp_size=tp_size) for name in methods)
+        costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers)
+        tokens = -(-sum(held) // cp_size)
+        division = divide(costs, tokens, chunk=ACTIVATION_CHUNK)
+        self._times = group_times(
+            costs,
+            division.recomputed,
+            division.on_host,
+            division.streamed,
+            chunk=ACTIVATION_CHUNK,
+            outside_s=0.0,
+        )
+        row = model.attention(tp_size=tp_size).kv_row_bytes
+        inputs = model.hidden * model.element_bytes
+        weights = (model.weight_bytes - model.embedding * model.element_bytes) // (layers * tp_size) * weights_too
+        self._sent = LinkBytes(row * division.streamed + inputs * division.recomputed, weights)
+        self._weights_s = link.at(weights)
+
+    @property
+    def closed_form_s(self) -> float:
+        """TTIT without disturbances; weights sent before the next layer's keys and values."""
+        times = replace(self._times, sent_s=self._times.sent_s + self._weights_s)
+        return step_seconds([times], len(self.model.layers))
+
+    def program(self) -> Program:
+        """All steps of all ranks."""
+        return offload_program(
+            self._times,
+            len(self.model.layers),
+            steps=self._steps,
+            ranks=self.cp_size * self.tp_size,
+            weights_s=self._weights_s,
+            sent=self._sent,
+        )
+
+    def report(self, schedule: Schedule, *, model: str, config: dict[str, Any], machine: str) -> RunReport:
+        """A run whose prompt was read before: all steps are decoding."""
+        even = -(-self.workload.total_new // self.cp_size)
+        ranks = self._ranks([even] * (self.cp_size * self.tp_size))
+        return simulated_report(
+            schedule,
+            ranks,
+            model=model,
+            config=config,
+            machine={"simulated": machine},
+            new_tokens=self._steps * len(self.workload.new),
+            ttit_s=schedule.seconds / self._steps,
+        )

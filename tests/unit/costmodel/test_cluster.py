@@ -1,0 +1,261 @@
+"""Plans: what fits, what is fastest, what is refused and why, and configurations that can be read."""
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from docs.generated import ROOT
+from megakv.config import load_config
+from megakv.costmodel.choices import Demand, Fit, Mesh, meshes, run_config, tp_sizes
+from megakv.costmodel.cluster import ClusterPlanner, Plan
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.prefill import PrefillTimes
+from megakv.costmodel.presets import Hardware, hardware
+from megakv.costmodel.shape import LayerShape, ModelShape
+from megakv.errors import MegaKVError
+from megakv.launcher.command import main
+from tests.families import llama
+
+LARGE = ROOT / "recipes" / "llama3_405b"
+RDMA = hardware("h100-rdma")
+
+
+def large() -> ModelShape:
+    return ModelShape.from_path(LARGE, dtype=torch.bfloat16)
+
+
+def small(layers: int = 4, hidden: int = 1024) -> ModelShape:
+    shapes = (LayerShape(12 * hidden**2),) * layers
+    return ModelShape(hidden, 4 * hidden, 32000, 16, 8, 64, 64, shapes, 32000 * hidden, torch.bfloat16)
+
+
+def tight(model: ModelShape, demand: Demand, mesh: Mesh, share: float) -> Hardware:
+    """A machine that has a part of the memory that a mesh needs."""
+    memory = rank_memory(
+        model, context=demand.total, new=demand.context, batch=demand.batch, cp_size=mesh.cp_size, tp_size=mesh.tp_size
+    )
+    return replace(RDMA, spec=RDMA.spec.model_copy(update={"memory_bytes": int(memory.total * share)}))
+
+
+def plan(model: ModelShape, machine: Hardware = RDMA, **demand: Any) -> Plan:
+    return ClusterPlanner(machine, model).plan(Demand(**demand))
+
+
+def test_choices_are_the_predictions_in_order() -> None:
+    model, demand = small(), Demand(context=random.randint(20_000, 90_000), gpus=16, batch=random.randint(1, 2))
+    found = ClusterPlanner(RDMA, model).plan(demand)
+    assert {choice.mesh for choice in found.choices} == set(meshes(model, demand))
+    assert [c.ttft_s for c in found.choices] == sorted(c.ttft_s for c in found.choices)
+    for choice in found.choices:
+        mesh = choice.mesh
+        workload = Workload((demand.context,) * demand.batch, (0,) * demand.batch, mesh.cp_size)
+        profile = RDMA.on_mesh(cp_size=mesh.cp_size, tp_size=mesh.tp_size)
+        chunk = {"chunk_tokens": choice.chunk_tokens} if choice.partition else {}
+        times = PrefillTimes(profile, model, workload, tp_size=mesh.tp_size, **chunk)
+        partitions = (choice.partition,) * demand.batch if choice.partition else None
+        assert choice.ttft_s == pytest.approx(times.seconds(choice.prefill, partitions))
+        assert sum(choice.terms.values()) == pytest.approx(choice.ttft_s) and min(choice.terms.values()) >= 0
+        held = Workload((1,) * demand.batch, (demand.context,) * demand.batch, mesh.cp_size)
+        assert choice.ttit_s == pytest.approx(ttit_seconds(profile, model, held, choice.decode, tp_size=mesh.tp_size))
+        assert mesh.ranks * mesh.replicas <= demand.gpus
+        assert choice.fit.exact
+
+
+def test_every_choice_fits_and_every_misfit_is_named() -> None:
+    model, demand = small(layers=40, hidden=2048), Demand(context=200_000, gpus=32)
+    machine = tight(model, demand, Mesh(4, 4, 1), 1.2)
+    planner = ClusterPlanner(machine, model)
+    found = planner.plan(demand)
+    assert all(choice.memory.total <= planner.room for choice in found.choices)
+    reasons = {rejection.what: rejection.why for rejection in found.rejected}
+    chosen = {choice.mesh for choice in found.choices}
+    for mesh in meshes(model, demand):
+        if mesh not in chosen:
+            assert reasons[str(mesh)].startswith("needs ") and "GB a rank (weights " in reasons[str(mesh)]
+
+
+def test_cache_goes_off_the_accelerator_only_where_it_must() -> None:
+    """Many cached tokens, few new ones: on one rank the cache alone fills the memory."""
+    model, demand = small(layers=40), Demand(context=1000, cached=2_000_000, gpus=1)
+    least = rank_memory(model, context=demand.total, new=1000, offloaded_share=1.0).total
+    machine = replace(RDMA, spec=RDMA.spec.model_copy(update={"memory_bytes": int(1.1 * least)}))
+    (choice,) = ClusterPlanner(machine, model).plan(demand).choices
+    assert choice.fit == Fit(offload=True) and choice.fit.exact
+    cache = 40 * 2_001_000 * 2 * 8 * 64 * 2
+    assert choice.ttft_s >= cache / RDMA.spec.host.bandwidth
+    assert choice.ttit_s >= 0.9 * cache / RDMA.spec.host.bandwidth
+    roomy = ClusterPlanner(tight(model, demand, Mesh(1, 1, 1), 1.1), model).plan(demand)
+    assert all(not choice.fit.offload for choice in roomy.choices)
+
+
+def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
+    """Weights and prompt fit, but not with the whole cache of the prompt; offloaded it would still be too large."""
+    model, demand = small(layers=2), Demand(context=4000, cached=0, gpus=1, batch=3000)
+    memory = rank_memory(model, context=4000, batch=3000)
+    offloaded = rank_memory(model, context=4000, batch=3000, offloaded_share=1.0)
+    kept = rank_memory(model, context=4000, batch=3000, kept_share=0.5)
+    assert kept.total < offloaded.total == memory.total
+    room = (kept.total + memory.total) / 2 / 0.95
+    spec = RDMA.spec.model_copy(update={"memory_bytes": int(room), "fp8_flops": None})
+    planner = ClusterPlanner(replace(RDMA, spec=spec), model)
+    with pytest.raises(MegaKVError, match=r"no plan fits 1 x .* with --allow-lossy: CP1 x TP1, KV budget 0.5"):
+        planner.plan(demand)
+    choices = planner.plan(replace(demand, lossy=True)).choices
+    assert choices[0].fit == Fit(kept_share=0.5) and not choices[0].fit.exact
+
+
+def test_the_largest_model_on_128() -> None:
+    """405B, a million tokens, 128 H100: the paper takes 77 s with FP8 feed-forward layers."""
+    planner, demand = ClusterPlanner(RDMA, large()), Demand(context=1_000_000, gpus=128)
+    exact, lossy = planner.plan(demand), planner.plan(replace(demand, fp8_given=True))
+    assert exact.choices[0].fit == Fit() and lossy.choices[0].fit == Fit(fp8=True)
+    assert str(lossy.choices[0].mesh) == "CP16 x TP8"
+    assert lossy.choices[0].ttft_s <= 77 * 1.15
+    assert lossy.choices[0].ttft_s < exact.choices[0].ttft_s
+    assert lossy.choices[0].memory.total <= planner.room
+    assert "not exact: --allow-lossy admits it" in {rejection.why for rejection in exact.rejected}
+
+
+def test_sixteen_thousand_accelerators_take_seconds() -> None:
+    begun = time.process_time()
+    found = plan(large(), context=1_000_000, gpus=16384)
+    assert time.process_time() - begun < 10
+    assert found.choices[0].ttft_s < 15 and found.choices[0].mesh.ranks <= 16384
+
+
+def test_a_limit_asks_for_throughput() -> None:
+    model = large()
+    found = plan(model, context=100_000, gpus=1024, slo_ttft_s=10.0)
+    demand = Demand(context=100_000, gpus=1024)
+    served = [choice.prompt_tokens_per_s(demand) for choice in found.choices]
+    assert served == sorted(served, reverse=True) and all(choice.ttft_s <= 10 for choice in found.choices)
+    assert any("more than the 10 s allowed" in rejection.why for rejection in found.rejected)
+    fastest = plan(model, context=100_000, gpus=1024).choices[0]
+    assert fastest.ttft_s < found.choices[0].ttft_s
+    assert fastest.prompt_tokens_per_s(demand) < served[0]
+    with pytest.raises(MegaKVError, match=r"within --slo-ttft 0.001 s: the fastest, CP.* takes .* s; allowed"):
+        plan(model, context=100_000, gpus=1024, slo_ttft_s=0.001)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    planner = ClusterPlanner(RDMA, large())
+    with pytest.raises(MegaKVError, match=r"no plan fits 8 x 96 GB .* needs [\d.]+ GB a rank .* (\d+) ranks would do"):
+        planner.plan(Demand(context=1_000_000, gpus=8))
+    planner.plan(Demand(context=1_000_000, gpus=128))
+    tiny = replace(RDMA, spec=RDMA.spec.model_copy(update={"memory_bytes": 10**9}))
+    with pytest.raises(MegaKVError, match="more ranks would not help"):
+        ClusterPlanner(tiny, large()).plan(Demand(context=1000, gpus=2))
+
+
+def test_slow_links_make_a_chain_worth_its_uneven_work() -> None:
+    """Its messages are half of a gather's; where links are slow, the planner predicts it, and says its partition."""
+    model = small(layers=8)
+    spec = RDMA.spec.model_copy(update={"devices_per_host": 1, "between": RDMA.spec.between.model_copy(update={"bandwidth": 4e8})})  # fmt: skip  # noqa: E501
+    found = plan(model, replace(RDMA, spec=spec), context=32768, gpus=4)
+    chains = [choice for choice in found.choices if choice.prefill == "runahead"]
+    assert chains and all(sum(choice.partition or ()) == 32768 for choice in chains)
+    config = load_config(run_config(chains[0], dtype="bfloat16"))
+    assert config.megakv.context_parallel.prefill == "runahead"
+
+
+@pytest.mark.parametrize("fit", [Fit(), Fit(fp8=True), Fit(offload=True), Fit(kept_share=0.25)])
+def test_configurations_can_be_read(fit: Fit) -> None:
+    choice = replace(plan(small(), context=5000, gpus=4).choices[-1], fit=fit)
+    config = load_config(run_config(choice, dtype="bfloat16", host_gb=3.0))
+    assert (config.cp_size, config.tp_size) == (choice.mesh.cp_size, choice.mesh.tp_size)
+    assert config.megakv.offload.enabled == fit.offload
+    assert config.megakv.feed_forward == ("fp8" if fit.fp8 else "dtype")
+    assert config.megakv.fairkv.budget == (fit.kept_share if fit.kept_share < 1 else None)
+
+
+def test_meshes_divide_heads_and_do_not_exceed_what_is_there() -> None:
+    model = small()
+    assert tp_sizes(model, 100) == [1, 2, 4, 8, 16]
+    assert {mesh.tp_size for mesh in meshes(model, Demand(context=10**6, gpus=13))} == {1, 2, 4, 8}
+    for mesh in meshes(model, Demand(context=10**6, gpus=13)):
+        assert 1 <= mesh.ranks <= 13 and mesh.replicas == 13 // mesh.ranks
+    assert max(mesh.cp_size for mesh in meshes(model, Demand(context=5, gpus=64))) == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"context": 0}, "--context 0: allowed: 1 to"),
+        ({"context": -5}, "--context -5"),
+        ({"context": 10**12}, "--context 1000000000000: allowed"),
+        ({"cached": -1}, "--cached -1: allowed: 0 to"),
+        ({"batch": 0}, "--batch 0"),
+        ({"gpus": 0}, "--gpus 0"),
+        ({"gpus": 10**9}, "--gpus 1000000000: allowed: 1 to 1,000,000"),
+        ({"slo_ttft_s": 0.0}, "--slo-ttft 0.0: allowed: seconds above 0"),
+    ],
+)
+def test_absurd_demands(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Demand(**{"context": 1000, "gpus": 8, **values})
+
+
+# The commands
+
+PLAN = ["plan", "--context", "60000", "--gpus", "8"]
+SIMULATE = ["simulate", "--context", "4096", "--hardware", "cpu", "--cp", "2", "--method", "pass_kv"]
+
+
+def test_plan_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, config = tmp_path / "plan.json", tmp_path / "run.json"
+    model = str(ROOT / "recipes" / "llama3_8b")
+    files = ["--json", str(out), "--config", str(config)]
+    assert main([*PLAN, "--model", model, "--hardware", "h100-rdma", "--explain", *files]) == 0
+    shown = capsys.readouterr().out
+    values = json.loads(out.read_text())
+    best = values["best"]
+    assert best == values["choices"][0] | {"config": json.loads(config.read_text())}
+    assert best["name"] in shown and "attention " in shown and "memory: weights" in shown
+    assert load_config(config).cp_size == best["mesh"]["cp_size"]
+    assert values["demand"]["context"] == 60000 and values["evaluated"] >= len(values["choices"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*PLAN, "--model", "recipes/llama3_8b", "--hardware", "h100-rmda"], "did you mean 'h100-rdma'"),
+        ([*PLAN, "--model", "recipes/lama3_8b", "--hardware", "cpu"], "did you mean recipes/llama3_8b"),
+        ([*PLAN, "--model", "/no/such", "--hardware", "cpu"], "--model: no model config in '/no/such'"),
+        ([*PLAN[:-1], "-3", "--model", "recipes/llama3_8b", "--hardware", "cpu"], "--gpus -3: allowed: 1 to"),
+        (
+            [*SIMULATE, "--model", "recipes/llama3_8b", "--tp", "3"],
+            "--tp 3: allowed for this model: 1, 2, 4, 8, 16, 32",
+        ),
+        ([*SIMULATE, "--model", "recipes/llama3_8b", "--slow-rank", "7:2"], "rank 7: allowed: 0 to 1"),
+        ([*SIMULATE, "--model", "recipes/llama3_8b", "--slow-rank", "x"], "--slow-rank x: allowed: R:FACTOR"),
+        ([*SIMULATE, "--model", "recipes/llama3_8b", "--slow-link", "0:2"], "--slow-link 0:2: allowed: A-B:FACTOR"),
+        ([*SIMULATE, "--model", "recipes/llama3_8b", "--layers", "33"], "--layers 33: allowed: 1 to 32"),
+        ([*SIMULATE, "--model", "recipes/llama3_8b", "--noise", "-1"], "noise -1.0: allowed"),
+        ([*SIMULATE, "--model", "recipes/llama3_8b", "--batch", "0"], "--batch 0: allowed: 1 to"),
+    ],
+)
+def test_what_cannot_be_planned_or_simulated(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_fp8_is_admitted_where_a_recipe_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path)
+    out = tmp_path / "out" / "plan.json"
+    command = [*PLAN, "--model", str(tmp_path), "--hardware", "h100-rdma", "--json", str(out)]
+    assert main(command) == 0
+    assert json.loads(out.read_text())["demand"]["fp8_given"] is False
+    (tmp_path / "run.json").write_text('{"megakv": {"feed_forward": "fp8"}}')
+    assert main(command) == 0
+    assert json.loads(out.read_text())["demand"]["fp8_given"] is True

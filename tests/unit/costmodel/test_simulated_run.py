@@ -1,0 +1,64 @@
+"""A simulated run is reported, drawn and traced like a real one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs.generated import ROOT
+from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
+from megakv.costmodel.simulation import simulate
+from megakv.costmodel.simulation_program import Program
+from megakv.launcher.command import main
+from megakv.tracking import load_report
+
+SIMULATE = ["simulate", "--model", str(ROOT / "recipes" / "llama3_8b"), "--layers", "3", "--hardware", "h100-rdma"]
+
+
+def test_waiting_is_between_computations_and_named_by_its_cause() -> None:
+    program = Program(2)
+    first = program.compute("dense", 0, 3.0, layer=0)
+    sent = program.send("runahead", 0, 1, 2.0, [first], nbytes=10, layer=0)
+    begun = program.compute("dense", 1, 1.0, layer=0)
+    program.compute("attention", 1, 4.0, [sent, begun], layer=0)
+    ranks = SimulatedRanks(2, 1, ["a", "b"], [7, 5], [70, 50], [100, 100])
+    report = simulated_report(simulate(program), ranks, model="m", config={}, machine={}, ttft_s=9.0)
+    waits = [event for event in report.ranks[1].events if event.kind == "wait"]
+    assert [(wait.name, wait.start, wait.end) for wait in waits] == [("runahead", 1.0, 5.0)]
+    assert not [event for event in report.ranks[0].events if event.kind == "wait"]
+    assert [rank.bytes_sent["runahead"] for rank in report.ranks] == [10, 0]
+    assert report.ranks[1].seconds_exposed == {"runahead": 4.0} and report.prompt_tokens == 12
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["--method", "runahead", "--cp", "4", "--context", "9000", "--noise", "0.1", "--slow-link", "1-2:50"],
+        ["--method", "pass_q", "--cp", "2", "--tp", "2", "--context", "3001", "--cached", "20000"],
+        ["--method", "tp", "--tp", "4", "--context", "5000", "--slow-rank", "2:2"],
+        ["--method", "offload", "--context", "50000", "--batch", "2", "--weights-too"],
+    ],
+)
+def test_report_picture_and_trace(method: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, png, trace = tmp_path / "run.json", tmp_path / "run.png", tmp_path / "trace.json"
+    assert main([*SIMULATE, *method, "--json", str(out), "--png", str(png), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    values = json.loads(shown[shown.index("{") :])
+    report = load_report(out)
+    assert (report.ttft_s or report.ttit_s) == values["ttft_s"] or report.ttit_s == values["ttit_s"]
+    sent = {name: sum(rank.bytes_sent.get(name, 0) for rank in report.ranks) for name in values["bytes_sent"]}
+    assert sent == values["bytes_sent"] and sum(sent.values()) > 0
+    for rank in report.ranks:
+        computed = sorted((e for e in rank.events if e.kind != "communication"), key=lambda event: event.start)
+        assert all(a.end <= b.start + 1e-9 for a, b in zip(computed, computed[1:], strict=False))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {rank.rank for rank in report.ranks}
+
+
+def test_undisturbed_it_says_what_the_closed_form_says(capsys: pytest.CaptureFixture[str]) -> None:
+    for method in (["--method", "pass_kv", "--cp", "4"], ["--method", "runahead", "--cp", "4"], ["--method", "tp"]):
+        assert main([*SIMULATE, *method, "--context", "16384"]) == 0
+        shown = capsys.readouterr().out
+        values = json.loads(shown[shown.index("{") :])
+        assert values["ttft_s"] == pytest.approx(values["closed_form_s"], rel=0.01)
