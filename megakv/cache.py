@@ -16,6 +16,7 @@ from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
+    from megakv.fairkv.shares import HeadShares
 
 
 class TokenColumn:
@@ -155,7 +156,7 @@ class ShardedCache(Cache):
         size: int,
         rank: int,
         new_store: Callable[..., KVStore] = DenseStore,
-        shares: Callable[[int], Any] | None = None,
+        shares: Callable[[int], HeadShares | None] | None = None,
     ):
         super().__init__(layers=[_LayerView(self) for _ in range(layers)])
         self.size = size

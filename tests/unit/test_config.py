@@ -64,6 +64,10 @@ def test_deprecated_spelling_of_tp_size() -> None:
             "context_parallel.decode = 'pass_q' contradicts megakv.runahead.kv = 'last'",
         ),
         (
+            {"megakv": {"offload": {"enabled": True}, "fairkv": {"mapping": "m.json"}}},
+            "megakv.fairkv.mapping = 'm.json' is not supported with megakv.offload.enabled = true: ranks that share",
+        ),
+        (
             {"megakv": {"offload": {"enabled": True}, "fairkv": {"budget": 0.25}}},
             "megakv.fairkv.budget = 0.25 is not supported with megakv.offload.enabled = true: compressed keys",
         ),

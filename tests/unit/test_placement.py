@@ -66,6 +66,16 @@ def test_impossible_maps(shards: list, message: str) -> None:
         HeadMap(4, 2, (layer,))
 
 
+def test_replicas_hold_their_whole_group() -> None:
+    layer = (
+        HeadShard((HeadGroup(1, (2, 3)), HeadGroup(0, (0, 1)))),
+        HeadShard((HeadGroup(2, (4, 5)), HeadGroup(0, (0, 1)))),
+    )
+    assert HeadMap(6, 3, (layer,)).replicas(0) == {0: (0, 1)}
+    # Divided query heads are no replicas.
+    assert contiguous_head_map(1, 8, 1, 4).replicas(0) == {}
+
+
 def test_map_with_ranks_missing_in_a_layer() -> None:
     one, two = contiguous_head_map(1, 4, 2, 1).layers[0], contiguous_head_map(1, 4, 2, 2).layers[0]
     with pytest.raises(ValueError, match="layer 1: 1 ranks, but layer 0 has 2"):
