@@ -45,7 +45,7 @@ def make_runtime(
         kv_heads=kv_heads,
         shape=_known_shape(model, config),
         runahead=section.runahead,
-        divided=replicas is not None and replicas.any,
+        divided=replicas is not None and replicas.shared,
     )
     fairkv = section.fairkv
     compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm, replicas)

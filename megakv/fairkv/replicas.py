@@ -8,7 +8,6 @@ anyway, adds them up. Only the log-sum-exps, one number for each query head and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -35,19 +34,15 @@ class HeadReplicas:
     """
 
     def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator):
-        self.mapping, self._heads, self._comm = mapping, head_map, comm
+        self._heads, self._comm = head_map, comm
         self._layers = mapping.layers
         self._shares: dict[int, HeadShares | None] = {}
         self._views: dict[int, _LayerView] = {}
 
-    @cached_property
-    def any(self) -> bool:
+    @property
+    def shared(self) -> bool:
         """Whether any KV head has more than one rank."""
         return any(layer.copies for layer in self._layers)
-
-    def shared_anywhere(self, layer: int) -> bool:
-        """Whether ranks exchange log-sum-exps in a layer."""
-        return self._layers[layer].copies > 0
 
     def shares(self, layer: int) -> HeadShares | None:
         """How this rank shares its heads of a layer; None where it shares none."""
@@ -85,7 +80,7 @@ class HeadReplicas:
             The weighted outputs, and the log-sum-exp over all tokens.
         """
         view = self._view(layer)
-        if not len(tokens) or not self.shared_anywhere(layer):
+        if not len(tokens) or not view.entries:
             return out_HLD, lse_HL
         group = self._heads.n_heads // self._heads.n_kv_heads
         queries = slice(view.shares.alone * group, None)
@@ -124,7 +119,7 @@ class HeadReplicas:
             What this rank keeps.
         """
         view, mesh = self._view(layer), self._comm.mesh
-        if not self.shared_anywhere(layer):
+        if not view.entries:
             return list(keep)
         counts = torch.zeros((len(keep), self._heads.n_kv_heads), dtype=torch.int64, device=mesh.device)
         for row, mask in enumerate(keep):
