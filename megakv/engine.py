@@ -21,6 +21,7 @@ from megakv.generation import (
     TokenClock,
     check_length,
     check_options,
+    keep_tokens,
     new_token_limit,
     pad_left,
     prepare_options,
@@ -180,7 +181,7 @@ class MegaKVEngine(InferenceEngine):
         prepared = prepare_options(self.module, options, self._comm, self._record.clock)
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
-        with self._holding(cache if use_cache else None):
+        with self._holding(cache if use_cache else None), keep_tokens(self._record.clock):
             output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
         self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
         if self._offloader is not None:

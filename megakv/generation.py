@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,8 @@ class TokenClock:
 
     now: Callable[[], float]
     times: list[float] = field(default_factory=list)
+    latest: Tensor | None = None
+    """Prompt and tokens so far."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -161,6 +164,18 @@ class TokenClock:
         """Mean time to incremental token."""
         steps = len(self.times) - 1
         return (self.times[-1] - self.times[0]) / steps if steps > 0 else None
+
+
+@contextmanager
+def keep_tokens(clock: TokenClock) -> Iterator[None]:
+    """Give an error that ends a `generate` call the tokens that it had."""
+    try:
+        yield
+    except MegaKVError as error:
+        error.sequences = clock.latest
+        raise
+    finally:
+        clock.latest = None
 
 
 class RankZeroStop(StoppingCriteria):
@@ -184,6 +199,7 @@ class RankZeroStop(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self._clock.times.append(self._clock.now())
+        self._clock.latest = input_ids
         batch = input_ids.shape[0]
         word = torch.zeros((2, batch), dtype=torch.int64)
         word[0] = input_ids[:, -1].cpu()

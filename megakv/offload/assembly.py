@@ -9,11 +9,12 @@ from megakv.injection.hooks import depends_on_length
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
 from megakv.offload.cuda_link import CudaLink
+from megakv.offload.disk import DiskTier
 from megakv.offload.link import Link
 from megakv.offload.pool import PagePool
 from megakv.offload.runtime import Offloader
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import DiskTier, HostTier, Tier
+from megakv.offload.tiers import HostTier, Tier
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
 from megakv.placement.plan import decoder_layers

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megakv.errors import MegaKVError
 from megakv.offload.link import Direction, MemoryRows, Move, Ticket, Traffic
 
 
@@ -71,12 +72,15 @@ class CudaLink:
             return
         # Files are read and written by the processor: this thread waits for them.
         bounce = torch.empty(move.device.shape, dtype=move.device.dtype)
-        if direction == "in":
-            move.host.read_into(bounce)
-            move.device.copy_(bounce)
-        else:
-            bounce.copy_(move.device)
-            move.host.write_from(bounce)
+        try:
+            if direction == "in":
+                move.host.read_into(bounce)
+                move.device.copy_(bounce)
+            else:
+                bounce.copy_(move.device)
+                move.host.write_from(bounce)
+        except OSError as error:
+            raise MegaKVError(f"a transfer of {move.nbytes} bytes failed: {error}") from error
 
     def close(self) -> None:
         for stream in self._streams.values():

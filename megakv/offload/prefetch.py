@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
+from megakv.errors import MegaKVError
 from megakv.offload.link import Link
 from megakv.offload.staging import StagedLayer, StagingBuffer, bring
 
@@ -110,6 +112,9 @@ class Prefetch:
             self._free.append(staged.buffer)
 
     def drop_all(self) -> None:
-        """Forget what was brought."""
+        """Forget what was brought, whether or not it came."""
         for unit in list(self._staged):
-            self.release(*unit)
+            staged = self._staged.pop(unit)
+            with suppress(MegaKVError):
+                staged.settle()
+            self._free.append(staged.buffer)

@@ -125,9 +125,11 @@ class StagedLayer:
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""
-        for ticket in (*(chunk.ticket for chunk in self.chunks), self.streamed):
-            if ticket is not None:
-                ticket.wait()
+        tickets = [*(chunk.ticket for chunk in self.chunks), *([] if self.streamed is None else [self.streamed])]
+        self.chunks, self.streamed = [], None
+        # The last one first: when it has ended all have, also where one failed.
+        for ticket in reversed(tickets):
+            ticket.wait()
 
     def row(self, sequence: int, token: int) -> int:
         """Where a token of a sequence lies."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,78 +114,3 @@ class HostTier:
                 )
                 return
             self._pinned.append(start + first)
-
-
-@dataclass(frozen=True)
-class FileRows:
-    """Rows in a file.
-
-    Parameters
-    ----------
-    descriptor, offset : int
-        Open file, and the byte at which they begin.
-    nbytes : int
-    """
-
-    descriptor: int
-    offset: int
-    nbytes: int
-
-    def read_into(self, target: Tensor) -> None:
-        memory = _bytes_of(target)
-        done = 0
-        while done < self.nbytes:
-            count = os.preadv(self.descriptor, [memory[done:]], self.offset + done)
-            if count == 0:
-                raise OSError(f"the file ends {self.nbytes - done} bytes early")
-            done += count
-
-    def write_from(self, source: Tensor) -> None:
-        memory = _bytes_of(source)
-        done = 0
-        while done < self.nbytes:
-            done += os.pwritev(self.descriptor, [memory[done:]], self.offset + done)
-
-
-class DiskTier:
-    """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.
-
-    Parameters
-    ----------
-    budget : int
-        Bytes.
-    folder : path
-        Where it lies; it is gone when the process ends, however that happens.
-
-    Raises
-    ------
-    ValueError
-        If the folder cannot be written to, or its disk is too full, with the numbers.
-    """
-
-    name = "disk"
-
-    def __init__(self, budget: int, folder: str | Path):
-        self.budget = budget
-        try:
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="megakv-")
-        except OSError as error:
-            raise ValueError(
-                f"megakv.offload.disk_path = {str(folder)!r} cannot be written to: {error.strerror}"
-            ) from error
-        try:
-            os.posix_fallocate(self._file.fileno(), 0, budget)
-        except OSError as error:
-            self._file.close()
-            usage = os.statvfs(folder)
-            raise ValueError(
-                f"megakv.offload.disk_gb asks for {in_units(budget)} in {str(folder)!r}, where "
-                f"{in_units(usage.f_bavail * usage.f_frsize)} are free ({error.strerror}); make it smaller or choose "
-                "another megakv.offload.disk_path"
-            ) from error
-
-    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
-        return FileRows(self._file.fileno(), offset, count * width * dtype.itemsize)
-
-    def close(self) -> None:
-        self._file.close()

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
+from megakv.offload.disk import DiskTier
 from megakv.offload.pages import PagedRows, mark_written, unwritten
 from megakv.offload.pool import PagePool
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import DiskTier, HostTier, available_memory
+from megakv.offload.tiers import HostTier, available_memory
 
 WIDTH = 5
 PAGE = 7 * WIDTH * 4
