@@ -172,8 +172,16 @@ class ShardedCache(Cache):
     def batch_size(self) -> int:
         return self.table.batch if self.length else -1
 
-    def begin(self, layout: Layout, batch: int) -> None:
-        """Register the tokens of a pass in the table, before its layers append their keys and values."""
+    def begin(self, layout: Layout, batch: int, *, stays: bool = True) -> None:
+        """Register the tokens of a pass in the table, before its layers append their keys and values.
+
+        Parameters
+        ----------
+        layout : Layout
+        batch : int
+        stays : bool
+            Whether what is cached is attended to by the rank that holds it, and nowhere else.
+        """
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
             self.compressed = []

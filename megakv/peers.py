@@ -83,6 +83,11 @@ class PeerWatch:
         """Name of this rank's host."""
         return self._peers[self.rank].host
 
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this host, this one included."""
+        return sum(peer.host == self.host for peer in self._peers)
+
     def dead(self, *, grace: float = 0.0) -> list[int]:
         """Ranks on this host whose process is gone, looked for during up to `grace` seconds."""
         me = self._peers[self.rank]

@@ -23,6 +23,10 @@ DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
 
 
+QUERIES_TRAVEL = ("pass_q", "replicated", "local")
+"""Methods in which no cached key and value leaves its rank."""
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """One call of the model, as all ranks see it.
@@ -57,6 +61,11 @@ class ForwardPass:
     compress: bool = False
     complete: bool = False
     chosen: dict[AttentionShape, str] = field(default_factory=dict)
+
+    @property
+    def stays(self) -> bool:
+        """Whether cached keys and values stay with the rank that holds them, and queries come to them."""
+        return self.layout.size == 1 or self.method in QUERIES_TRAVEL
 
 
 @dataclass

@@ -165,12 +165,8 @@ class Runtime:
                 store.append(sequence, k_KLD[:, index], v_KLD[:, index])
 
     def _attended(self, step: ForwardPass, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        elsewhere = call.store.attend_elsewhere(call)
         method = step.method or self.planner.prefill_method(step, call)
-        out_HLD, lse_HL = self._method(last_layer_method(method, call) if call.narrowed else method)(call)
-        if elsewhere is not None:
-            elsewhere.merge_into(out_HLD, lse_HL)
-        return out_HLD, lse_HL
+        return self._method(last_layer_method(method, call) if call.narrowed else method)(call)
 
     def _method(self, name: str) -> AttentionMethod:
         if name not in self.methods:

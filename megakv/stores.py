@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.part import KVPart, Part
-from megakv.sharding import IntArray
+from megakv.sharding import IntArray, TokenBlock
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -40,8 +40,8 @@ class KVStore(Protocol):
         All rows; or the last n, where `attend_elsewhere` takes the others.
         """
 
-    def attend_elsewhere(self, call: AttentionCall) -> ElsewherePart | None:
-        """Begin to attend to rows that `part` does not give; None where it gives all."""
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> ElsewherePart | None:
+        """Begin to attend from some rank's queries to rows that `part` does not give; None where it gives all."""
 
     def release(self) -> None:
         """A pass has attended: what `part` gave is not read any more."""
@@ -212,7 +212,7 @@ class DenseStore(UniformStore):
             assert kept is not None
             rows[sequence] = _GrowingRows(kept.view()[:, :length].clone(), self._least_growth) if length else None
 
-    def attend_elsewhere(self, call: AttentionCall) -> None:
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> None:
         """Nothing lies elsewhere."""
 
     def release(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -129,6 +129,34 @@ class AttentionMethod(Protocol):
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries."""
+
+
+def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
+    """Some rank's queries over this rank's keys and values, wherever these lie.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    q_HLD : Tensor
+        ``[H, L, D]`` queries.
+    tokens : TokenBlock
+        Their tokens.
+    parts : iterable of Part
+        What is attended to here; it is looked at after the rest has begun elsewhere.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        ``[H, L, Dv]`` and ``[H, L]``.
+    """
+    elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
+    attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
+    for part in parts:
+        attention.add(part)
+    out, lse = attention.result()
+    if elsewhere is not None:
+        elsewhere.merge_into(out, lse)
+    return out, lse
 
 
 class PackedAttention:

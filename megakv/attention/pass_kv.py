@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megakv.attention.message import KVFormat, Scratch
-from megakv.attention.method import AttentionCall, KVPart, PackedAttention
+from megakv.attention.method import AttentionCall, KVPart, PackedAttention, attend_here
 from megakv.attention.ring import pass_around
 
 
@@ -18,6 +18,9 @@ class PassKV:
         self._scratch = Scratch()
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        if call.size == 1:
+            with call.comm.ledger.compute("attention", call.layer):
+                return attend_here(call, call.q_HLD, call.tokens, call.local_parts())
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         attend_to_all_shards(call, attention, KVFormat(call), call.dense_parts(), self._scratch)
         return attention.result()

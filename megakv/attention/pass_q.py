@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakv.attention.merge import merge_parts
 from megakv.attention.message import QueryFormat, Scratch
-from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.method import AttentionCall, attend_here
 from megakv.attention.part import Part
 from megakv.attention.ring import pass_around
 
@@ -50,10 +50,7 @@ def visit_all_shards(call: AttentionCall, parts: Sequence[Part], scratch: Scratc
     for source, message in pass_around(call, messages, own, scratch, operation="pass_q"):
         with call.comm.ledger.compute("attention", call.layer):
             visiting = (call.q_HLD, call.tokens) if source == call.rank else messages.unpack(source, message)
-            attention = PackedAttention(*visiting, call.scoring, call.value_dim)
-            for part in parts:
-                attention.add(part)
-            partials[source] = attention.result()
+            partials[source] = attend_here(call, *visiting, parts)
     return _return(call, partials) if call.size > 1 else partials[call.rank]
 
 

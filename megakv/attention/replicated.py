@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_parts
-from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.method import AttentionCall, attend_here
 
 
 class Replicated:
@@ -18,10 +18,7 @@ class Replicated:
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         assert call.layout.replicated or call.size == 1
         with call.comm.ledger.compute("attention", call.layer):
-            attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-            for part in call.local_parts():
-                attention.add(part)
-            out, lse = attention.result()
+            out, lse = attend_here(call, call.q_HLD, call.tokens, call.local_parts())
         if call.size == 1:
             return out, lse
         both = torch.cat([out, lse.unsqueeze(-1)], dim=-1)

@@ -185,6 +185,14 @@ def steady_lines(
     return Line(sent, costs.activation_s - costs.kv_s), Line(busy, costs.recompute_s)
 
 
+def shared_attend_seconds(alone_s: float, ranks: int) -> float:
+    """Seconds per token of the host's attention where so many ranks of a host attend at once.
+
+    Attending to one query reads every key and value once: memory bandwidth is the limit, and it is divided.
+    """
+    return alone_s * ranks
+
+
 def host_seconds(costs: LayerCosts, on_host: int) -> float:
     """Until the host's part of attention is there: its queries come from the same layer, so nothing runs ahead."""
     return costs.device_s + costs.host_fixed_s + costs.host_attend_s * on_host if on_host else 0.0

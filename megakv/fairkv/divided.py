@@ -19,6 +19,7 @@ from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
+    from megakv.sharding import TokenBlock
 
 Pair = tuple[Tensor, Tensor]
 Dealt = tuple[IntArray, Pair]
@@ -212,7 +213,7 @@ class DividedStore:
             rows = slice(0, store.rows(sequence)) if index == 0 else self._rows[index - 1][sequence].view()
             yield KVPart(sequence, *store.part(sequence), slots[rows], positions[rows])
 
-    def attend_elsewhere(self, call: AttentionCall) -> None:
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> None:
         """Nothing lies elsewhere."""
 
     def release(self) -> None:

@@ -19,6 +19,7 @@ from megakv.stores import DenseStore
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
+    from megakv.sharding import TokenBlock
 
 LEAST_GROWTH = 2
 """Rows that a full buffer of new tokens grows by at least: few, since what was kept may be few too."""
@@ -101,7 +102,7 @@ class RaggedStore:
         # One run, the usual case, is not copied.
         return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
-    def attend_elsewhere(self, call: AttentionCall) -> None:
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> None:
         """Nothing lies elsewhere."""
 
     def release(self) -> None:

@@ -130,7 +130,7 @@ class ForwardHooks:
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         self._wanted = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         step = self._runtime.plan(new, cache, past + length, self._wanted.tokens(batch))
-        cache.begin(step.layout, batch)
+        cache.begin(step.layout, batch, stays=step.stays)
         self._runtime.current = step
         self._options = (inputs.get("use_cache") is not False, inputs.get("return_dict") is not False)
         self._fill(inputs, step, source, past, embeds is not None)

@@ -30,9 +30,9 @@ class OffloadedCache(ShardedCache):
         super().__init__(layers, size=size, rank=rank)
         self._offloader = offloader
 
-    def begin(self, layout: Layout, batch: int) -> None:
+    def begin(self, layout: Layout, batch: int, *, stays: bool = True) -> None:
         super().begin(layout, batch)
-        self._offloader.begin(self, layout)
+        self._offloader.begin(self, layout, stays=stays)
 
     def commit(self, slots: int, *, compressed: bool = False) -> None:
         super().commit(slots, compressed=compressed)

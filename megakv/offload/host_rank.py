@@ -21,6 +21,7 @@ from megakv.attention.partial import PartialAttention, Scoring
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore
+    from megakv.sharding import TokenBlock
 
 
 class Queries(NamedTuple):
@@ -77,27 +78,32 @@ class HostRank:
         if threads is not None:
             torch.set_num_threads(threads)
 
-    def start(self, call: AttentionCall, store: TieredStore, on_host: list[int]) -> HostPart:
+    def start(
+        self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: TieredStore, on_host: list[int]
+    ) -> HostPart:
         """Begin to attend to the first tokens of each sequence.
 
         Parameters
         ----------
         call : AttentionCall
+        q_HLD : Tensor
+            ``[H, L, D]`` queries, of whichever rank.
+        tokens : TokenBlock
+            Their tokens.
         store : TieredStore
             Of the layer.
         on_host : list of int
             Tokens, per sequence.
         """
-        queries = call.q_HLD.cpu()
-        return HostPart(self._pool.submit(self._attend, queries, call, store, on_host), call.q_HLD.device)
+        return HostPart(self._pool.submit(self._attend, q_HLD.cpu(), tokens, call, store, on_host), q_HLD.device)
 
     @staticmethod
     @torch.no_grad()
     def _attend(
-        queries: Tensor, call: AttentionCall, store: TieredStore, on_host: list[int]
+        queries: Tensor, tokens: TokenBlock, call: AttentionCall, store: TieredStore, on_host: list[int]
     ) -> tuple[Tensor, Tensor, float]:
         begun = time.perf_counter()
-        attention = PackedAttention(queries, call.tokens, call.scoring, call.value_dim)
+        attention = PackedAttention(queries, tokens, call.scoring, call.value_dim)
         for sequence, count in enumerate(on_host):
             slots = call.table.slots(call.rank, sequence)
             positions = call.table.positions(call.rank, sequence)

@@ -76,14 +76,18 @@ class Planner:
         self._weights = weights
         self._latest: tuple[tuple[int, ...], Plan] | None = None
 
-    def plan(self, store: TieredStore, groups: Sequence[range]) -> Plan:
-        """What becomes of the cached tokens of a step's layers, by one of them: the same for all."""
+    def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool) -> Plan:
+        """What becomes of the cached tokens of a step's layers, by one of them: the same for all.
+
+        Where they do not stay with their rank, the host attends to none.
+        """
+        hosts = self._host_rank is not None and stays
         lengths, inputs, memory = store.settled(), store.with_inputs(), store.in_memory()
         sizes = [
             _Size(
                 sum(lengths[sequence] for sequence in group),
                 sum(min(lengths[sequence], inputs[sequence]) for sequence in group),
-                0 if self._host_rank is None else sum(min(lengths[row], memory[row]) for row in group),
+                sum(min(lengths[row], memory[row]) for row in group) if hosts else 0,
             )
             for group in groups
         ]

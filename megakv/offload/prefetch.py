@@ -14,6 +14,8 @@ from megakv.offload.staging import StagedLayer, StagingBuffer, bring
 if TYPE_CHECKING:
     from megakv.offload.cache import OffloadedCache
     from megakv.offload.planner import Planner
+    from megakv.offload.scheduler import Plan
+    from megakv.offload.store import TieredStore
 
 BUFFERS = 2
 
@@ -32,10 +34,13 @@ class Prefetch:
     ----------
     groups : list of range
         The sequences of the pass under way, in the groups that each layer attends to.
+    stays : bool
+        Whether cached rows are attended to where they lie in the pass under way: only then may the host attend to some.
     """
 
     def __init__(self, planner: Planner, link: Link, *, layers: int, device: torch.device):
         self.groups: list[range] = []
+        self.stays = True
         self._planner = planner
         self._link = link
         self._layers = layers
@@ -56,7 +61,11 @@ class Prefetch:
 
     def valid(self, new: list[int]) -> bool:
         """Whether all that was brought is what a pass with so many new tokens per sequence needs."""
-        return all(staged.valid(new) and staged.group in self.groups for staged in self._staged.values())
+        return all(staged.valid(new, self.stays) and staged.group in self.groups for staged in self._staged.values())
+
+    def plan(self, store: TieredStore) -> Plan:
+        """What becomes of the cached tokens of a layer."""
+        return self._planner.plan(store, self.groups, stays=self.stays)
 
     def begin(self, cache: OffloadedCache, new: list[int]) -> None:
         """Bring the first groups of a pass."""
@@ -92,7 +101,7 @@ class Prefetch:
         if (layer, index) in self._staged or not self._free or not tokens:
             return
         store.flush()
-        plan = self._planner.plan(store, self.groups)
+        plan = self.plan(store)
         buffer, division = self._free.pop(), plan.divisions[index]
         self._staged[layer, index] = bring(store, group, buffer, self._link, division, new, chunk=plan.chunk)
 

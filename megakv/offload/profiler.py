@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import Field
 
 from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
 from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
 from megakv.costmodel.records import Record, load_record
 from megakv.offload.config import OffloadConfig
@@ -90,12 +90,15 @@ class OffloadCosts:
     pool : PagePool
         Whose unused pages the link and the host are measured with.
     device : torch.device
+    sharers : int
+        Ranks on this host: they share the bandwidth of its memory when they attend there.
     """
 
-    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device):
+    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device, *, sharers: int = 1):
         self._config = config
         self._link = link
         self._pool = pool
+        self._sharers = sharers
         self._device = device
         self.profile: OffloadProfile | None = None
         self.outside_s = 0.0
@@ -119,7 +122,7 @@ class OffloadCosts:
             recompute_s=profile.recompute_s,
             transfer_s=profile.transfer_s,
             launch_s=profile.launch_s,
-            host_attend_s=profile.host_attend_s,
+            host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
             host_fixed_s=profile.host_fixed_s * len(store.lengths()),
             device_s=self._device_s,
         )
@@ -173,7 +176,7 @@ class OffloadCosts:
         if record.division.on_host and record.host_s:
             fixed = self.profile.host_fixed_s * record.new / record.division.on_host
             shown = record.host_s / (layers * record.division.on_host)
-            known = self.profile.host_attend_s + fixed
+            known = shared_attend_seconds(self.profile.host_attend_s, self._sharers) + fixed
             changes["host_attend_s"] = self.profile.host_attend_s * (1 + weight * (shown / known - 1))
         if record.bytes_in and record.busy_s:
             shown = record.bytes_in / record.busy_s

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
     from megakv.injection.recomputation import Recomputation
     from megakv.runtime import Runtime
-    from megakv.sharding import Layout
+    from megakv.sharding import Layout, TokenBlock
 
 OUTGOING = 4
 """Transfers back to the host that may be under way: each holds its rows on the accelerator."""
@@ -69,7 +69,7 @@ class Offloader:
         self.pool = pool
         self.device = device
         self.weights = weights
-        self.costs = OffloadCosts(config, link, pool, device)
+        self.costs = OffloadCosts(config, link, pool, device, sharers=runtime.comm.watch.neighbours)
         self.steps: list[StepRecord] = []
         self._recomputation: Recomputation | None = None
         self._recomputes = False
@@ -86,8 +86,7 @@ class Offloader:
         self._ahead = True
         self._record: StepRecord | None = None
         self._ended = 0.0
-        # Only alone: on a ring, keys and values, or queries, of other ranks would have to come to this host as well.
-        hosts = config.method in ("auto", "cpu_rank") and runtime.comm.mesh.cp_size == 1
+        hosts = config.method in ("auto", "cpu_rank")
         self._host_rank = HostRank(config.cpu_threads) if hosts else None
         self._planner = Planner(
             config,
@@ -98,7 +97,7 @@ class Offloader:
             weights=weights,
         )
         self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
-        self._host_part: HostPart | None = None
+        self._host_parts: list[HostPart] = []
 
     def attach(self, recomputation: Recomputation, *, recomputes: bool) -> None:
         """Take the hooks that call `enter`; `recomputes` says whether activations are kept."""
@@ -129,10 +128,13 @@ class Offloader:
 
     # A pass
 
-    def begin(self, cache: OffloadedCache, layout: Layout) -> None:
-        """A pass over a cache begins; its new tokens are in the cache's table already."""
+    def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> None:
+        """A pass over a cache begins; its new tokens are in the cache's table already.
+
+        Only where cached rows stay with their rank may this host attend to some.
+        """
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        self._prefetch.groups = groups_of(layout, self.config.num_gpu_batches)
+        self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
         if self._cache is not cache or not self._prefetch.valid(new):
             # What was brought ahead is of no use: beams changed places, or another session goes on.
             self._ahead = self._ahead and not len(self._prefetch)
@@ -236,16 +238,18 @@ class Offloader:
             if self._record is not None:
                 self._record.waited_s += time.perf_counter() - begun
 
-    def attend_on_host(self, store: TieredStore, call: AttentionCall) -> HostPart | None:
-        """Begin to attend to the tokens of a layer that were left on the host."""
+    def attend_on_host(
+        self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
+    ) -> HostPart | None:
+        """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
         if self._planner.queries is None:
             self._planner.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], call.scoring)
         staged = self.staged(store)
         if staged is None or not any(staged.on_host):
             return None
         assert self._host_rank is not None
-        self._host_part = self._host_rank.start(call, store, staged.on_host)
-        return self._host_part
+        self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.on_host))
+        return self._host_parts[-1]
 
     def sent(self, ticket: Ticket) -> None:
         """New rows are on their way to a tier."""
@@ -275,10 +279,10 @@ class Offloader:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
         cache = self._cache
         assert cache is not None
-        if self._host_part is not None and self._record is not None:
-            self._record.host_s += self._host_part.seconds
-            self._record.waited_s += self._host_part.waited_s
-        self._host_part = None
+        if self._record is not None:
+            self._record.host_s += sum(part.seconds for part in self._host_parts)
+            self._record.waited_s += sum(part.waited_s for part in self._host_parts)
+        self._host_parts.clear()
         self._prefetch.release(layer, index)
         self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._ahead)
         if self.weights is not None:
@@ -295,6 +299,6 @@ class Offloader:
         counts = cache.table.counts()[cache.rank].tolist()
         cached = sum(counts) - sum(new)
         store = cache.store(0)
-        record = StepRecord(cached=cached, new=sum(new), plan=self._planner.plan(store, self._prefetch.groups))
+        record = StepRecord(cached=cached, new=sum(new), plan=self._prefetch.plan(store))
         record.begin(self.link, self._runtime.comm.ledger)
         return record

@@ -118,9 +118,10 @@ class StagedLayer:
     streamed: Ticket | None = None
     recomputed: bool = False
 
-    def valid(self, new: list[int]) -> bool:
-        """Whether it is what a pass with so many new tokens per sequence needs."""
+    def valid(self, new: list[int], stays: bool) -> bool:
+        """Whether it is what a pass with so many new tokens per sequence needs, and with `stays` as for `begin`."""
         fits = len(new) == len(self.room) and all(new[sequence] <= self.room[sequence] for sequence in self.group)
+        fits = fits and (stays or not any(self.on_host))
         return fits and self.version == self.store.version and self.cached == _within(self.group, self.store.lengths())
 
     def settle(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megakv.offload.host_rank import HostPart
     from megakv.offload.runtime import Offloader
     from megakv.offload.staging import StagedLayer
+    from megakv.sharding import TokenBlock
 
 
 class _HeadShape(NamedTuple):
@@ -109,8 +110,8 @@ class TieredStore(UniformStore):
         paged = self._rows[sequence]
         return 0 if paged is None else paged.length
 
-    def attend_elsewhere(self, call: AttentionCall) -> HostPart | None:
-        return self._offloader.attend_on_host(self, call)
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> HostPart | None:
+        return self._offloader.attend_on_host(self, call, q_HLD, tokens)
 
     def crop(self, lengths: list[int]) -> None:
         self.flush()

@@ -15,6 +15,7 @@ CASES = ("greedy 1", "greedy 65", "chunked 65", "ragged greedy", "ragged beams")
 SLOW = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.001}
 # Weights off the accelerator too, and sequences in groups; recomputation pays or not.
 COLUMNS = {**SLOW, "weights": True, "num_gpu_batches": 2, "emulated_link_gb_s": 0.05}
+HOSTED = (("opt", "auto"), ("gpt_neox", "tsp"), ("llama", "auto"))
 RUNS = [
     (family, mesh, method, prefill)
     for family, mesh, prefill in (
@@ -26,7 +27,7 @@ RUNS = [
         ("gpt_neox", "2x1", "tsp"),
         ("llama", "1x2", "auto"),
     )
-    for method in ("stream", "chunked")
+    for method in ("stream", "chunked", *(["cpu_rank"] if (family, prefill) in HOSTED else []))
 ] + [(family, "2x1", "columns", "auto") for family in ("opt", "qwen3")]
 Results = dict[tuple[str, str, str, str], Any]
 
@@ -64,3 +65,4 @@ def test_tokens_are_the_plain_model_s(run: tuple[str, str, str, str], results: R
         # One token is on one rank: the other begins with the second.
         if case["case"] != "greedy 1" and method != "columns":
             assert (case["recomputed"] > 0) == (method == "chunked" and mesh == "2x1"), case
+            assert (case["on_host"] > 0) == (method == "cpu_rank"), case

@@ -98,12 +98,14 @@ def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> 
     everyone = engine._comm.gather_objects((relative, torch.equal(generated, wanted[1])))
     steps = [] if engine._offloader is None else engine._offloader.steps
     recomputed = engine._comm.gather_objects(sum(step.division.recomputed for step in steps))
+    on_host = engine._comm.gather_objects(sum(step.division.on_host for step in steps))
     return {
         "case": case["name"],
         # A comparison with NaN is false: it must not pass as the smaller one.
         "error": max((error for error, _ in everyone), key=lambda error: (error != error, error)),
         "equal": all(equal for _, equal in everyone),
         "recomputed": min(recomputed),
+        "on_host": min(on_host),
     }
 
 
