@@ -86,8 +86,7 @@ class Offloader:
         self._ahead = True
         self._record: StepRecord | None = None
         self._ended = 0.0
-        hosts = config.method in ("auto", "cpu_rank")
-        self._host_rank = HostRank(config.cpu_threads) if hosts else None
+        self._host_rank = HostRank(config.cpu_threads) if config.method in ("auto", "cpu_rank") else None
         self._planner = Planner(
             config,
             self.costs,
@@ -129,14 +128,11 @@ class Offloader:
     # A pass
 
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> None:
-        """A pass over a cache begins; its new tokens are in the cache's table already.
-
-        Only where cached rows stay with their rank may this host attend to some.
-        """
+        """A pass over a cache begins, its new tokens in the table; `stays` as for `ShardedCache.begin`."""
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
         if self._cache is not cache or not self._prefetch.valid(new):
-            # What was brought ahead is of no use: beams changed places, or another session goes on.
+            # What was brought ahead is of no use: beams have changed places, say.
             self._ahead = self._ahead and not len(self._prefetch)
             self._prefetch.drop_all()
         self._cache, self._layout, self._current, self._new = cache, layout, None, new
