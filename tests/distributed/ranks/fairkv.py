@@ -137,7 +137,8 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
     for row, length in enumerate(lengths):
         mask[row, width - length :] = 1
     passes = [width, QUESTION, SECOND] + [1] * steps
-    ids = ids_of(sum(passes), batch, 7)
+    # What is read does not depend on how many further tokens follow.
+    ids = torch.cat([ids_of(length, batch, 7 + index) for index, length in enumerate(passes)], dim=1)
     cache, found, start = None, [], 0
     whole = torch.cat([mask, torch.ones(batch, sum(passes) - width, dtype=torch.long)], dim=1)
     for length in passes:

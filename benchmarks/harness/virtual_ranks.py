@@ -1,0 +1,153 @@
+"""Decode work of every tensor-parallel rank, done one rank after the other on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megakv.errors import MegaKVError
+from megakv.fairkv.attention import merge_by_owner
+
+from .head_division import Division
+from .ragged_heads import HeadShape, RankLayer, TokenPool
+from .virtual_ring import Watch
+
+WARM_UPS = 3
+FLUSH_BYTES = 256 << 20
+"""Written between runs on a GPU, so that none finds its keys in the cache of the run before."""
+
+Times = npt.NDArray[np.float64]
+
+
+class Bench:
+    """Times work on one device, by device events where there are any.
+
+    On a GPU the work is captured as a graph: what counts is what the device does, not how fast Python asks for it.
+
+    Parameters
+    ----------
+    device : torch.device
+    repeats : int
+    """
+
+    def __init__(self, device: torch.device, repeats: int):
+        self.device, self.repeats = device, repeats
+        self._watch = Watch(device)
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+
+    def seconds(self, work: Callable[[], Any]) -> Times:
+        """``[repeats]`` of a function without arguments, whose inputs stay where they are."""
+        run = self._repeatable(work)
+        found = np.empty(self.repeats)
+        for repeat in range(self.repeats):
+            if self._flush is not None:
+                self._flush.zero_()
+            with self._watch.span():
+                run()
+            found[repeat] = self._watch.seconds()
+        return found
+
+    def _repeatable(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        if self.device.type != "cuda":
+            work()
+            return work
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                work()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+
+class DenseLayer:
+    """The matrix products of a decoder layer on one rank: projections of its heads, and its share of the MLP.
+
+    Parameters
+    ----------
+    shape : HeadShape
+    kv_heads : int
+        That the rank holds, copies included.
+    hidden, intermediate : int
+        The latter of this rank alone.
+    batch : int
+    """
+
+    def __init__(self, shape: HeadShape, kv_heads: int, hidden: int, intermediate: int, batch: int):
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, device=shape.device, dtype=shape.dtype) * hidden**-0.5
+
+        queries = kv_heads * shape.group * shape.dim
+        self._x = random(batch, hidden)
+        self._qkv = random(hidden, queries + 2 * kv_heads * shape.dim)
+        self._out, self._up, self._down = (
+            random(*size) for size in ((queries, hidden), (hidden, 2 * intermediate), (intermediate, hidden))
+        )
+        self._queries = queries
+
+    def __call__(self) -> Tensor:
+        attended = (self._x @ self._qkv)[:, : self._queries] @ self._out
+        gate, up = (attended @ self._up).chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up) @ self._down
+
+
+class VirtualRanks:
+    """All ranks of a division.
+
+    Parameters
+    ----------
+    division : Division
+    pool : TokenPool
+    batch : int
+    """
+
+    def __init__(self, division: Division, pool: TokenPool, batch: int):
+        self.division, self._pool, self._batch = division, pool, batch
+        self._ranks = len(division.pieces[0])
+
+    @torch.inference_mode()
+    def outputs(self, layer: int) -> Tensor:
+        """``[B K, G, D]`` attention of a layer, all ranks' parts merged."""
+        parts, owners = [], []
+        for rank in range(self._ranks):
+            held = RankLayer(self._pool, self.division, layer, rank, self._batch)
+            parts.append(held.attend())
+            owners.append(held.index)
+        outs, lses = (torch.cat(found) for found in zip(*parts, strict=True))
+        return merge_by_owner(outs, lses, torch.cat(owners), self._batch * self._pool.shape.kv_heads)[0]
+
+    @torch.inference_mode()
+    def attention_seconds(self, bench: Bench) -> Times:
+        """``[repeats, layers, ranks]``."""
+        found = np.empty((bench.repeats, len(self.division.pieces), self._ranks))
+        for layer in range(found.shape[1]):
+            for rank in range(self._ranks):
+                held = RankLayer(self._pool, self.division, layer, rank, self._batch)
+                found[:, layer, rank] = bench.seconds(held.attend)
+        return found
+
+    def held_heads(self) -> npt.NDArray[np.int64]:
+        """``[layers, ranks]`` KV heads of each rank, copies included."""
+        return np.array([[len({p.head for p in rank}) for rank in layer] for layer in self.division.pieces])
+
+
+def check_same(name: str, found: Tensor, expected: Tensor, tolerance: float) -> float:
+    """The largest difference, relative to the largest output.
+
+    Raises
+    ------
+    MegaKVError
+        If it is above the tolerance.
+    """
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= tolerance:
+        raise MegaKVError(f"{name}: outputs differ from those of contiguous heads by {difference:.1e} of the largest")
+    return difference
