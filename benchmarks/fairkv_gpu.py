@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "hidden",
         "intermediate",
     )
-    check_positive(parser, arguments, *sizes)
+    check_positive(parser, arguments, *sizes, "threads")
     if arguments.tp[-1] > arguments.kv_heads or arguments.intermediate % arguments.tp[-1]:
         parser.error(
             f"--tp {arguments.tp[-1]}: allowed: up to --kv-heads {arguments.kv_heads}, and divisors of --intermediate "
