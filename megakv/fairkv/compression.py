@@ -15,7 +15,7 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import make_method
-from megakv.fairkv.observation import attention_mass, pooled_mass, shares_of_heads
+from megakv.fairkv.observation import attention_mass, coarse_peaks, pooled_mass, shares_of_heads
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.scoring import Segment, check_budget
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
@@ -149,6 +149,8 @@ class Compressor:
         # What is kept anyway neither lends to its neighbours nor counts in its head's total.
         for segment, mass in zip(segments, masses, strict=True):
             mass[:, segment.recent(self._protected(segment))] = 0.0
+        if self.method.reduce == "peak":
+            masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
         if self.method.heads_compete and self.method.reduce == "peak":

@@ -158,6 +158,15 @@ def pooled_mass(
     return pooled
 
 
+def coarse_peaks(mass_KS: Tensor) -> Tensor:
+    """Peaks to 11 bits.
+
+    Many tokens are looked at with a weight of almost exactly 1: which of them is the highest would otherwise depend on
+    rounding, and so on the mesh.
+    """
+    return mass_KS.half().to(mass_KS.dtype)
+
+
 def shares_of_heads(masses: Sequence[Tensor], add_up: AddUp) -> list[Tensor]:
     """Peaks as shares of their head's total, so that heads compare; means add up to the same for every head anyway.
 
