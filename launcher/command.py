@@ -42,10 +42,13 @@ def check(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def timeline(arguments: argparse.Namespace) -> dict[str, Any]:
     """Draw a run's report, as a picture and as a trace for chrome://tracing or Perfetto."""
-    from megakv.tracking import draw_timeline, load_report, write_trace
+    from megakv.tracking import draw_beside, draw_timeline, load_report, write_trace
 
     report = load_report(arguments.report)
-    draw_timeline(report, arguments.png)
+    if arguments.beside:
+        draw_beside(report, load_report(arguments.beside), arguments.png)
+    else:
+        draw_timeline(report, arguments.png)
     written = {"png": arguments.png}
     if arguments.trace:
         write_trace(report, arguments.trace)
@@ -142,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("report", help="a report that megakv.tracking.json wrote")
     drawing.add_argument("png", help="picture to write")
     drawing.add_argument("--trace", help="trace to write")
+    drawing.add_argument("--beside", help="another report to draw below, on the same axis of time")
     for command in commands.choices.values():
         command.add_argument("--json", help="write the result to this file")
     for function, add_arguments in ((profile, add_profile_arguments), (fit_policy, add_fit_arguments)):

@@ -16,7 +16,7 @@ from megakv.tracking.metrics import (
     report_to_json,
 )
 from megakv.tracking.monitor import Tracker
-from megakv.tracking.timeline import draw_timeline
+from megakv.tracking.timeline import draw_beside, draw_timeline
 from megakv.tracking.trace import write_trace
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Traffic",
     "TrackingConfig",
     "WandbTrackingConfig",
+    "draw_beside",
     "draw_timeline",
     "head_balance",
     "load_report",

@@ -43,11 +43,36 @@ def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, f
     OSError
         If the file cannot be written.
     """
+    _write(path, [_rendered(report, window if window is not None else default_window(report))])
+
+
+def draw_beside(first: RunReport, second: RunReport, path: str | Path) -> None:
+    """Draw two runs, such as a simulated and a measured one, above each other on one axis of time.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    """
+    end = max(default_window(report)[1] for report in (first, second))
+    _write(path, [_rendered(report, (0.0, end)) for report in (first, second)])
+
+
+def _write(path: str | Path, pictures: list[NDArray[np.uint8]]) -> None:
+    from matplotlib.image import imsave
+
+    buffer = io.BytesIO()
+    imsave(buffer, np.vstack(pictures), format="png", dpi=_DPI)
+    write_whole(path, buffer.getvalue())
+
+
+def _rendered(report: RunReport, window: tuple[float, float]) -> NDArray[np.uint8]:
+    """``[height, width, RGBA]`` pixels; the width is the same for all."""
     # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    begin, end = window if window is not None else default_window(report)
+    begin, end = window
     if not begin < end:
         raise ValueError(f"window is ({begin}, {end}); it must start before it ends, in seconds")
     count = len(report.ranks)
@@ -69,9 +94,8 @@ def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, f
         _draw_rank(axes, rank, lane, begin, end)
     _draw_phases(axes, report, begin, end)
     _draw_frame(axes, report, height_in)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    write_whole(path, buffer.getvalue())
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
 
 
 def default_window(report: RunReport) -> tuple[float, float]:
@@ -187,6 +211,8 @@ def _draw_frame(axes: "Axes", report: RunReport, height_in: float) -> None:
     left, top = _LEFT_IN / _WIDTH_IN, 1 - 0.14 / height_in
     figure.text(left, top, "   ·   ".join(title), fontsize=12.5, color=_INK, va="top", weight="bold")
     subtitle = f"{report.prompt_tokens:,} prompt tokens, {report.new_tokens:,} new tokens"
+    if "simulated" in report.machine:
+        subtitle += f", simulated on {report.machine['simulated']}"
     figure.text(left, 1 - 0.42 / height_in, subtitle, fontsize=9, color=_FAINT, va="top")
     figure.legend(
         handles=[Patch(facecolor=_COLORS[kind], label=label) for kind, label in _LABELS.items()],

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from docs.generated import ROOT
 from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
@@ -62,3 +63,15 @@ def test_undisturbed_it_says_what_the_closed_form_says(capsys: pytest.CaptureFix
         shown = capsys.readouterr().out
         values = json.loads(shown[shown.index("{") :])
         assert values["ttft_s"] == pytest.approx(values["closed_form_s"], rel=0.01)
+
+
+def test_two_runs_are_drawn_above_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [tmp_path / "a.json", tmp_path / "b.json"]
+    for report, factor in zip(reports, (1, 3), strict=True):
+        command = [*SIMULATE, "--method", "pass_kv", "--cp", "2", "--context", "4000", "--slow-rank", f"1:{factor}"]
+        assert main([*command, "--json", str(report)]) == 0
+    both, one = tmp_path / "both.png", tmp_path / "one.png"
+    assert main(["timeline", str(reports[0]), str(one)]) == 0
+    assert main(["timeline", str(reports[0]), str(both), "--beside", str(reports[1])]) == 0
+    assert imread(both).shape[0] == 2 * imread(one).shape[0]
+    assert imread(both).shape[1] == imread(one).shape[1]
