@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from harness.arguments import (
     add_model_arguments,
+    add_profile_argument,
     add_rank_arguments,
     check_model_arguments,
     check_positive,
+    check_profile_argument,
     check_rank_arguments,
     method_names,
     whole_numbers,
@@ -20,6 +22,7 @@ from harness.arguments import (
 from harness.ranks import is_rank, serve, start_ranks
 
 if TYPE_CHECKING:
+    from harness.predictions import Predictions
     from harness.world import World
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
@@ -39,10 +42,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cell-seconds", type=float, default=120, help="no further round begins in a batch after them (default 120)"
     )
+    add_profile_argument(parser)
     add_model_arguments(parser, kv_heads=16)
     arguments = parser.parse_args(argv)
     check_rank_arguments(parser, arguments)
     check_model_arguments(parser, arguments)
+    check_profile_argument(parser, arguments)
     check_positive(parser, arguments, "context", "tokens", "repeats", "cell_seconds")
     arguments.batches = whole_numbers(parser, "--batches", arguments.batches or f"1,{arguments.ranks}")
     arguments.methods = method_names(parser, arguments.methods, METHODS)
@@ -146,7 +151,12 @@ def check_memory(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> N
 
 
 def measure_batch(
-    arguments: argparse.Namespace, world: World, model: Any, engines: Mapping[str, Any], batch: int
+    arguments: argparse.Namespace,
+    world: World,
+    model: Any,
+    engines: Mapping[str, Any],
+    batch: int,
+    predictions: Predictions | None,
 ) -> list[dict[str, Any]]:
     """The rows of one batch. Its caches are gone afterwards.
 
@@ -182,7 +192,8 @@ def measure_batch(
 
     def inspect(name: str, output: Any) -> dict[str, Any]:
         first = None if output is None else output.logits[0]
-        facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first)}
+        predicted = None if predictions is None else predictions.decode(name, arguments.context, batch)
+        facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first), "predicted_s": predicted}
         if name in marks:
             facts["attention_us"] = marks[name].generated()["decode_us"]
         return facts
@@ -211,6 +222,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from harness.generations import without_stop
     from harness.models import random_llama, twin
+    from harness.predictions import measured_predictions
     from harness.report import describe_machine, publish
     from harness.world import join_world
 
@@ -226,9 +238,10 @@ def run(arguments: argparse.Namespace) -> None:
         if name in OWN:
             section = {"context_parallel": {"size": world.size, "decode": name}, "tracking": {"timeline": "decode.png"}}
             engines[name] = megakv.init_inference(twin(model), {"megakv": section})
+    predictions = measured_predictions(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
     rows: list[dict[str, Any]] = []
     for batch in arguments.batches:
-        rows += measure_batch(arguments, world, model, engines, batch)
+        rows += measure_batch(arguments, world, model, engines, batch, predictions)
     if world.rank == 0:
         summary = summarise(rows)
         show(rows, summary)

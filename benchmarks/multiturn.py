@@ -101,6 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin
     from harness.policies import Policies
+    from harness.predictions import predictions_of
     from harness.profiles import measured_profile
     from harness.report import describe_machine
     from harness.sampling import measure
@@ -119,12 +120,14 @@ def run(arguments: argparse.Namespace) -> None:
         section = {"context_parallel": {"size": world.size, "prefill": name}, "tracking": {"timeline": "multiturn.png"}}
         engines[name] = megakv.init_inference(twin(model), {"megakv": section})
     policies = Policies(world, model)
+    predictions = None
     if arguments.config is not None:
         policies.use_config(arguments.config.replace("{rate}", arguments.rate))
     elif arguments.profile_seconds:
         measuring = measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
         with measuring as profile:
             policies.use_profile(profile)
+            predictions = predictions_of(profile, world, model)
     rows: list[dict[str, Any]] = []
     for rate in arguments.miss_rates:
         new = new_tokens(arguments.context, rate)
@@ -160,6 +163,7 @@ def run(arguments: argparse.Namespace) -> None:
                 policies=choices,
                 attention_us=marks[sample.method].microseconds(),
                 load_average=machine["load_average"],
+                predicted_s=None if predictions is None else predictions.prefill(sample.method, new, cached),
             )
             for sample in samples
         ]

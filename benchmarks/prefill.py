@@ -10,10 +10,12 @@ from typing import Any
 
 from harness.arguments import (
     add_model_arguments,
+    add_profile_argument,
     add_rank_arguments,
     check_kv_shards,
     check_model_arguments,
     check_positive,
+    check_profile_argument,
     check_rank_arguments,
     method_names,
 )
@@ -35,12 +37,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, help="timed runs of each method (default 5, with --quick 3)")
     parser.add_argument("--quick", action="store_true", help="a shorter prompt and fewer runs")
+    add_profile_argument(parser)
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)
     arguments.context = (2048 if arguments.quick else 8192) if arguments.context is None else arguments.context
     arguments.repeats = (3 if arguments.quick else 5) if arguments.repeats is None else arguments.repeats
     check_rank_arguments(parser, arguments)
     check_model_arguments(parser, arguments)
+    check_profile_argument(parser, arguments)
     check_positive(parser, arguments, "context", "repeats")
     arguments.methods = method_names(parser, arguments.methods, METHODS)
     if set(arguments.methods).intersection(TENSOR_PARALLEL):
@@ -120,6 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from harness.agreement import Agreement
     from harness.models import random_ids, random_llama
+    from harness.predictions import measured_predictions
     from harness.prefills import Prefills, cache_bytes, uses_shared_memory
     from harness.report import describe_machine, publish
     from harness.sampling import measure
@@ -132,6 +137,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_llama(arguments, positions=arguments.context, device=world.device)
+    predictions = measured_predictions(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
     prefills = Prefills(model, world)
     methods = [prefills.make(name, ids) for name in arguments.methods]
     agreement = Agreement(world, arguments.dtype)
@@ -141,6 +147,7 @@ def run(arguments: argparse.Namespace) -> None:
             "max_logit_difference": agreement.check(name, output.logits[0, -1]),
             "kv_bytes": world.gather(cache_bytes(output.past_key_values)),
             "shared_memory": uses_shared_memory(name, model.dtype),
+            "predicted_s": None if predictions is None else predictions.prefill(name, arguments.context),
         }
 
     samples = measure(world, methods, repeats=arguments.repeats, inspect=inspect)

@@ -9,10 +9,12 @@ from typing import Any
 
 from harness.arguments import (
     add_model_arguments,
+    add_profile_argument,
     add_rank_arguments,
     check_kv_shards,
     check_model_arguments,
     check_positive,
+    check_profile_argument,
     check_rank_arguments,
     whole_numbers,
 )
@@ -40,10 +42,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts, fewer ranks")
     add_part_argument(parser)
+    add_profile_argument(parser)
     add_model_arguments(parser, layers=2)
     arguments = parser.parse_args(argv)
     check_rank_arguments(parser, arguments)
     check_model_arguments(parser, arguments)
+    check_profile_argument(parser, arguments)
     quick = arguments.quick
     arguments.tokens = (5 if quick else 9) if arguments.tokens is None else arguments.tokens
     arguments.cell_seconds = (3.0 if quick else 20.0) if arguments.cell_seconds is None else arguments.cell_seconds
@@ -81,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin, weight_bytes
+    from harness.predictions import measured_predictions
     from harness.prefills import tensor_parallel, uses_shared_memory
     from harness.report import describe_machine
     from harness.sampling import measure
@@ -98,6 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     sharded = tensor_parallel(model, world) if world.size > 1 else None
     weights = {"cp": weight_bytes(engine.module), "tp": weight_bytes(model if sharded is None else sharded.module)}
+    predictions = measured_predictions(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
     rows: list[dict[str, Any]] = []
     for context in arguments.contexts:
         ids = random_ids(arguments.vocab, context, world.device)
@@ -131,9 +137,14 @@ def run(arguments: argparse.Namespace) -> None:
         for method, sample in zip(methods, samples, strict=True):
             # The untimed run is not a sample.
             ttit = [max(times) for times in zip(*world.gather(method.ttits[1:]), strict=True)]
+            name = "pass_kv" if sample.method == "cp" else sample.method
             rows.append(
                 sample.to_row(
-                    ranks=world.size, context=context, ttit_seconds=ttit, load_average=machine["load_average"]
+                    ranks=world.size,
+                    context=context,
+                    ttit_seconds=ttit,
+                    load_average=machine["load_average"],
+                    predicted_s=None if predictions is None else predictions.prefill(name, context),
                 )
             )
     if world.rank == 0:

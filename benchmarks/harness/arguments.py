@@ -31,6 +31,22 @@ def check_rank_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
     check_positive(parser, arguments, "ranks", "threads", "timeout")
 
 
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    """How long a hardware profile is measured first, so that the cost model's predictions stand in the results."""
+    parser.add_argument(
+        "--profile-seconds",
+        type=float,
+        default=0.0,
+        help="measure a hardware profile for so long, and predict every method; 0: no predictions (default 0)",
+    )
+
+
+def check_profile_argument(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with a message if it is impossible."""
+    if arguments.profile_seconds < 0:
+        parser.error(f"--profile-seconds {arguments.profile_seconds:g}: allowed: 0 or more")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: int) -> None:
     """The shape of the Llama that is measured; a benchmark may have defaults of its own (``kv_heads=16``).
 

@@ -1,0 +1,227 @@
+"""Predicted against measured on the machine at hand, for every benchmark whose results are in a folder.
+
+Reads the results that other benchmarks wrote and measures nothing. Which of them carry no predictions, and why, is in
+the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+DIFFERING = 0.05
+"""Two measured times closer than this have no winner."""
+SETTINGS = (
+    "shape",
+    "link_gb_s",
+    "ranks",
+    "kv_heads",
+    "rate",
+    "noise",
+    "context",
+    "new_tokens",
+    "cached_tokens",
+    "batch",
+)
+"""What a row was measured with, beside the method."""
+RUNAHEAD = {"runahead": "kvr_s", "pass_kv": "pass_kv"}
+"""Candidates of auto, and the methods that are measured as they are predicted."""
+WITHOUT = {
+    "hosts": "its ranks form a mesh over two hosts, whose links inside a host no profile measures",
+    "fairkv": "gains are predicted from kept tokens, not times: see its own summary",
+    "attention_gpu": "it measures the kernel that profiles are made of",
+}
+
+
+@dataclass(frozen=True)
+class Time:
+    """One method's time in one setting.
+
+    Parameters
+    ----------
+    setting : str
+    method : str
+    predicted, measured : float
+        Seconds.
+    """
+
+    setting: str
+    method: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", default=Path(__file__).with_name("results"), help="folder (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results, and beside them a chart")
+    return parser.parse_args(argv)
+
+
+def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
+    """Predicted and measured times of a benchmark's rows."""
+    for row in rows:
+        setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
+        predicted = row.get("predicted_s")
+        if isinstance(predicted, Mapping):
+            # One row holds the predictions of all candidates; the others of its setting were measured.
+            for other in rows:
+                same = all(other.get(name) == row.get(name) for name in SETTINGS)
+                for candidate, method in RUNAHEAD.items():
+                    if same and other["method"] == method and candidate in predicted:
+                        yield Time(setting, candidate, predicted[candidate], median(other["seconds"]))
+        elif predicted is not None:
+            yield Time(setting, row["method"], predicted, median(row["seconds"]))
+
+
+def winners(times: Sequence[Time]) -> list[bool]:
+    """Of every two methods of one setting that differ, whether the faster one was predicted to be."""
+    return [
+        (one.predicted < other.predicted) == (one.measured < other.measured)
+        for one, other in itertools.combinations(times, 2)
+        if one.setting == other.setting
+        and abs(one.measured - other.measured) / min(one.measured, other.measured) > DIFFERING
+    ]
+
+
+def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -> dict[str, Any]:
+    """Errors and winners by benchmark and altogether."""
+    benchmarks = {}
+    for name, times in found.items():
+        right = winners(times)
+        benchmarks[name] = {
+            "times": len(times),
+            "median_error": median(abs(time.error) for time in times),
+            "median_signed_error": median(time.error for time in times),
+            "largest_error": max(abs(time.error) for time in times),
+            "pairs": len(right),
+            "right_winners": sum(right),
+        }
+    times = [time for several in found.values() for time in several]
+    pairs = sum(entry["pairs"] for entry in benchmarks.values())
+    return {
+        "median_error": median(abs(time.error) for time in times) if times else None,
+        "right_winner_share": sum(e["right_winners"] for e in benchmarks.values()) / pairs if pairs else None,
+        "pairs": pairs,
+        "benchmarks": benchmarks,
+        "without_predictions": dict(without),
+    }
+
+
+def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
+    """Times by results file, and why a file has none.
+
+    Raises
+    ------
+    ValueError
+        If there is no such folder, or a file in it is no benchmark's results.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--results {folder}: no such folder")
+    found: dict[str, list[Time]] = {}
+    without: dict[str, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+            benchmark, rows = results["benchmark"], results["rows"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a benchmark's results ({error!r})") from error
+        if benchmark in ("validate_papers", "predictions"):
+            continue
+        times = list(times_of(rows))
+        if times:
+            found[path.stem] = times
+        else:
+            without[path.stem] = WITHOUT.get(benchmark, "run without --profile-seconds")
+    return found, without
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """Print errors and winners by benchmark."""
+    from harness.report import align
+
+    lines = [["benchmark", "times", "median error", "signed", "largest", "right winners"]]
+    for name, entry in summary["benchmarks"].items():
+        errors = [
+            f"{entry['median_error']:.1%}",
+            f"{entry['median_signed_error']:+.1%}",
+            f"{entry['largest_error']:.1%}",
+        ]
+        lines.append([name, str(entry["times"]), *errors, f"{entry['right_winners']} of {entry['pairs']}"])
+    print(align(lines))
+    if summary["median_error"] is not None:
+        share = summary["right_winner_share"]
+        print(f"all: median error {summary['median_error']:.1%}" + (f", right winners {share:.1%}" if share else ""))
+    for name, why in summary["without_predictions"].items():
+        print(f"without predictions: {name}: {why}")
+
+
+def draw(path: Path, found: Mapping[str, Sequence[Time]]) -> list[Path]:
+    """Predicted over measured, by benchmark."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 7))
+    times = [time for several in found.values() for time in several]
+    for name, several in found.items():
+        axes.scatter([time.measured for time in several], [time.predicted for time in several], s=22, label=name)
+    if times:
+        ends = [min(time.measured for time in times) / 1.3, max(time.measured for time in times) * 1.3]
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="black", alpha=0.1)
+        axes.set(xscale="log", yscale="log")
+        axes.legend(fontsize=8)
+    axes.set(xlabel="measured, seconds", ylabel="predicted, seconds")
+    axes.set_title("Cost model against this machine; the band is 10%")
+    figure.tight_layout()
+    chart = path.with_suffix(".png")
+    figure.savefig(chart, dpi=120)
+    pyplot.close(figure)
+    return [chart]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, judge, print and write."""
+    arguments = parse_arguments(argv)
+    try:
+        found, without = read(Path(arguments.results))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from harness.report import describe_machine, publish
+
+    arguments.results = str(arguments.results)
+    summary = summarise(found, without)
+    show(summary)
+    publish(
+        arguments,
+        benchmark="predictions",
+        machine=describe_machine(),
+        rows=[
+            {"benchmark": name, **vars(time), "error": time.error}
+            for name, several in found.items()
+            for time in several
+        ],
+        summary=summary,
+        draw=lambda path: draw(path, found),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

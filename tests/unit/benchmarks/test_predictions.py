@@ -1,0 +1,80 @@
+"""benchmarks/predictions.py: errors and winners of results whose truth is known."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.predictions import Predictions
+from benchmarks.predictions import Time, main, read, summarise, times_of, winners
+from megakv.costmodel.curves import Curve
+from tests.unit.benchmarks.running import BENCHMARKS
+from tests.unit.costmodel.profiles import ideal
+from tests.unit.costmodel.test_chain import attention_only
+
+
+def row(method: str, predicted: object, measured: float, **setting: object) -> dict[str, object]:
+    return {"method": method, "predicted_s": predicted, "seconds": [measured] * 3, "ranks": 4, **setting}
+
+
+def test_errors_and_winners() -> None:
+    rows = [row("a", 0.9, 1.0, context=1), row("b", 1.8, 2.0, context=1), row("c", None, 5.0, context=1)]
+    rows += [row("a", 2.2, 2.0, context=2), row("b", 2.1, 2.2, context=2)]
+    times = list(times_of(rows))
+    assert [time.method for time in times] == ["a", "b", "a", "b"]
+    assert times[0].error == pytest.approx(-0.1) and winners(times) == [True, False]
+    near = [Time("s", "a", 1.0, 1.00), Time("s", "b", 0.9, 1.04)]
+    assert winners(near) == []
+    summary = summarise({"x": times}, {"y": "why"})
+    assert summary["right_winner_share"] == 0.5 and summary["median_error"] == pytest.approx(0.1)
+    assert summary["without_predictions"] == {"y": "why"}
+
+
+def test_one_row_for_all_candidates() -> None:
+    scale = random.uniform(0.5, 2)
+    rows = [
+        row("auto", {"single": 9.0, "runahead": scale, "pass_kv": 3.0}, 7.0, context=8),
+        row("kvr_s", None, 1.0, context=8),
+        row("pass_kv", None, 2.0, context=9),
+    ]
+    assert list(times_of(rows)) == [Time("ranks 4, context 8", "runahead", scale, 1.0)]
+
+
+def test_folders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        read(tmp_path / "none")
+    (tmp_path / "prefill.json").write_text(json.dumps({"benchmark": "prefill", "rows": [row("a", None, 1.0)]}))
+    assert read(tmp_path) == ({}, {"prefill": "run without --profile-seconds"})
+    (tmp_path / "strange.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"strange.json: not a benchmark's results"):
+        read(tmp_path)
+
+
+def test_the_answer_as_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    rows = [row("pass_kv", 0.95, 1.0, context=1), row("pass_q", 1.2, 1.1, context=1)]
+    (tmp_path / "prefill.json").write_text(json.dumps({"benchmark": "prefill", "rows": rows}))
+    (tmp_path / "hosts.json").write_text(json.dumps({"benchmark": "hosts", "rows": [row("cp", None, 1.0)]}))
+    answer = tmp_path / "answer" / "all.json"
+    answer.parent.mkdir()
+    assert main(["--results", str(tmp_path), "--json", str(answer)]) == 0
+    assert "hosts: its ranks form a mesh" in capsys.readouterr().out
+    report = json.loads(answer.read_text())
+    assert report["summary"]["benchmarks"]["prefill"]["right_winners"] == 1 and len(report["rows"]) == 2
+    assert answer.with_suffix(".png").is_file()
+    assert main(["--results", str(tmp_path / "none")]) == 2
+
+
+def test_plain_models_are_predicted_whole() -> None:
+    """In closed form: all that is predicted of a plain model but the attention is proportional to its tokens."""
+    matmul = Curve(sizes=(1.0, 1e6), seconds=(1e-9, 1e-3))
+    found = Predictions(ideal(matmul=matmul), attention_only(3, dense=50_000), 4)
+    new = random.randint(2, 5000)
+    dense = found.prefill("single", new)
+    squares = 3 * ideal().attention[0].square(8, new)
+    assert dense == pytest.approx(squares + (3 * 50_000) * new * 1e-9, rel=0.02)
+    assert found.prefill("tp", new) is None and found.decode("single", new) is None
+    assert found.decode("replicated", new) is not None and found.prefill("pass_kv", 800) is not None
