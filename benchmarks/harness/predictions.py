@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.dense import TokenTimes
@@ -43,13 +44,14 @@ class Predictions:
             return PrefillTimes(self.profile, self.model, Workload((new,), (cached,), self.size)).seconds(method)
         if method not in ALONE:
             return None
+        # Plain models compute all of the last layer; MegaKV's leaves out what nobody reads.
         tp_size = self.size if method == "tp_gloo" else 1
-        seconds = PrefillTimes(self.profile, self.model, Workload((new,), (cached,), 1), tp_size=tp_size).seconds(
-            "single"
-        )
-        # Plain models compute the last layer's feed-forward for all tokens.
-        times, last = TokenTimes(self.profile, self.model, tp_size=tp_size), len(self.model.layers) - 1
-        return seconds + times.layer(last, new) - times.layer(last, new, wanted=1)
+        dense, workload = TokenTimes(self.profile, self.model, tp_size=tp_size), Workload((new,), (cached,), 1)
+        seconds = dense.head(1)
+        for index, count in self.model.layer_kinds:
+            attention = LayerTimes(self.profile, self.model.attention(tp_size=tp_size, layer=index), workload)
+            seconds += count * (dense.layer(index, new) + attention.predict("single").seconds)
+        return seconds
 
     def decode(self, method: str, context: int, batch: int = 1) -> float | None:
         """Seconds of a decoding step; None where a cache is copied at every step, or ranks stand idle."""

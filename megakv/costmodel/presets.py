@@ -25,11 +25,11 @@ _H100 = MachineSpec(
     inside=Link(bandwidth=370e9, latency_s=1.5e-6),
     between=Link(bandwidth=26e9, latency_s=27e-6),
     host=Link(bandwidth=50e9, latency_s=10e-6),
-    matmul_efficiency=0.8,
-    attention_efficiency=0.645,
+    matmul_efficiency=0.78,
+    attention_efficiency=0.643,
     memory_efficiency=0.8,
-    layer_s=4.4e-3,
-    step_s=1.4e-4,
+    layer_s=4.2e-3,
+    step_s=2e-4,
     step_kernels_s=7.4e-5,
 )
 _A100 = MachineSpec(
