@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig  # noqa: E402
 from megakv.injection.policy import policy_for  # noqa: E402
 from megakv.loading import empty_model  # noqa: E402
 from megakv.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
+from recipes.common.catalogue import load_recipe, names  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
 
 FIGURE = re.compile(
@@ -132,11 +133,22 @@ def runahead_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def recipes_table() -> str:
+    """A row per recipe of a model from the papers."""
+    lines = ["| recipe | model | configs |", "|---|---|---|"]
+    for name in names():
+        recipe = load_recipe(name)
+        configs = ", ".join(f"[{run.config}](recipes/{name}/{run.config})" for run in recipe.runs)
+        lines.append(f"| [`recipes/{name}`](recipes/{name}/README.md) | {recipe.title} | {configs} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families_table,
     "accuracy": accuracy_table,
     "prefill": prefill_table,
     "runahead": runahead_table,
+    "recipes": recipes_table,
 }
 
 
@@ -179,7 +191,7 @@ def refresh(text: str) -> str:
 
 def documents() -> list[Path]:
     """All Markdown files that are checked and refreshed."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes" / "passkey" / "README.md"]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
 
 
 def main() -> None:

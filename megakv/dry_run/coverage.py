@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megakv.errors import MegaKVError
-from megakv.placement import HeadMap, SliceSpec
-from megakv.placement.attention import FUSED, KEY_NORMS, SEPARATE
+from megakv.placement import HeadMap, HeadShard, SliceSpec
+from megakv.placement.attention import FUSED, KEY_NORMS, OUTPUTS, QUERY_NORMS, SEPARATE
 
 
 def check_coverage(
@@ -19,8 +20,8 @@ def check_coverage(
 ) -> int:
     """Refuse shares that do not add up to the model.
 
-    Every index of a parameter that is cut must be on exactly one rank, but for rows of KV heads, which are on as many
-    as the head map has copies. What is cut along its inputs is summed over ranks, so it may never be there twice.
+    Every index of a parameter that is cut must be on exactly one rank, but for those of heads that the head map copies,
+    which are on as many as it says.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def check_coverage(
         Naming the parameter, and which of its indices are on how many ranks.
     """
     copies = {
-        f"{name}.": sum(len(shard.groups) for shard in head_map.layers[layer]) - head_map.n_kv_heads
+        f"{name}.": Copies.of(head_map.layers[layer], head_map.n_heads, head_map.n_kv_heads)
         for layer, name in enumerate(attentions)
     }
     cut = 0
@@ -57,22 +58,47 @@ def check_coverage(
         if all(spec.ranges is None for spec in specs):
             continue
         cut += 1
-        copied = next((count for prefix, count in copies.items() if name.startswith(prefix)), 0)
-        extra, allowed = _duplicates(name, shape, specs), copied * _rows_of_kv_head(name, shape, head_map)
+        copied = next((found for prefix, found in copies.items() if name.startswith(prefix)), None)
+        extra = _duplicates(name, shape, specs)
+        allowed = 0 if copied is None else copied.indices(name, shape[specs[0].dim])
         if extra != allowed:
             raise MegaKVError(
                 f"{name}: {extra} of {shape[specs[0].dim]} indices of dimension {specs[0].dim} are doubled, "
-                f"copies of KV heads make {allowed}"
+                f"copies of heads make {allowed}"
             )
     return cut
 
 
-def _rows_of_kv_head(name: str, shape: Sequence[int], head_map: HeadMap) -> int:
-    """Rows that every copy of a KV head adds to an attention parameter."""
-    owner = name.split(".")[-2]
-    if owner in FUSED:
-        return 2 * shape[0] // (head_map.n_heads + 2 * head_map.n_kv_heads)
-    return shape[0] // head_map.n_kv_heads if owner in (*SEPARATE[1:], *KEY_NORMS) else 0
+@dataclass(frozen=True)
+class Copies:
+    """How many heads of a layer all ranks together hold beyond those of the model.
+
+    Parameters
+    ----------
+    heads, kv_heads : int
+        Of the model.
+    more_heads, more_kv_heads : int
+    """
+
+    heads: int
+    kv_heads: int
+    more_heads: int
+    more_kv_heads: int
+
+    @classmethod
+    def of(cls, shards: Sequence[HeadShard], heads: int, kv_heads: int) -> Copies:
+        """Those of one layer's shards."""
+        held = sum(len(shard.query_heads) for shard in shards), sum(len(shard.kv_heads) for shard in shards)
+        return cls(heads, kv_heads, held[0] - heads, held[1] - kv_heads)
+
+    def indices(self, name: str, length: int) -> int:
+        """Indices that they add to an attention parameter of `length` along the dimension that is cut."""
+        owner = name.split(".")[-2] if not name.endswith("sinks") else QUERY_NORMS[0]
+        if owner in FUSED:
+            return (self.more_heads + 2 * self.more_kv_heads) * length // (self.heads + 2 * self.kv_heads)
+        if owner in (SEPARATE[0], *QUERY_NORMS, *OUTPUTS):
+            return self.more_heads * length // self.heads
+        return self.more_kv_heads * length // self.kv_heads if owner in (*SEPARATE[1:], *KEY_NORMS) else 0
 
 
 def _duplicates(name: str, shape: Sequence[int], specs: Iterable[SliceSpec]) -> int:

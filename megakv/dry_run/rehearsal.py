@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
-from megakv.errors import MegaKVError
+from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import check_length
 from megakv.injection.hooks import depends_on_length
 from megakv.injection.policy import policy_for
 from megakv.loading import read_config
-from megakv.placement import HeadMap, contiguous_head_map, head_counts
+from megakv.placement import contiguous_head_map, head_counts
 from megakv.runahead.partition import even, explicit
 from megakv.sharding import TokenBlock, balanced
 from megakv.weights.files import local_directory
@@ -132,8 +132,11 @@ def dry_run(
     positions = _positions(described)
     context = _check_lengths(positions if context is None else context, batch, new_tokens)
     _check_files(parsed)
-    layers, heads, kv_heads = head_counts(described)
-    head_map = contiguous_head_map(layers, heads, kv_heads, parsed.tp_size)
+    mapping = read_mapping(parsed.megakv.fairkv, parsed.tp_size)
+    if mapping is None:
+        head_map = contiguous_head_map(*head_counts(described), parsed.tp_size)
+    else:
+        head_map = place_heads(mapping, described)
     dtype = parsed.dtype or described.get_text_config().dtype or torch.float32
     whole = WholeModel.plan(described, dtype, head_map)
     check_length(
@@ -148,12 +151,12 @@ def dry_run(
     count = MemoryCount(
         parsed, ModelShape.from_config(described, dtype=dtype), context=context, new_tokens=new_tokens, batch=batch
     )
-    fp8 = parsed.megakv.feed_forward == "fp8"
+    # Between the longest and the shortest shard nothing changes but a length.
+    lengths = {max(1, min(tokens)), max(tokens)}
     shares = []
-    for tp_rank in range(parsed.tp_size):
-        shares.append(whole.share(tp_rank, {max(1, own) for own in tokens}, fp8=fp8))
-        progress(tp_rank + 1, parsed.tp_size)
-    _check_shares(shares, head_map)
+    for share in whole.shares(lengths, fp8=parsed.megakv.feed_forward == "fp8"):
+        shares.append(share)
+        progress(len(shares), parsed.tp_size)
     ranks = [
         count.rank(share, cp_rank, tokens[cp_rank], kept[cp_rank])
         for cp_rank in range(parsed.cp_size)
@@ -231,10 +234,3 @@ def _check_files(config: MegaKVConfig) -> None:
     for setting, path in named.items():
         if path is not None and not Path(path).is_file():
             raise ValueError(f"{setting} = {path!r} is not there")
-
-
-def _check_shares(shares: Sequence[Any], head_map: HeadMap) -> None:
-    """All query heads are somewhere, once."""
-    found, wanted = sum(share.heads for share in shares), head_map.n_heads * len(head_map.layers)
-    if found != wanted:
-        raise MegaKVError(f"ranks hold {found} query heads of all layers together, the model has {wanted}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -98,14 +99,16 @@ class WholeModel:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def share(self, tp_rank: int, tokens: set[int], *, fp8: bool) -> Share:
-        """Build a rank's share and run it.
+    def shares(self, tokens: set[int], *, fp8: bool) -> Iterator[Share]:
+        """Build every rank's share and run it.
+
+        Shares whose parameters have the same shapes, and whose layers the same numbers of heads, are run once: nothing
+        else decides about the shapes in a pass.
 
         Parameters
         ----------
-        tp_rank : int
         tokens : set of int
-            Numbers of tokens that context-parallel ranks with this share compute.
+            Numbers of tokens to run them over.
         fp8 : bool
             Whether feed-forward weights become FP8.
 
@@ -116,30 +119,37 @@ class WholeModel:
         ValueError
             If FP8 is not possible with this model.
         """
-        model = empty_model(deepcopy(self.model.config), self.dtype)
-        placement = self.placements[tp_rank]
-        dtypes = parameter_dtypes(model, self.dtype)
-        shard_structure(model, placement, self.head_map, tp_rank, lambda tensor: tensor)
-        self._check_shapes(model, placement, tp_rank)
+        dtypes = parameter_dtypes(self.model, self.dtype)
+        kept = {id(parameter): parameter for parameter in self.model.parameters()}
+        known: dict[Any, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
+        for tp_rank in range(self.head_map.tp_size):
+            model = deepcopy(self.model, dict(kept))
+            shard_structure(model, self.placements[tp_rank], self.head_map, tp_rank, lambda tensor: tensor)
+            self._check_shapes(model, self.placements[tp_rank], tp_rank)
+            shards = [layers[tp_rank] for layers in self.head_map.layers]
+            counts = [(len(shard.query_heads), len(shard.kv_heads), shard.group_size) for shard in shards]
+            form = tuple(parameter.shape for parameter in model.parameters()), tuple(counts)
+            if form not in known:
+                known[form] = self._run(model, tp_rank, tokens, dtypes, fp8)
+            heads, kv_heads = sum(count[0] for count in counts), sum(count[1] for count in counts)
+            yield Share(tp_rank, heads, kv_heads, *known[form])
+
+    def _run(
+        self, model: PreTrainedModel, tp_rank: int, tokens: set[int], dtypes: Mapping[str, torch.dtype], fp8: bool
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Bytes of a share's weights, by layer of a token's keys and values, and by layer of weights."""
         # Some rotary embeddings keep more tables once they have seen a long prompt.
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         found = [run_shapes(model, self.head_map, tp_rank, count) for count in sorted(tokens)]
-        rows = found[0]
-        if any(other != rows for other in found):
+        if any(other != found[0] for other in found):
             raise MegaKVError(
                 f"tensor-parallel rank {tp_rank}: keys and values of a token depend on how many there are"
             )
         if fp8:
             use_fp8(model)
-        shards = [layers[tp_rank] for layers in self.head_map.layers]
-        return Share(
-            tp_rank=tp_rank,
-            heads=sum(len(shard.query_heads) for shard in shards),
-            kv_heads=sum(len(shard.kv_heads) for shard in shards),
-            weight_bytes=buffers + parameter_bytes(model, dtypes),
-            row_bytes=tuple(rows[layer] for layer in sorted(rows)),
-            layer_bytes=() if fp8 else tuple(places.nbytes for places in layer_places(model, dtypes)),
-        )
+        rows = tuple(found[0][layer] for layer in sorted(found[0]))
+        layers = () if fp8 else tuple(places.nbytes for places in layer_places(model, dtypes))
+        return buffers + parameter_bytes(model, dtypes), rows, layers
 
     def _check_shapes(self, model: PreTrainedModel, placement: Mapping[str, SliceSpec], tp_rank: int) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from megakv.dry_run.coverage import check_coverage
 from megakv.dry_run.passage import ShapeRuntime, run_shapes
 from megakv.dry_run.rehearsal import token_counts
 from megakv.errors import MegaKVError
+from megakv.fairkv.mapper import map_heads
+from megakv.fairkv.mapping import load_mapping
+from megakv.fairkv.placement import place_heads
+from megakv.fairkv.profile import BudgetProfile
 from megakv.launcher.command import main
 from megakv.loading import build_model, empty_model
 from megakv.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
@@ -192,3 +197,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main([*command, *arguments]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_mapped_and_copied_heads(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path / "model")
+    layers, kv_heads = llama().num_hidden_layers, llama().num_key_value_heads
+    profile = BudgetProfile(model="org/model", budgets=tuple((90.0, 5.0, 4.0, 1.0) for _ in range(layers)))
+    map_heads(profile, tp_size=2, copies=1).save(tmp_path / "map.json")
+    mapping = load_mapping(tmp_path / "map.json", setting="test")
+    held = [[len(mapping.head_map(8, whole=True).shard(0, rank).kv_heads) for rank in range(2)]]
+    assert sum(held[0]) == kv_heads + 1
+    settled = settings(tp=2, fairkv={"budget": 0.25, "mapping": str(tmp_path / "map.json")})
+    found = dry_run(folder, settled, context=400).ranks
+    loaded = [
+        build_model(
+            folder, dtype=torch.bfloat16, load="random", tp_rank=rank, tp_size=2, all_reduce=lambda t: t,
+            head_map=partial(place_heads, mapping),
+        ).bytes_kept
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.weight_bytes for rank in found] == loaded
+    other = settings(tp=4, fairkv={"budget": 0.25, "mapping": str(tmp_path / "map.json")})
+    with pytest.raises(ValueError, match="is for 2 tensor-parallel ranks"):
+        dry_run(folder, other, context=400)

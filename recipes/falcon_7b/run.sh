@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Falcon 7B: see README.md, and ../run.sh for the arguments.
+here=$(dirname "${BASH_SOURCE[0]}")
+exec bash "$here/../run.sh" "$here" "$@"

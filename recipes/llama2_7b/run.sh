@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# Llama 2 7B: see README.md, and ../run.sh for the arguments.
+here=$(dirname "${BASH_SOURCE[0]}")
+exec bash "$here/../run.sh" "$here" "$@"

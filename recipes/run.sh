@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Runs a recipe; each recipe's run.sh calls this with its folder. What is not known here goes to launcher/run.py.
+#   --dry-run          build every rank without weights, check it and add up its memory, all runs or that of --config
+#   --model DIR        checkpoint: a directory or hub id
+#   --config FILE      JSON of this folder (default: the first of recipe.json), or any other
+#   --hostfile FILE    ranks on several hosts, as many to a host as the file's slots say
+set -euo pipefail
+recipe=$(cd "$1" && pwd)
+root=$(cd "$recipe/../.." && pwd)
+name=$(basename "$recipe")
+shift
+dry='' config='' hostfile='' model='' rest=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --dry-run) dry=1 && shift && continue ;;
+        --config | --hostfile | --model) [ $# -gt 1 ] || { echo "megakv: error: $1 needs a value" >&2 && exit 1; } ;;
+        *) rest+=("$1") && shift && continue ;;
+    esac
+    case $1 in
+        --config) config=$2 ;;
+        --hostfile) hostfile=$(realpath -- "$2") ;;
+        --model) model=$2 ;;
+    esac
+    shift 2
+done
+source "$root/scripts/setup.sh"
+
+if [ -n "$dry" ]; then
+    cd "$root"
+    exec python -m recipes.common.rehearsal "$name" ${config:+--config "$(basename "$config")"}
+fi
+if [ -z "$model" ]; then
+    echo "megakv: error: --model DIR is missing: $name holds no weights; --dry-run needs none" >&2
+    exit 1
+fi
+if [ -z "$config" ]; then
+    config=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["runs"][0]["config"])' "$recipe/recipe.json")
+fi
+[ -f "$config" ] || config=$recipe/$config
+ranks=$(megakv check "$config" 2>/dev/null | python -c 'import json, sys; print(json.load(sys.stdin)["ranks"])') ||
+    exec megakv check "$config"
+if [ -n "$hostfile" ]; then
+    where=(--hostfile "$hostfile")
+else
+    where=(--num_accelerators "$ranks" --master_port
+        "$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')")
+    gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+    # Ranks that outnumber the GPUs run on the CPU.
+    [ "${gpus:-0}" -ge "$ranks" ] || export DS_ACCELERATOR=cpu
+fi
+exec deepspeed "${where[@]}" --no_local_rank "$root/launcher/run.py" --model "$model" --config "$config" "${rest[@]}"
