@@ -204,6 +204,7 @@ def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argpars
         ranks=engine.mesh.cp_size,
         tp=engine.mesh.tp_size,
         kv=config.megakv.runahead.kv,
+        chunk_tokens=config.megakv.runahead.chunk_tokens,
     )
     passes = TimedPasses(engine, comm, arguments.repeats)
     if own_rank() != 0:

@@ -52,15 +52,16 @@ class Searches:
     ):
         comm = self._comm = Communicator(engine.mesh, Ledger())
         self._shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
+        self._chunk_tokens = engine._config.megakv.runahead.chunk_tokens
         self._chain = ChainIdentity(
             model=ModelIdentity.of(self._shape),
             fingerprint=fingerprint(comm, self._shape.dtype),
             ranks=world.size,
             tp=1,
             kv="sharded",
+            chunk_tokens=self._chunk_tokens,
         )
         self._passes = TimedPasses(engine, comm, repeats)
-        self._chunk_tokens = engine._config.megakv.runahead.chunk_tokens
         self._world = world
         self._path = table
         self._options = {"--profile": profile, "--step": step, "--patience": patience, "--repeats": repeats}

@@ -30,6 +30,8 @@ class PartitionSettings(Protocol):
     def table(self) -> str | None: ...
     @property
     def accept_foreign_table(self) -> bool: ...
+    @property
+    def chunk_tokens(self) -> int: ...
 
 
 @dataclass
@@ -210,6 +212,7 @@ def check_chain(table: LookupTable, settings: PartitionSettings, comm: Communica
         ranks=size,
         tp=comm.mesh.tp_size,
         kv=settings.kv,
+        chunk_tokens=settings.chunk_tokens,
     )
     if differences := table.chain.differences(here):
         raise ValueError(f"{named} was searched elsewhere: {'; '.join(differences)}; {remedy}")

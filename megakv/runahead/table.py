@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.curves import Positive
 from megakv.costmodel.hardware import Fingerprint, Share
 from megakv.costmodel.records import R, Record, load_record
@@ -83,6 +84,8 @@ class ChainIdentity(BaseModel):
         Links of the chain (context-parallel degree), and tensor-parallel ranks of each.
     kv : str
         How the chain ends: ``sharded`` or ``last``.
+    chunk_tokens : int
+        Tokens that are forwarded at a time.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -92,11 +95,12 @@ class ChainIdentity(BaseModel):
     ranks: int = Field(ge=2)
     tp: int = Field(ge=1)
     kv: KVEnd
+    chunk_tokens: int = Field(default=CHUNK_TOKENS, ge=1)
 
     def differences(self, here: ChainIdentity) -> list[str]:
         """What another chain has otherwise, in words."""
         found = []
-        for name in ("ranks", "tp", "kv"):
+        for name in ("ranks", "tp", "kv", "chunk_tokens"):
             mine, theirs = getattr(self, name), getattr(here, name)
             if mine != theirs:
                 found.append(f"{name} {mine!r}, here {theirs!r}")

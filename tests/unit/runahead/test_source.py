@@ -25,6 +25,7 @@ class Settings:
     partition: Any = "auto"
     table: str | None = None
     accept_foreign_table: bool = False
+    chunk_tokens: int = 1024
 
 
 class Ranks:
@@ -135,6 +136,7 @@ def test_a_users_own_and_one_in_use_for_a_while() -> None:
         (3, {}, {"model": {"dtype": "bfloat16"}}, "model's dtype 'bfloat16', here 'float32'"),
         (3, {}, {"tp": 2}, "tp 2, here 1"),
         (3, {"kv": "last"}, {}, "kv 'sharded', here 'last'"),
+        (3, {"chunk_tokens": 99}, {}, "chunk_tokens 1024, here 99"),
     ],
 )
 def test_foreign_tables_are_refused_unless_accepted(

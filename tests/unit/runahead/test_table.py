@@ -45,7 +45,7 @@ def test_it_is_written_and_read_back(tmp_path: Path) -> None:
     some.save(tmp_path / "table.json")
     assert load_table(tmp_path / "table.json") == some
     values = json.loads((tmp_path / "table.json").read_text())
-    assert set(values["chain"]) == {"model", "fingerprint", "ranks", "tp", "kv"}
+    assert set(values["chain"]) == {"model", "fingerprint", "ranks", "tp", "kv", "chunk_tokens"}
     assert set(values["entries"][0]) == {"context", "fractions", "ttft_s", "even_ttft_s", "evaluations"}
 
 
