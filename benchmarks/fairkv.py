@@ -20,7 +20,7 @@ PARTS = ("attention", "engine")
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
 QUICK = {"kept": 1024, "repeats": 9}
-FULL = {"kept": 2048, "repeats": 25}
+FULL = {"kept": 4096, "repeats": 25}
 USABLE = 0.6
 """Share of the machine's memory that the caches may take."""
 
@@ -31,7 +31,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_rank_arguments(parser)
     parser.add_argument("--quick", action="store_true", help=f"smaller and fewer: {QUICK} instead of {FULL}")
     parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=6, help="sequences decoded together (default 6)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences decoded together (default 4)")
     parser.add_argument("--kept", type=int, help=f"mean tokens that a KV head keeps (default {FULL['kept']})")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
     parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")

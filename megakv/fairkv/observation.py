@@ -159,12 +159,13 @@ def pooled_mass(
 
 
 def coarse_peaks(mass_KS: Tensor) -> Tensor:
-    """Peaks to 11 bits.
+    """Peaks without their last 7 bits, in float32.
 
     Many tokens are looked at with a weight of almost exactly 1: which of them is the highest would otherwise depend on
     rounding, and so on the mesh.
     """
-    return mass_KS.half().to(mass_KS.dtype)
+    bits = mass_KS.float().contiguous().view(torch.int32)
+    return ((bits + 64) & -128).view(torch.float32).to(mass_KS.dtype)
 
 
 def shares_of_heads(masses: Sequence[Tensor], add_up: AddUp) -> list[Tensor]:

@@ -12,7 +12,16 @@ from benchmarks.harness.statistics import paired_ratio
 from tests.unit.benchmarks.running import run_benchmark
 
 run = partial(run_benchmark, "fairkv.py")
-SHAPE = {"kept": 37, "layers": 2, "kv-heads": 6, "group": 2, "head-dim": 16, "hidden": 48, "intermediate": 48}
+SHAPE = {
+    "batch": 6,
+    "kept": 37,
+    "layers": 2,
+    "kv-heads": 6,
+    "group": 2,
+    "head-dim": 16,
+    "hidden": 48,
+    "intermediate": 48,
+}
 TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
 
 

@@ -89,11 +89,16 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
+def coarse(peaks: np.ndarray) -> np.ndarray:
+    """Peaks as they count: 17 bits of each."""
+    bits = peaks.astype(np.float32).view(np.int32)
+    return ((bits + 64) & -128).view(np.float32).astype(float)
+
+
 def snap_scores(weights: np.ndarray, pool: int = 7, peak: bool = False) -> np.ndarray:
     """SnapKV: mean over the window, maximum over neighbours, and the window itself on top."""
     length = weights.shape[-1]
-    # Peaks count to 11 bits.
-    seen = weights.max((1, 2)).astype(np.float16).astype(float) if peak else weights[:, :, -WINDOW:].sum((1, 2))
+    seen = coarse(weights.max((1, 2))) if peak else weights[:, :, -WINDOW:].sum((1, 2))
     seen[:, -WINDOW:] = 0
     pooled = np.stack([seen[:, max(0, j - pool // 2) : j + pool // 2 + 1].max(1) for j in range(length)], axis=1)
     pooled[:, -WINDOW:] = np.inf
