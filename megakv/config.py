@@ -200,7 +200,12 @@ def _check_policy(config: ContextParallelConfig, source: str) -> None:
 def _check_offload(section: MegaKVSection, source: str) -> None:
     offload = section.offload
     if not offload.enabled:
-        for key, given in (("weights", offload.weights), ("num_gpu_batches", offload.num_gpu_batches > 1)):
+        switches = {
+            "weights": offload.weights,
+            "num_gpu_batches": offload.num_gpu_batches > 1,
+            "kv_bits": offload.kv_bits,
+        }
+        for key, given in switches.items():
             if given:
                 raise ValueError(f"{source}: megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
@@ -208,6 +213,11 @@ def _check_offload(section: MegaKVSection, source: str) -> None:
         raise ValueError(
             f"{source}: megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
             "with their weights; allowed: 'dtype', or megakv.offload.weights = false"
+        )
+    if offload.kv_bits and offload.method == "cpu_rank":
+        raise ValueError(
+            f"{source}: megakv.offload.method = 'cpu_rank' is not supported with megakv.offload.kv_bits = 4: the host "
+            "attends to keys and values in the model's type; use another method, or leave kv_bits out"
         )
     refused = {
         "megakv.fairkv.budget": (section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),

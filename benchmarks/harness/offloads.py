@@ -151,9 +151,11 @@ class Decoder:
         Shared with others; its weights are not copied.
     link_gb_s : float
     chunk_tokens : int
+    **settings
+        More of ``megakv.offload``.
     """
 
-    def __init__(self, method: str, model: PreTrainedModel, *, link_gb_s: float, chunk_tokens: int):
+    def __init__(self, method: str, model: PreTrainedModel, *, link_gb_s: float, chunk_tokens: int, **settings: Any):
         self.method = method
         self._bytes_s = link_gb_s * 1e9
         self._engine: Any = None
@@ -161,7 +163,7 @@ class Decoder:
         if method != OTHERS:
             offload = {"enabled": method != IN_MEMORY, "chunk_tokens": chunk_tokens, **SETTINGS}
             if method != IN_MEMORY:
-                offload |= {"method": method, "emulated_link_gb_s": link_gb_s}
+                offload |= {"method": method, "emulated_link_gb_s": link_gb_s, **settings}
             self._engine = megakv.init_inference(twin(model), {"dtype": "fp32", "megakv": {"offload": offload}})
 
     def generate(self, ids: Tensor, new: int) -> Sample:

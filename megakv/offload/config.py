@@ -26,6 +26,12 @@ class OffloadConfig(DeepSpeedConfigModel):
     """Groups that the sequences of a batch are decoded in, layer by layer, each with keys and values brought for itself
     alone, while one load of the layer's weights serves them all (column-by-column, Figure 4)."""
 
+    kv_bits: Literal[4] | None = None
+    """Bits of each key and value off the accelerator; the model's own type if left out. Four bits are lossy."""
+
+    kv_group: int = Field(64, ge=1)
+    """With `kv_bits`: elements along the head dimension that share a step and a smallest value, at most."""
+
     host_gb: float = Field(4.0, gt=0)
     """Host memory of each rank, in GiB: taken at start, page-locked where there is an accelerator."""
 

@@ -241,7 +241,7 @@ class OffloadCosts:
             lengths = store.lengths()
             sequence = max(range(len(lengths)), key=lambda index: lengths[index])
             count = min(count, lengths[sequence])
-        target = torch.empty((count, store.row_width), dtype=store.dtype, device=self._device)
+        target = torch.empty((count, store.stored_width), dtype=store.stored_dtype, device=self._device)
         moves, pages = store.row_moves(sequence, 0, target) if rows is None else rows.moves(0, target)
         for ticket in unwritten(pages):
             ticket.settle()
@@ -249,7 +249,7 @@ class OffloadCosts:
 
     def _probe(self, store: TieredStore, count: int) -> PagedRows | None:
         """Rows like a store's in pages that nobody uses; None where there are too few."""
-        rows = PagedRows(self._pool, store.row_width, store.dtype)
+        rows = PagedRows(self._pool, store.stored_width, store.stored_dtype)
         if not self._pool.has_room(rows.bytes_for(count)):
             return None
         rows.extend(count)

@@ -19,6 +19,8 @@ class StepRecord:
     cached, new : int
         Tokens of all sequences on this rank.
     plan : Plan
+    kv_bits : int, optional
+        Of each key and value off the accelerator, where they are quantised.
 
     Attributes
     ----------
@@ -34,12 +36,13 @@ class StepRecord:
         In which the link to the accelerator was at work.
     """
 
-    def __init__(self, *, cached: int, new: int, plan: Plan):
+    def __init__(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None = None):
         self.cached, self.new, self.plan = cached, new, plan
         self.predicted_s = plan.predicted_s
         self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
         self.host_s = self.peers_s = 0.0
         self.weight_bytes = 0
+        self.kv_bits = kv_bits
         self.bytes_in = self.bytes_out = 0
         self.begun = self.ended = 0.0
 
@@ -85,6 +88,7 @@ class StepRecord:
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
             weight_bytes=self.weight_bytes,
+            kv_bits=self.kv_bits,
         )
 
     @property

@@ -86,7 +86,8 @@ class Offloader:
         self._ahead = True
         self._record: StepRecord | None = None
         self._ended = 0.0
-        self._host_rank = HostRank(config.cpu_threads) if config.method in ("auto", "cpu_rank") else None
+        hosts = config.method in ("auto", "cpu_rank") and config.kv_bits is None
+        self._host_rank = HostRank(config.cpu_threads) if hosts else None
         self._planner = Planner(
             config,
             self.costs,
@@ -231,6 +232,7 @@ class Offloader:
             begun = time.perf_counter()
             staged.streamed.wait()
             staged.streamed = None
+            staged.unpack()
             if self._record is not None:
                 self._record.waited_s += time.perf_counter() - begun
 
@@ -253,7 +255,7 @@ class Offloader:
 
     def worth_keeping(self, inputs: Tensor, rows: Tensor) -> bool:
         """Whether activations ``[n, h]`` may pay beside rows ``[n, W]``: no larger ones can, on any machine."""
-        return self.config.method != "auto" or inputs.shape[1] < rows.shape[1]
+        return self.config.method != "auto" or inputs.nbytes < rows.nbytes
 
     @property
     def staging_bytes(self) -> int:
@@ -292,9 +294,8 @@ class Offloader:
             recompute(layer, staged, cache.table, cache.rank, self._recomputation, self._record)
 
     def _new_record(self, cache: OffloadedCache, new: list[int]) -> StepRecord:
-        counts = cache.table.counts()[cache.rank].tolist()
-        cached = sum(counts) - sum(new)
-        store = cache.store(0)
-        record = StepRecord(cached=cached, new=sum(new), plan=self._prefetch.plan(store))
+        cached = int(cache.table.counts()[cache.rank].sum()) - sum(new)
+        plan = self._prefetch.plan(cache.store(0))
+        record = StepRecord(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits)
         record.begin(self.link, self._runtime.comm.ledger)
         return record

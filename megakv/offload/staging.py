@@ -31,7 +31,7 @@ class StagingBuffer:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._memory = {name: torch.empty(0, dtype=torch.uint8, device=device) for name in ("rows", "inputs")}
+        self._memory = {name: torch.empty(0, dtype=torch.uint8, device=device) for name in ("rows", "inputs", "packed")}
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
         """``[count, width]``; nothing may be under way into what was taken before."""
@@ -102,6 +102,8 @@ class StagedLayer:
     chunks : list of Chunk
     streamed : Ticket, optional
         The transfer of all other rows.
+    packed : list of (Tensor, Tensor)
+        Where they are quantised: what comes, and the rows that it stands for.
     """
 
     store: TieredStore
@@ -116,6 +118,7 @@ class StagedLayer:
     on_host: list[int]
     chunks: list[Chunk] = field(default_factory=list)
     streamed: Ticket | None = None
+    packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     recomputed: bool = False
 
     def valid(self, new: list[int], stays: bool) -> bool:
@@ -131,6 +134,13 @@ class StagedLayer:
         # The last one first: when it has ended all have, also where one failed.
         for ticket in reversed(tickets):
             ticket.wait()
+
+    def unpack(self) -> None:
+        """Make rows of what has come in four bits."""
+        for packed, rows in self.packed:
+            assert self.store.quantiser is not None
+            self.store.quantiser.unpack(packed, rows)
+        self.packed = []
 
     def row(self, sequence: int, token: int) -> int:
         """Where a token of a sequence lies."""
@@ -190,13 +200,21 @@ def bring(
     staged = StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, on_host)
     if sum(splits):
         _bring_inputs(staged, link, sum(splits), chunk)
+    packed, filled = None, 0
+    if store.quantiser is not None:
+        streamed = sum(cached) - sum(on_host) - sum(splits)
+        packed = buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
     moves: list[Move] = []
     pending: dict[int, Ticket] = {}
     for sequence, count in enumerate(cached):
         first = on_host[sequence] + splits[sequence]
         if first < count:
             at = staged.row(sequence, first)
-            found, pages = store.row_moves(sequence, first, rows[at : at + count - first])
+            target = rows[at : at + count - first]
+            if packed is not None:
+                staged.packed.append((packed[filled : filled + count - first], target))
+                target, filled = staged.packed[-1][0], filled + count - first
+            found, pages = store.row_moves(sequence, first, target)
             moves += found
             pending.update((id(ticket), ticket) for ticket in unwritten(pages))
     if moves:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megakv.offload.link import Move
 from megakv.offload.pages import PagedRows, mark_written, unwritten
 from megakv.offload.pool import Page
+from megakv.offload.quantization import GroupQuantiser, group_size
 from megakv.stores import UniformStore
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class TieredStore(UniformStore):
         self._offloader = offloader
         self._shape: _HeadShape | None = None
         self._dtype: torch.dtype | None = None
+        self._quantiser: GroupQuantiser | None = None
         self._rows: list[PagedRows | None] = [None] * batch
         self._inputs: list[PagedRows | None] = [None] * batch
         self._offered: dict[int, Tensor] = {}
@@ -68,10 +70,11 @@ class TieredStore(UniformStore):
         self._shape, self._dtype = _HeadShape(heads, key_dim, v_KSD.shape[2]), k_KSD.dtype
         keys, values = k_KSD.transpose(0, 1).flatten(1), v_KSD.transpose(0, 1).flatten(1)
         rows = torch.cat((keys, values), dim=1)
-        first = self._write(self._rows, sequence, rows)
+        stored = rows if self.quantiser is None else self.quantiser.pack(rows)
+        first = self._write(self._rows, sequence, stored)
         offered = self._offered.pop(sequence, None)
         inputs = self._inputs[sequence]
-        if offered is not None and self._offloader.worth_keeping(offered, rows):
+        if offered is not None and self._offloader.worth_keeping(offered, stored):
             # Only an unbroken run from the first token on can be recomputed.
             if (0 if inputs is None else inputs.length) == first:
                 self._write(self._inputs, sequence, offered)
@@ -101,10 +104,14 @@ class TieredStore(UniformStore):
         fresh = self._fresh.get(sequence)
         if fresh is not None and len(fresh) == paged.length:
             return self.heads_of(fresh)
-        device = torch.empty((paged.length, paged.width), dtype=self._dtype, device=self._offloader.device)
+        device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._offloader.device)
         moves, pages = paged.moves(0, device)
         self._offloader.link.start("in", moves, after=unwritten(pages)).wait()
-        return self.heads_of(device)
+        if self.quantiser is None:
+            return self.heads_of(device)
+        rows = torch.empty((paged.length, self.row_width), dtype=self.dtype, device=device.device)
+        self.quantiser.unpack(device, rows)
+        return self.heads_of(rows)
 
     def rows(self, sequence: int) -> int:
         paged = self._rows[sequence]
@@ -192,8 +199,30 @@ class TieredStore(UniformStore):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
-        return self.row_width * self.dtype.itemsize
+        """Bytes of a token's keys and values off the accelerator."""
+        return self.stored_width * self.stored_dtype.itemsize
+
+    @property
+    def quantiser(self) -> GroupQuantiser | None:
+        """What rows are packed with off the accelerator; None where they keep their type."""
+        asked = self._offloader.config
+        if asked.kv_bits is None:
+            return None
+        if self._quantiser is None:
+            assert self._shape is not None
+            group = group_size(self._shape.key_dim, self._shape.value_dim, asked.kv_group)
+            self._quantiser = GroupQuantiser(self.row_width, group, self.dtype)
+        return self._quantiser
+
+    @property
+    def stored_width(self) -> int:
+        """Elements of a token's row off the accelerator."""
+        return self.row_width if self.quantiser is None else self.quantiser.nbytes
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of the rows off the accelerator."""
+        return self.dtype if self.quantiser is None else torch.uint8
 
     @property
     def input_bytes(self) -> int:
@@ -207,7 +236,7 @@ class TieredStore(UniformStore):
         return self._dtype
 
     def row_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
-        """Copies of keys and values of tokens from `first` on to device memory ``[n, W]``."""
+        """Copies of keys and values of tokens from `first` on to device memory ``[n, stored_width]``."""
         paged = self._rows[sequence]
         return ([], []) if paged is None else paged.moves(first, device)
 

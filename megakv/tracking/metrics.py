@@ -106,6 +106,8 @@ class OffloadStep:
         To the accelerator and from it.
     weight_bytes
         Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
+    kv_bits
+        Bits of each key and value off the accelerator where they are quantised: results are lossy then.
     """
 
     plan: str
@@ -118,6 +120,7 @@ class OffloadStep:
     bytes_in: int
     bytes_out: int
     weight_bytes: int = 0
+    kv_bits: int | None = None
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 
