@@ -19,7 +19,7 @@ from harness.arguments import check_positive
 
 ROW, COLUMN = ("row stream", "row auto"), ("column stream", "column kvpr", "column chunked", "column auto")
 METHODS = (*ROW, *COLUMN)
-QUICK = {"layers": 4, "repeats": 2, "links": "0.1,0.4", "new": 12}
+QUICK = {"layers": 3, "repeats": 2, "links": "0.2,0.6", "new": 9, "prompt": 256}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
