@@ -60,3 +60,8 @@ class OffloadConfig(DeepSpeedConfigModel):
     def host_bytes(self) -> int:
         """Host memory of each rank, in bytes."""
         return int(self.host_gb * (1 << 30))
+
+    @property
+    def host_attends(self) -> bool:
+        """Whether the host's processor may attend: to keys and values in the model's type, where the method has it."""
+        return self.method in ("auto", "cpu_rank") and self.kv_bits is None

@@ -130,18 +130,7 @@ class OffloadCosts:
     def predict(
         self, costs: LayerCosts, divisions: Sequence[Division], layers: int, weights: WeightTimes, *, chunk: int
     ) -> float:
-        """Seconds from step to step, with activations in chunks of so many tokens.
-
-        Parameters
-        ----------
-        costs : LayerCosts
-            Of one group of sequences.
-        divisions : sequence of Division
-            One for each group.
-        layers : int
-        weights : WeightTimes
-        chunk : int
-        """
+        """Seconds from step to step, of a division for each group; `costs` are of one group, `chunk` is in tokens."""
         groups = [
             group_times(costs, each.recomputed, each.on_host, each.streamed, chunk=chunk, outside_s=self.outside_s)
             for each in divisions

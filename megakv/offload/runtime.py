@@ -86,8 +86,7 @@ class Offloader:
         self._ahead = True
         self._record: StepRecord | None = None
         self._ended = 0.0
-        hosts = config.method in ("auto", "cpu_rank") and config.kv_bits is None
-        self._host_rank = HostRank(config.cpu_threads) if hosts else None
+        self._host_rank = HostRank(config.cpu_threads) if config.host_attends else None
         self._planner = Planner(
             config,
             self.costs,
