@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     from megakv.launcher.fit import add_fit_arguments
     from megakv.launcher.hardware import add_profile_arguments
     from megakv.launcher.plan import add_plan_arguments, plan
+    from megakv.launcher.report import add_report_arguments, report
     from megakv.launcher.search_arguments import add_search_arguments
     from megakv.launcher.simulation import add_simulate_arguments, simulate
 
@@ -146,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("png", help="picture to write")
     drawing.add_argument("--trace", help="trace to write")
     drawing.add_argument("--beside", help="another report to draw below, on the same axis of time")
+    add_report_arguments(_describe(commands, report))
     for command in commands.choices.values():
         command.add_argument("--json", help="write the result to this file")
     for function, add_arguments in ((profile, add_profile_arguments), (fit_policy, add_fit_arguments)):

@@ -14,6 +14,7 @@ from megakv.errors import MegaKVError
 from megakv.tracking.config import TrackingConfig
 from megakv.tracking.files import write_whole
 from megakv.tracking.metrics import RunReport, report_to_json
+from megakv.tracking.tables import by_layer, operations, report_tables
 from megakv.tracking.timeline import draw_timeline
 from megakv.tracking.wandb_run import WandbRunMonitor, check_wandb_installed
 
@@ -134,25 +135,9 @@ class Tracker:
 
 
 def _tables(report: RunReport) -> dict[str, tuple[list[str | int], list[list[Any]]]]:
-    ranks = [
-        [r.rank, r.host, r.cp_rank, r.tp_rank, r.tokens, r.kv_bytes, r.peak_bytes, sum(r.seconds_exposed.values())]
-        for r in report.ranks
-    ]
-    communication = [
-        [r.rank, t.operation, -1 if t.layer is None else t.layer, t.calls, t.bytes_sent, t.seconds, t.seconds_hidden,
-         t.seconds_exposed]
-        for r in report.ranks for t in r.traffic
-    ]  # fmt: skip
-    return {
-        "ranks": (
-            ["rank", "host", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes", "seconds_exposed"],
-            ranks,
-        ),
-        "communication": (
-            ["rank", "operation", "layer", "calls", "bytes_sent", "seconds", "seconds_hidden", "seconds_exposed"],
-            communication,
-        ),
-    }
+    """What W&B shows: communication by rank and layer, the rest as on the HTML page."""
+    found = {**report_tables(report), "communication": by_layer(report), "operations": operations(report)}
+    return {name: (list(table.columns), list(table.rows)) for name, table in found.items()}
 
 
 def _ensure_process_group() -> None:
