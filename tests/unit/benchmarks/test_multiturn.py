@@ -40,13 +40,15 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert row["auto"] == ("pass_q" if row["miss_rate"] < 2 * 2 * 8 / (8 * 8 + 8 * (8 + 1)) else "pass_kv")
         assert all(0 <= value < 1e7 for value in row["attention_us"].values())
         assert row["attention_us"]["attention"] > 0 and row["attention_us"]["send_recv"] > 0
-        assert (row["attention_us"]["collective"] > 0) == (row["method"] == "pass_q")
-    # A ring of two: each rank sends the keys and values it holds, cached ones too, in both layers; 2 heads of 8.
+        assert row["attention_us"]["collective"] > 0
+    # A ring of two: each rank sends the keys and values it holds, cached ones too, in the first layer; 2 heads of 8.
+    # Of the last layer the one query whose result is read goes round: 8 heads of 8.
     for row in report["rows"][::2]:
-        assert sum(sent["pass_kv"] for sent in row["bytes_sent"]) == 2 * 300 * 2 * 2 * 8 * 4
-    # Or its new queries, 8 heads of 8.
+        assert sum(sent["pass_kv"] for sent in row["bytes_sent"]) == 300 * 2 * 2 * 8 * 4
+        assert sum(sent.get("pass_q", 0) for sent in row["bytes_sent"]) == 8 * 8 * 4
+    # Or all its new queries in the first layer.
     for row in report["rows"][1::2]:
-        assert sum(sent["pass_q"] for sent in row["bytes_sent"]) == 2 * row["new_tokens"] * 8 * 8 * 4
+        assert sum(sent.get("pass_q", 0) for sent in row["bytes_sent"]) == (row["new_tokens"] + 1) * 8 * 8 * 4
 
     summary = report["summary"]
     assert summary["cells"] == 3 and summary["equation_1_miss_rate"] == 0.5 and summary["not_measured"] == {}
