@@ -41,6 +41,9 @@ class OffloadConfig(DeepSpeedConfigModel):
     disk_path: str = "."
     """Folder of the file."""
 
+    device_gb: float = Field(0.0, ge=0)
+    """Accelerator memory of each rank, in GiB, for keys and values that stay there: the last ones of each prompt."""
+
     page_kib: int = Field(512, ge=1)
     """Size of the pages that both are cut into."""
 

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """Cached tokens of a group of sequences, those of them with activations, and those that the host may attend to."""
+    """Cached tokens of a group of sequences.
+
+    Of them, those with activations, those that the host may attend to, and those that stay on the accelerator.
+    """
 
     tokens: int
     most: int
     host: int
+    resident: int
 
 
 class Planner:
@@ -82,12 +86,14 @@ class Planner:
         Where they do not stay with their rank, the host attends to none.
         """
         hosts = self._host_rank is not None and stays
-        lengths, inputs, memory = store.settled(), store.with_inputs(), store.in_memory()
+        lengths, resident = store.settled(), store.residents()
+        inputs, memory = store.with_inputs(), store.in_memory()
         sizes = [
             _Size(
                 sum(lengths[sequence] for sequence in group),
                 sum(min(lengths[sequence], inputs[sequence]) for sequence in group),
                 sum(min(lengths[row], memory[row]) for row in group) if hosts else 0,
+                sum(min(lengths[row], resident[row]) for row in group),
             )
             for group in groups
         ]
@@ -123,19 +129,22 @@ class Planner:
         name = self._trials.choose(predicted, tokens) if self._costs.settled else best
         return plans[name]._replace(predicted_s=plans[name].seconds * self._trials.correction(name, tokens))
 
-    def _candidates(self, costs: LayerCosts, tokens: int, most: int, host: int) -> Iterator[tuple[str, Division, int]]:
+    def _candidates(
+        self, costs: LayerCosts, tokens: int, most: int, host: int, resident: int
+    ) -> Iterator[tuple[str, Division, int]]:
         """Plans that the method allows: name, division, and tokens of a chunk of activations. The plainest first."""
         method, chunk = self._config.method, self._config.chunk_tokens
         if method in ("auto", "stream") or not (most or host):
-            yield "stream", Division(tokens), chunk
+            yield "stream", Division(tokens, resident=resident), chunk
         if method in ("auto", "kvpr") and most:
-            yield "kvpr", split_point(costs, tokens, most=most), tokens
+            moving = split_point(costs, tokens - resident, most=most)
+            yield "kvpr", replace(moving, tokens=tokens, resident=resident), tokens
         if method in ("auto", "chunked") and most:
-            yield "chunked", divide(costs, tokens, chunk=chunk, most=most), chunk
+            yield "chunked", divide(costs, tokens, chunk=chunk, resident=resident, most=most), chunk
         if method in ("auto", "cpu_rank") and host:
-            yield "cpu_rank", divide(costs, tokens, chunk=chunk, recompute=False, host=host), chunk
+            yield "cpu_rank", divide(costs, tokens, chunk=chunk, resident=resident, recompute=False, host=host), chunk
         if method == "auto" and most and host:
-            yield "all", divide(costs, tokens, chunk=chunk, most=most, host=host), chunk
+            yield "all", divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host), chunk
 
     def check_room(self, store: TieredStore, pool: PagePool, new_tokens: int, *, later_turn: bool) -> None:
         """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.

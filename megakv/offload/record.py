@@ -80,6 +80,7 @@ class StepRecord:
         return OffloadStep(
             cached=self.cached,
             plan=self.plan.name,
+            resident=self.division.resident,
             recomputed=self.division.recomputed,
             on_host=self.division.on_host,
             predicted_s=self.predicted_s,

@@ -22,6 +22,7 @@ from megakv.offload.pool import PagePool
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profiler import OffloadCosts
 from megakv.offload.record import StepRecord
+from megakv.offload.residents import ResidentBudget
 from megakv.offload.staging import StagedLayer
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
@@ -64,11 +65,8 @@ class Offloader:
         device: torch.device,
         weights: WeightStream | None = None,
     ):
-        self.config = config
-        self.link = link
-        self.pool = pool
-        self.device = device
-        self.weights = weights
+        self.config, self.link, self.pool, self.device, self.weights = config, link, pool, device, weights
+        self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
         self.costs = OffloadCosts(config, link, pool, device, sharers=runtime.comm.watch.neighbours)
         self.steps: list[StepRecord] = []
         self._recomputation: Recomputation | None = None
@@ -258,8 +256,8 @@ class Offloader:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the buffers on the accelerator."""
-        return self._prefetch.nbytes + (0 if self.weights is None else self.weights.nbytes)
+        """Bytes of the buffers on the accelerator, and of what stays there."""
+        return self.residents.used + self._prefetch.nbytes + (0 if self.weights is None else self.weights.nbytes)
 
     # Inside
 

@@ -207,16 +207,20 @@ def bring(
     moves: list[Move] = []
     pending: dict[int, Ticket] = {}
     for sequence, count in enumerate(cached):
-        first = on_host[sequence] + splits[sequence]
-        if first < count:
-            at = staged.row(sequence, first)
-            target = rows[at : at + count - first]
-            if packed is not None:
-                staged.packed.append((packed[filled : filled + count - first], target))
-                target, filled = staged.packed[-1][0], filled + count - first
-            found, pages = store.row_moves(sequence, first, target)
-            moves += found
-            pending.update((id(ticket), ticket) for ticket in unwritten(pages))
+        spans = [(on_host[sequence] + splits[sequence], count)]
+        resident = store.resident(sequence) if count else None
+        if resident is not None:
+            spans = [(spans[0][0], resident.first), (resident.end, count)]
+            rows[staged.row(sequence, resident.first) : staged.row(sequence, resident.end)] = resident.rows
+        for first, last in spans:
+            if first < last:
+                target = rows[staged.row(sequence, first) : staged.row(sequence, last)]
+                if packed is not None:
+                    staged.packed.append((packed[filled : filled + last - first], target))
+                    target, filled = staged.packed[-1][0], filled + last - first
+                found, pages = store.row_moves(sequence, first, target)
+                moves += found
+                pending.update((id(ticket), ticket) for ticket in unwritten(pages))
     if moves:
         staged.streamed = link.start("in", moves, after=list(pending.values()))
     return staged

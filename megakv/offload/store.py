@@ -11,6 +11,7 @@ from megakv.offload.link import Move
 from megakv.offload.pages import PagedRows, mark_written, unwritten
 from megakv.offload.pool import Page
 from megakv.offload.quantization import GroupQuantiser, group_size
+from megakv.offload.residents import ResidentRows
 from megakv.stores import UniformStore
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class TieredStore(UniformStore):
         self._inputs: list[PagedRows | None] = [None] * batch
         self._offered: dict[int, Tensor] = {}
         self._fresh: dict[int, Tensor] = {}
+        self._resident: list[ResidentRows | None] = [None] * batch
         self._late: dict[int, tuple[int, Tensor]] = {}
         self._began: dict[int, int] = {}
         self._moves: list[Move] = []
@@ -72,6 +74,9 @@ class TieredStore(UniformStore):
         rows = torch.cat((keys, values), dim=1)
         stored = rows if self.quantiser is None else self.quantiser.pack(rows)
         first = self._write(self._rows, sequence, stored)
+        if first == 0:
+            budget = self._offloader.residents
+            self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, rows, len(self._rows))
         offered = self._offered.pop(sequence, None)
         inputs = self._inputs[sequence]
         if offered is not None and self._offloader.worth_keeping(offered, stored):
@@ -126,6 +131,8 @@ class TieredStore(UniformStore):
             if paged is not None and length < paged.length:
                 paged.truncate(length)
                 self.version += 1
+        pairs = zip(self._resident, lengths, strict=True)
+        self._resident = [None if rows is None else rows.cut(length) for rows, length in pairs]
         for inputs, length in zip(self._inputs, lengths, strict=True):
             if inputs is not None:
                 inputs.truncate(length)
@@ -140,6 +147,7 @@ class TieredStore(UniformStore):
         self.flush()
         self.version += 1
         self._fresh.clear()
+        self._resident = [self._resident[source] for source in index]
         for rows in (self._rows, self._inputs):
             present = list(rows)
             rows[:] = [None if (row := present[source]) is None else row.fork() for source in index]
@@ -148,6 +156,7 @@ class TieredStore(UniformStore):
         self.flush()
         twin = TieredStore(self.layer, len(self._rows), self._offloader)
         twin._shape, twin._dtype = self._shape, self._dtype
+        twin._resident = list(self._resident)
         twin._rows = [None if row is None else row.fork() for row in self._rows]
         twin._inputs = [None if row is None else row.fork() for row in self._inputs]
         return twin
@@ -183,8 +192,20 @@ class TieredStore(UniformStore):
                 staged.put(sequence, *late)
 
     def with_inputs(self) -> list[int]:
-        """Leading tokens of every sequence whose activations are kept."""
-        return [0 if row is None else row.length for row in self._inputs]
+        """Leading tokens of every sequence whose activations are kept, up to those that are resident."""
+        return self._before_residents([0 if row is None else row.length for row in self._inputs])
+
+    def resident(self, sequence: int) -> ResidentRows | None:
+        """Rows of a sequence that stay on the accelerator."""
+        return self._resident[sequence]
+
+    def residents(self) -> list[int]:
+        """Tokens of every sequence that stay on the accelerator."""
+        return [0 if rows is None else len(rows.rows) for rows in self._resident]
+
+    def _before_residents(self, counts: list[int]) -> list[int]:
+        pairs = zip(counts, self._resident, strict=True)
+        return [count if rows is None else min(count, rows.first) for count, rows in pairs]
 
     @property
     def row_width(self) -> int:
@@ -246,8 +267,8 @@ class TieredStore(UniformStore):
         return ([], []) if paged is None else paged.moves(first, device)
 
     def in_memory(self) -> list[int]:
-        """Leading tokens of every sequence whose keys and values lie in host memory."""
-        return [0 if row is None else row.in_memory() for row in self._rows]
+        """Leading tokens of every sequence whose keys and values lie in host memory, up to those that are resident."""
+        return self._before_residents([0 if row is None else row.in_memory() for row in self._rows])
 
     def rows_in_memory(self, sequence: int, count: int) -> list[tuple[int, Tensor]]:
         """The first tokens' keys and values where they lie: runs of rows ``[n, W]``, each with its first token."""

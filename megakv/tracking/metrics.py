@@ -95,9 +95,9 @@ class OffloadStep:
     ----------
     plan
         Which of the methods served it; ``all`` where activations were recomputed and the host attended.
-    cached, recomputed, on_host
-        Cached tokens of all sequences; of them, recomputed from activations in each layer (the split point), and
-        attended to by the host.
+    cached, resident, recomputed, on_host
+        Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
+        those recomputed from activations (the split point), and those attended to by the host.
     predicted_s, measured_s
         From the end of the pass before to the end of this one.
     waited_s
@@ -112,6 +112,7 @@ class OffloadStep:
 
     plan: str
     cached: int
+    resident: int
     recomputed: int
     on_host: int
     predicted_s: float

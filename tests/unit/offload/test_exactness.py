@@ -255,3 +255,36 @@ def test_the_report_has_every_step(offloaded: Any) -> None:
     for step in rank.offload:
         assert 0 < step.recomputed < step.cached and 0 < step.on_host < step.cached
         assert step.measured_s >= step.waited_s >= 0 and step.predicted_s > 0
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["kvpr", "cpu_rank", "auto"])
+def test_some_tokens_stay_on_the_accelerator(method: str, offloaded: Any) -> None:
+    model = plain_model("opt")
+    ids, mask = ragged()
+    budget = model.config.num_hidden_layers * 42 * 2 * model.config.hidden_size * 4
+    engine = offloaded(copy.deepcopy(model), method=method, device_gb=budget / (1 << 30))
+    for beams in (1, 2):
+        expected = generate(model, ids, mask, num_beams=beams)
+        assert torch.equal(generate(engine, ids, mask, num_beams=beams), expected)
+        steps = engine._offloader.steps
+        assert all(step.division.resident == steps[0].division.resident > 0 for step in steps)
+        assert 0 < engine._offloader.residents.used <= budget
+    session = engine.session()
+    turn = torch.randint(3, 190, (2, 15), generator=torch.Generator().manual_seed(3))
+    first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    session.cut_back(11)
+    longer = torch.cat([first[:, :11], turn], dim=1)
+    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
+    assert torch.equal(session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+def test_resident_tokens_are_not_sent(offloaded: Any) -> None:
+    model = plain_model("gpt_neox")
+    ids, mask = ragged()
+    sent = []
+    for device_gb in (0.0, 0.05):
+        engine = offloaded(copy.deepcopy(model), method="stream", device_gb=device_gb)
+        generate(engine, ids, mask)
+        sent.append(sum(step.bytes_in for step in engine._offloader.steps[3:]))
+    assert sent[1] < sent[0] / 3

@@ -1,0 +1,84 @@
+"""Rows that stay on the accelerator: a copy of the last rows of each prompt, within a budget of their own."""
+
+from __future__ import annotations
+
+import gc
+
+from torch import Tensor
+
+
+class ResidentBudget:
+    """Accelerator memory for rows that stay there.
+
+    Parameters
+    ----------
+    nbytes : int
+    layers : int
+        Attention layers, which share it evenly.
+    """
+
+    def __init__(self, nbytes: int, layers: int):
+        self._share = nbytes // layers
+        self._used = [0] * layers
+
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        return sum(self._used)
+
+    def tokens(self, layer: int, row_bytes: int, batch: int) -> int:
+        """Tokens that one of a batch's sequences may keep in a layer."""
+        fair = self._share // batch
+        if fair > self._share - self._used[layer]:
+            # Caches that nobody holds any more may still wait for the garbage collector.
+            gc.collect()
+        return max(0, min(fair, self._share - self._used[layer]) // row_bytes)
+
+    def take(self, layer: int, nbytes: int) -> None:
+        """Count bytes of a layer; fewer than none where they are given back."""
+        self._used[layer] += nbytes
+
+
+class ResidentRows:
+    """Rows of one layer and sequence on the accelerator; they also lie in a tier, so they can be given up any time.
+
+    Parameters
+    ----------
+    budget : ResidentBudget
+    layer : int
+    first : int
+        Index of the first one.
+    rows : Tensor
+        ``[n, W]``, a copy of their own.
+    """
+
+    def __init__(self, budget: ResidentBudget, layer: int, first: int, rows: Tensor):
+        self.first, self.rows = first, rows
+        self._budget, self._layer = budget, layer
+        self._nbytes = rows.numel() * rows.element_size()
+        budget.take(layer, self._nbytes)
+
+    def __del__(self) -> None:
+        self._budget.take(self._layer, -self._nbytes)
+
+    @property
+    def end(self) -> int:
+        """Index behind the last one."""
+        return self.first + len(self.rows)
+
+    @classmethod
+    def of_prompt(cls, budget: ResidentBudget, layer: int, rows: Tensor, batch: int) -> ResidentRows | None:
+        """The last rows ``[n, W]`` of a prompt, as many as are its share; None where nothing fits.
+
+        The first ones are left to the host and to recomputation.
+        """
+        count = min(len(rows), budget.tokens(layer, rows.shape[1] * rows.element_size(), batch))
+        return cls(budget, layer, len(rows) - count, rows[-count:].clone()) if count else None
+
+    def cut(self, length: int) -> ResidentRows | None:
+        """What is left where a sequence is cut back to a length."""
+        if length >= self.end:
+            return self
+        if length <= self.first:
+            return None
+        return ResidentRows(self._budget, self._layer, self.first, self.rows[: length - self.first].clone())
