@@ -143,12 +143,18 @@ def recipes_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def compression_table() -> str:
+    """What compression costs the pass-key model, as its experiment wrote it."""
+    return (ROOT / "recipes" / "passkey" / "results" / "compression.md").read_text().rstrip() + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families_table,
     "accuracy": accuracy_table,
     "prefill": prefill_table,
     "runahead": runahead_table,
     "recipes": recipes_table,
+    "compression": compression_table,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ WITH_PEAK = ("snapkv", "pyramidkv", "ada_snapkv", "headkv")
 PEAK: dict[str, Any] = {"observe": "prompt", "reduce": "peak"}
 FULL = "every token"
 ANSWER_TOKENS = 8
+RIVALS = tuple((f"ada_snapkv{suffix}", f"snapkv{suffix}") for suffix in ("", ", peak"))
+"""Unequal budgets and equal ones of the same total, which are compared document by document."""
+RESAMPLES, CONFIDENCE = 10_000, 0.95
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,14 @@ def write_importance() -> None:
     IMPORTANCE_FILE.write_text(json.dumps({"model": "passkey", "importance": np.round(table, 4).tolist()}) + "\n")
 
 
-def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[str, float]:
+def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[str, Any]:
     """Read each document, compress, then ask.
 
     Returns
     -------
     dict
-        ``exact`` answers, and the share of the cache's ``bytes`` that was held when the question came.
+        ``exact`` answers, ``right`` with 1 or 0 for each document, and the share of the cache's ``bytes`` that was held
+        when the question came.
     """
     tokenizer: PreTrainedTokenizerBase = load_tokenizer()
     asked = tokenizer(SEPARATOR + question(), return_tensors="pt").input_ids
@@ -82,7 +87,8 @@ def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[s
     engine = megakv.init_inference(str(MODEL_DIR), {"dtype": "fp32", "megakv": extra})
     config = engine.module.config
     token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    exact, held = 0, 0.0
+    right: list[int] = []
+    held = 0.0
     for each in documents:
         session = engine.session()
         session.generate(torch.tensor([each.ids]), max_new_tokens=1, do_sample=False)
@@ -91,10 +97,32 @@ def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[s
         held += session._cache.nbytes() / (token_bytes * len(each.ids))
         before = len(each.ids) + asked.shape[1]
         found = session.generate(asked, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        exact += is_correct(tokenizer.decode(found[0, before:], skip_special_tokens=True), each.number)
+        right.append(int(is_correct(tokenizer.decode(found[0, before:], skip_special_tokens=True), each.number)))
         session.close()
     engine.destroy()
-    return {"exact": exact, "bytes": held / len(documents)}
+    return {"exact": sum(right), "right": right, "bytes": held / len(documents)}
+
+
+def compare(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Unequal budgets against equal ones: their difference in percent with its bootstrap interval, and McNemar's exact
+    p-value, both over pairs of answers to one document."""
+    cells = {(cell["label"], cell["budget"]): cell for cell in record["cells"]}
+    rng, found = np.random.default_rng(0), []
+    for rivals in RIVALS:
+        for budget in BUDGETS:
+            pair = [cells.get((label, budget), {}).get("right") for label in rivals]
+            if None in pair:
+                continue
+            difference = 100.0 * (np.array(pair[0]) - np.array(pair[1]))
+            resampled = difference[rng.integers(0, len(difference), (RESAMPLES, len(difference)))].mean(axis=1)
+            low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+            won, lost = int((difference > 0).sum()), int((difference < 0).sum())
+            tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1)) / 2 ** (won + lost)
+            found.append(
+                {"label": rivals[0], "against": rivals[1], "budget": budget, "difference": float(difference.mean()),
+                 "low": float(low), "high": float(high), "won": won, "lost": lost, "p": min(1.0, 2 * tail)}
+            )  # fmt: skip
+    return found
 
 
 def make_documents(tokens: int, count: int, seed: int) -> list[Document]:
@@ -119,6 +147,20 @@ def table(record: dict[str, Any]) -> str:
         row = [cells.get((setting.label, None if setting.section is None else budget)) for budget in BUDGETS]
         shown = ["-" if cell is None else f"{100 * cell['exact'] / count:.0f}" for cell in row]
         lines.append(f"| {setting.label} | " + " | ".join(shown) + " |")
+    if record.get("comparisons"):
+        lines += [
+            "",
+            "Unequal against equal budgets, document by document: difference in percent with its 95% interval, "
+            "documents won and lost, and McNemar's exact p:",
+            "",
+            "| method | budget | difference | won, lost | p |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {each['label']} | {each['budget']:.0%} | {each['difference']:.0f} [{each['low']:.0f}, "
+            f"{each['high']:.0f}] | {each['won']}, {each['lost']} | {each['p']:.2g} |"
+            for each in record["comparisons"]
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -172,6 +214,9 @@ def main() -> None:
         earlier = json.loads(path.read_text())
         if all(earlier[name] == record[name] for name in ("tokens", "prompts", "seed")):
             record = earlier
+    # Older results do not say which documents were answered.
+    rivals = {label for pair in RIVALS for label in pair}
+    record["cells"] = [cell for cell in record["cells"] if cell["label"] not in rivals or "right" in cell]
     done = {(cell["label"], cell["budget"]) for cell in record["cells"]}
     documents = make_documents(args.tokens, args.prompts, args.seed)
     for setting in settings():
@@ -183,6 +228,8 @@ def main() -> None:
             record["cells"].append(cell)
             path.write_text(json.dumps(record, indent=1) + "\n")
             print(f"{setting.label}, budget {budget}: {cell['exact']} of {args.prompts}", flush=True)
+    record["comparisons"] = compare(record)
+    path.write_text(json.dumps(record, indent=1) + "\n")
     (args.output / "compression.md").write_text(table(record))
     draw(record, args.output / "compression.png")
     print(table(record))
