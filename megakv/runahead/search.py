@@ -28,6 +28,7 @@ GAIN = 0.002
 LEANINGS = ((0.25, 0.5, 0.75), (-0.5, -0.9))
 """Shares of attention to balance the ranks for, in the two directions away from even."""
 DOWNHILL_STEPS = 8
+RIDGE_POINTS = 12
 RECENT, DISTRUST = 8, 20.0
 """Patience grows with the mean relative error of the last promises: by all of itself for an error of 5%."""
 
@@ -138,6 +139,8 @@ class PartitionSearch:
         if self.full_grid:
             self._every_cell()
         self._promising()
+        if self.full_grid:
+            self._all_round()
         again = self._repeat(first)
         best = min(again or self._seconds, key=lambda partition: (again or self._seconds)[partition])
         return SearchResult(
@@ -159,6 +162,30 @@ class PartitionSearch:
                 if np.abs(self._best() - center).max() < self.grid.reach * stride:
                     break
             self._challenge()
+
+    def _all_round(self) -> None:
+        """Whole cells of every stride around the best, and further along the ridge, until it is the best of all."""
+        strides = self.grid.strides
+        index = len(strides) - 1
+        while index >= 0:
+            before = self._best()
+            if index == len(strides) - 1:
+                self._along_the_ridge()
+            self._measure_all(self.grid.around(self._best(), strides[index]), strides[index], ())
+            index = index - 1 if (self._best() == before).all() else len(strides) - 1
+
+    def _along_the_ridge(self) -> None:
+        """From each of the next best through the best and beyond: in a long valley no cell reaches its lowest point."""
+        best, *others = sorted(self._seconds, key=lambda partition: self._seconds[partition])[: 1 + RIDGE_POINTS]
+        for other in others:
+            for step in (1, 2, 4):
+                beyond = np.array(best) + step * (np.array(best) - np.array(other))
+                if beyond.min() < self.grid.unit:
+                    break
+                partition, before = self.grid.nearest(beyond), min(self._seconds.values())
+                self._measure(partition, self.grid.unit, left=self._repeats)
+                if min(self._seconds.values()) >= before:
+                    break
 
     def _measure_all(self, rows: Bounds, stride: int, below: Sequence[int]) -> None:
         for index, row in enumerate(rows):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv import loading
 from megakv.fp8 import FP8, Fp8Linear, feed_forward_linears
 from megakv.loading import build_model
 from megakv.placement.plan import decoder_layers
+from megakv.weights import materialisation
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, llama
 from tests.shards import ThreadRanks
 
@@ -93,7 +93,7 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
     AutoModelForCausalLM.from_config(llama()).save_pretrained(tmp_path)
     read: list[weakref.ref[Tensor]] = []
     most = 0
-    local = loading._local
+    local = materialisation._local
 
     def watched(source: Any, name: str, *arguments: Any) -> Tensor:
         nonlocal most
@@ -104,7 +104,7 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
         read.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(loading, "_local", watched)
+    monkeypatch.setattr(materialisation, "_local", watched)
     model = AutoModelForCausalLM.from_pretrained(tmp_path) if given else tmp_path
     build_model(model, dtype=torch.bfloat16, feed_forward="fp8", all_reduce=unused)
     assert len(read) == 6 and most == 0

@@ -51,7 +51,10 @@ def test_every_family_waits_for_its_weights(name: str, offloaded: Any) -> None:
 
 
 @pytest.mark.usefixtures("fixed_costs", "poisoned")
-@pytest.mark.parametrize(("weights", "groups"), [(True, 1), (False, 3), (True, 2)])
+@pytest.mark.parametrize(
+    ("weights", "groups"),
+    [(True, 2), *(pytest.param(*each, marks=pytest.mark.full) for each in ((True, 1), (False, 3)))],
+)
 @pytest.mark.parametrize("name", NAMED)
 def test_beams_in_groups_over_both_tiers(name: str, weights: bool, groups: int, offloaded: Any, tmp_path: Any) -> None:
     model = deep_model(name)

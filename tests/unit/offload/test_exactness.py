@@ -1,6 +1,7 @@
 """Offloaded generation gives the plain model's tokens, for every family and method."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,10 +73,18 @@ def test_every_family_recomputes_its_own_keys_and_values(
     assert all(0 < step.division.recomputed < step.cached for step in engine._offloader.steps)
 
 
+def generations() -> Iterator[Any]:
+    """Families, methods and ways to generate; by default every method with one family, and `auto` with all."""
+    for name in ("opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"):
+        for method in ("stream", "kvpr", "chunked", "cpu_rank", "auto"):
+            for way, options in (("beams", {"num_beams": 3}), ("sampled", {"do_sample": True, "top_k": 20})):
+                often = way == "beams" and (name == "qwen3" or method == "auto") or (name, method) == ("opt", "auto")
+                marks = [] if often else [pytest.mark.full]
+                yield pytest.param(name, method, options, id=f"{name}-{method}-{way}", marks=marks)
+
+
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_k": 20}], ids=["beams", "sampled"])
-@pytest.mark.parametrize("method", ["stream", "kvpr", "chunked", "cpu_rank", "auto"])
-@pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"])
+@pytest.mark.parametrize(("name", "method", "options"), generations())
 def test_every_method_gives_the_plain_tokens(name: str, method: str, options: dict[str, Any], offloaded: Any) -> None:
     model = plain_model(name)
     ids, mask = ragged(4)

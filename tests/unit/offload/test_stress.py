@@ -45,7 +45,7 @@ class Shadow:
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["stream", "auto"])
+@pytest.mark.parametrize("method", ["stream", pytest.param("auto", marks=pytest.mark.full)])
 def test_no_row_is_corrupted_in_a_thousand_steps(
     method: str, offloaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -54,7 +54,7 @@ def read(html: str) -> Reader:
 def report() -> RunReport:
     found = random_report(random.Random(7))
     step = OffloadStep(
-        plan="stream", cached=100, recomputed=40, on_host=10, predicted_s=0.5, measured_s=0.4, waited_s=0.1,
+        plan="stream", cached=100, recomputed=40, on_host=10, resident=0, predicted_s=0.5, measured_s=0.4, waited_s=0.1,
         bytes_in=1000, bytes_out=10,
     )  # fmt: skip
     found.ranks[1].offload = [step, replace(step, recomputed=44, measured_s=0.6)]
