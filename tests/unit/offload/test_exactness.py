@@ -84,7 +84,7 @@ def generations() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize(("name", "method", "options"), generations())
+@pytest.mark.parametrize(("name", "method", "options"), list(generations()))
 def test_every_method_gives_the_plain_tokens(name: str, method: str, options: dict[str, Any], offloaded: Any) -> None:
     model = plain_model(name)
     ids, mask = ragged(4)
