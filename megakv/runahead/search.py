@@ -28,7 +28,6 @@ GAIN = 0.002
 LEANINGS = ((0.25, 0.5, 0.75), (-0.5, -0.9))
 """Shares of attention to balance the ranks for, in the two directions away from even."""
 DOWNHILL_STEPS = 8
-RIDGE_POINTS = 12
 RECENT, DISTRUST = 8, 20.0
 """Patience grows with the mean relative error of the last promises: by all of itself for an error of 5%."""
 
@@ -164,28 +163,36 @@ class PartitionSearch:
             self._challenge()
 
     def _all_round(self) -> None:
-        """Whole cells of every stride around the best, and further along the ridge, until it is the best of all."""
-        strides = self.grid.strides
-        index = len(strides) - 1
-        while index >= 0:
-            before = self._best()
-            if index == len(strides) - 1:
-                self._along_the_ridge()
-            self._measure_all(self.grid.around(self._best(), strides[index]), strides[index], ())
-            index = index - 1 if (self._best() == before).all() else len(strides) - 1
+        """Whole cells of the finest stride around the best, then around the next best outside of them.
 
-    def _along_the_ridge(self) -> None:
-        """From each of the next best through the best and beyond: in a long valley no cell reaches its lowest point."""
-        best, *others = sorted(self._seconds, key=lambda partition: self._seconds[partition])[: 1 + RIDGE_POINTS]
-        for other in others:
-            for step in (1, 2, 4):
-                beyond = np.array(best) + step * (np.array(best) - np.array(other))
-                if beyond.min() < self.grid.unit:
-                    break
-                partition, before = self.grid.nearest(beyond), min(self._seconds.values())
-                self._measure(partition, self.grid.unit, left=self._repeats)
-                if min(self._seconds.values()) >= before:
-                    break
+        Messages make valleys of their own. No more is measured than whole cells of all levels would have taken.
+        """
+        stride = self.grid.unit
+        most = len(self.grid.coarse()) + (len(self.grid.strides) + 2) * self.grid.points_around
+        centers: list[Bounds] = []
+        while True:
+            ranked = sorted(self._seconds, key=lambda partition: self._seconds[partition])
+            bounds = (self.grid.bounds(self.grid.nearest(partition)) for partition in ranked)
+            best = self._best()
+            center = (
+                best
+                if not any((best == other).all() for other in centers)
+                else next(
+                    (
+                        row
+                        for row in bounds
+                        if all(np.abs(row - other).max() > self.grid.reach * stride for other in centers)
+                    ),
+                    None,
+                )
+            )
+            if center is None:
+                return
+            cell = [row for row in self.grid.around(center, stride) if self.grid.partition(row) not in self._seconds]
+            if len(self._seconds) + len(cell) > most:
+                return
+            centers.append(center)
+            self._measure_all(np.array(cell), stride, ())
 
     def _measure_all(self, rows: Bounds, stride: int, below: Sequence[int]) -> None:
         for index, row in enumerate(rows):

@@ -13,7 +13,7 @@ from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
 PAPER = Grid(96, 4, 2)
 EVERY = all_partitions(96, 4, 2)
 MOST_EVALUATIONS = 810
-MODELS = 10
+MODELS = 8
 
 
 def excess(chain: SimulatedChain, result: SearchResult, every: np.ndarray) -> float:
@@ -22,21 +22,15 @@ def excess(chain: SimulatedChain, result: SearchResult, every: np.ndarray) -> fl
 
 
 def test_within_a_hundredth_of_the_exhaustive_best() -> None:
-    missed = []
-    for index in range(MODELS):
+    for _ in range(MODELS):
         seed = random.randrange(10**9)
-        kind = SimulatedChain.any if index % 2 else SimulatedChain.usual
-        chain = kind(96, random.Random(seed))
+        chain = SimulatedChain.any(96, random.Random(seed))
         ask = chain.evaluator()
         result = PartitionSearch(PAPER, ask, full_grid=True).run()
         assert len(ask.asked) == len(set(ask.asked)) == result.evaluations <= MOST_EVALUATIONS, seed
-        slower = excess(chain, result, EVERY)
-        assert slower <= (0.05 if index % 2 else 0.01), seed
-        missed += [seed] * (slower > 0.01)
+        assert excess(chain, result, EVERY) <= 0.01, seed
         assert result.seconds == ask(result.partition) and result.even_seconds == ask((24, 24, 24, 24))
         assert {PAPER.partition(row) for row in PAPER.coarse()} <= {trial.partition for trial in result.trials}
-    # Of chains of one layer and links as slow as all compute, one in 150 has two valleys far apart.
-    assert len(missed) <= 1, missed
 
 
 def test_pruned_it_needs_a_tenth_of_the_evaluations() -> None:
