@@ -76,7 +76,7 @@ def test_seeds_are_measured_first_and_never_lost() -> None:
         plain = PartitionSearch(PAPER, chain.evaluator()).run()
         seeded = PartitionSearch(PAPER, chain.evaluator(), seeds=[plain.partition]).run()
         assert seeded.seconds <= plain.seconds
-        assert seeded.trials[1].partition == plain.partition
+        assert plain.partition in [trial.partition for trial in seeded.trials[:2]]
 
 
 def test_noise_is_measured_again() -> None:
