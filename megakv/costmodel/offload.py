@@ -218,13 +218,17 @@ class StepTimes:
     landed_s : float
         Of it, what comes before the last activations are there.
     recompute_s, layer_s : float
-        The accelerator's work for one layer: recomputation, and all else.
+        The accelerator's work for one layer: recomputation, and all else but `attend_s`.
     last_s : float
         Of recomputation, what can only begin with the last activations: all of it, where they come whole.
     host_s : float
         Attention on the host, from when the layer's queries are there.
     outside_s : float
         Its work outside the layers, between the last layer of a step and the first of the next.
+    first_s : float
+        Of `landed_s`, what comes before the first activations are there.
+    attend_s : float
+        The accelerator's attention to cached tokens, once all of them are there; the host attends meanwhile.
     """
 
     sent_s: float
@@ -234,3 +238,5 @@ class StepTimes:
     last_s: float
     host_s: float = 0.0
     outside_s: float = 0.0
+    first_s: float = 0.0
+    attend_s: float = 0.0

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 from megakv.costmodel.offload import LayerCosts, StepTimes
 
+EQUAL = 1e-10
+"""Of a layer's time: states of the pipeline closer than this count as the same."""
+PERIODS = (1, 2)
+"""Layers after which a full pipeline may be in the same state again: there are two buffers."""
+
 
 @dataclass(frozen=True)
 class WeightTimes:
@@ -33,7 +38,14 @@ RESIDENT = WeightTimes()
 
 
 def group_times(
-    costs: LayerCosts, recomputed: int, on_host: int, streamed: int, *, chunk: int, outside_s: float
+    costs: LayerCosts,
+    recomputed: int,
+    on_host: int,
+    streamed: int,
+    *,
+    chunk: int,
+    outside_s: float,
+    resident: int = 0,
 ) -> StepTimes:
     """What a group's tokens of a layer take.
 
@@ -47,29 +59,121 @@ def group_times(
         Tokens of a chunk of activations.
     outside_s : float
         The accelerator's work outside the layers.
+    resident : int
+        Tokens that are on the accelerator already.
     """
     chunks = -(-recomputed // chunk)
+    last = recomputed - chunk * (chunks - 1) if chunks else 0
     landed = costs.activation_s * recomputed + chunks * costs.transfer_s
     recompute = costs.recompute_s * recomputed + chunks * costs.launch_s
     return StepTimes(
         sent_s=landed + costs.kv_s * streamed + (costs.transfer_s if streamed else 0.0),
         landed_s=landed,
         recompute_s=recompute,
-        last_s=recompute / chunks if chunks else 0.0,
+        last_s=costs.launch_s + costs.recompute_s * last if chunks else 0.0,
         layer_s=costs.device_s,
         host_s=costs.host_fixed_s + costs.host_attend_s * on_host if on_host else 0.0,
         outside_s=outside_s,
+        first_s=costs.transfer_s + costs.activation_s * min(chunk, recomputed) if chunks else 0.0,
+        attend_s=costs.attend_s * (recomputed + streamed + resident),
     )
 
 
-def step_seconds(
-    groups: Sequence[StepTimes], layers: int, weights: WeightTimes = RESIDENT, *, rounds: int = 4
-) -> float:
-    """Seconds from step to step once the pipeline is full.
+class _Pipeline:
+    """When the link and the accelerator are free, layer after layer.
 
     A group's transfers begin when one of two buffers is free: when the group before the last has attended. Its
-    recomputation ends with the last activations at the earliest, its attention when everything is there. A layer's
-    weights, but for W_K and W_V, come into the place of those of the layer before the last, once that has ended.
+    recomputation begins with the first activations at the earliest and ends with the last ones, its attention begins
+    when everything is there. A layer's weights, but for W_K and W_V, come into the place of those of the layer before
+    the last, once that has ended.
+    """
+
+    def __init__(self, groups: Sequence[StepTimes], weights: WeightTimes, ahead: bool):
+        self.device = 0.0
+        self._runs_ahead = ahead
+        self._groups = groups
+        self._weights = weights
+        self._link = 0.0
+        self._released = [0.0, 0.0]
+        self._ended = [0.0, 0.0]
+        # When weights are there: pieces of the layer under way, and of those behind it. They run ahead of the groups
+        # that they are sent with by as many groups as are in the buffers' way.
+        self._pieces: list[float] = []
+        self._ahead = max(0, len(groups) - 2)
+
+    def step(self, layers: int) -> float:
+        """Seconds of the next step."""
+        begun, left = self.device, layers
+        if not self._runs_ahead:
+            self._link = max(self._link, begun)
+        passed: list[tuple[tuple[float, ...], float]] = []
+        while left:
+            self._layer()
+            left -= 1
+            state = self.state()
+            for period in PERIODS:
+                if period <= min(len(passed), left) and same(state, passed[-period][0], self.device / layers):
+                    # From here on every layer is like the ones before.
+                    times = left // period
+                    self._shift(times * (self.device - passed[-period][1]))
+                    left -= times * period
+                    passed.clear()
+                    break
+            else:
+                passed.append((state, self.device))
+        self.device += self._groups[0].outside_s
+        return self.device - begun
+
+    def state(self) -> tuple[float, ...]:
+        """All that decides about the following layers, as seen from now."""
+        now = self.device
+        return tuple(at - now for at in (self._link, *self._released, *self._ended, *self._pieces))
+
+    def _shift(self, seconds: float) -> None:
+        self.device += seconds
+        self._link += seconds
+        for moments in (self._released, self._ended, self._pieces):
+            moments[:] = [at + seconds for at in moments]
+
+    def _layer(self) -> None:
+        count, weights, pieces = len(self._groups), self._weights, self._pieces
+        link, device = self._link, self.device
+        for index, times in enumerate(self._groups):
+            begun = max(link, self._released[0]) + (weights.keys_s if index == 0 else 0.0)
+            landed, sent = begun + times.landed_s, begun + times.sent_s
+            link = sent
+            while len(pieces) <= index + self._ahead:
+                link = max(link, self._ended[len(pieces) // count]) + weights.others_s / count
+                pieces.append(link)
+            if index == 0:
+                # The queries' weights come in the first piece.
+                device = max(device, pieces[0])
+            queries = max(device + times.recompute_s, landed + times.last_s)
+            if times.recompute_s:
+                queries = max(queries, begun + times.first_s + times.recompute_s)
+            device = max(queries + times.host_s, max(queries, sent) + times.attend_s)
+            self._released = [self._released[1], device]
+            device += times.layer_s
+        device = max(device, pieces[count - 1])
+        self._ended = [self._ended[1], device]
+        self._link, self.device = link, device
+        del pieces[:count]
+
+
+def same(one: Sequence[float], other: Sequence[float], scale: float) -> bool:
+    """Whether two states differ by next to nothing of some time."""
+    return all(abs(a - b) <= EQUAL * scale for a, b in zip(one, other, strict=True))
+
+
+def step_seconds(
+    groups: Sequence[StepTimes],
+    layers: int,
+    weights: WeightTimes = RESIDENT,
+    *,
+    ahead: bool = True,
+    rounds: int = 4,
+) -> float:
+    """Seconds from step to step once the pipeline is full.
 
     Parameters
     ----------
@@ -78,33 +182,16 @@ def step_seconds(
         `outside_s` that of the first counts.
     layers : int
     weights : WeightTimes
+    ahead : bool
+        Whether the first transfers of a step come while the step before ends; with beams, say, they cannot.
     rounds : int
-        Steps that are played through; the last one counts.
+        Steps that are played through at most; the last one counts.
     """
-    count = len(groups)
-    link = device = before = 0.0
-    released, ended = [0.0, 0.0], [0.0, 0.0]
-    pieces: list[float] = []
-    # Pieces run ahead of the groups that they are sent with by as many groups as are in the buffers' way.
-    ahead = max(0, count - 2)
-    for _ in range(rounds):
-        before = device
-        for _ in range(layers):
-            for index, times in enumerate(groups):
-                begun = max(link, released[-2]) + (weights.keys_s if index == 0 else 0.0)
-                landed, sent = begun + times.landed_s, begun + times.sent_s
-                link = sent
-                while len(pieces) <= count * (len(ended) - 2) + index + ahead:
-                    link = max(link, ended[max(0, len(pieces) // count)]) + weights.others_s / count
-                    pieces.append(link)
-                if index == 0:
-                    # The queries' weights come in the first piece.
-                    device = max(device, pieces[count * (len(ended) - 2)])
-                queries = max(device + times.recompute_s, landed + times.last_s)
-                device = max(queries + times.host_s, sent)
-                released = [released[-1], device]
-                device += times.layer_s
-            device = max(device, pieces[count * (len(ended) - 1) - 1])
-            ended.append(device)
-        device += groups[0].outside_s
-    return device - before
+    pipeline = _Pipeline(groups, weights, ahead)
+    took, state = pipeline.step(layers), pipeline.state()
+    for _ in range(rounds - 1):
+        before = state
+        took, state = pipeline.step(layers), pipeline.state()
+        if same(before, state, took):
+            break
+    return took

@@ -59,26 +59,30 @@ def offload_program(
 def _add_rank(
     program: Program, rank: int, times: StepTimes, layers: int, steps: int, weights_s: float, sent: LinkBytes
 ) -> None:
-    landed_bytes = round(sent.cache * times.landed_s / times.sent_s) if times.sent_s else 0
+    first_bytes, landed_bytes = (
+        round(sent.cache * seconds / times.sent_s) if times.sent_s else 0 for seconds in (times.first_s, times.landed_s)
+    )
     attended: list[int] = []
     busy: list[int] = []
     carried: list[int] = []
     for _ in range(steps):
         for layer in range(layers):
             free = attended[-BUFFERS:][: len(attended) >= BUFFERS]
-            landed = program.load("activations", rank, times.landed_s, [*carried, *free], landed_bytes, layer=layer)
+            first = program.load("activations", rank, times.first_s, [*carried, *free], first_bytes, layer=layer)
+            others, nbytes = times.landed_s - times.first_s, landed_bytes - first_bytes
+            landed = program.load("activations", rank, others, [first], nbytes, layer=layer)
             rest = times.sent_s - times.landed_s
             there = program.load("kv", rank, rest, [landed], sent.cache - landed_bytes, layer=layer)
             carried = [there]
             if weights_s:
                 carried = [program.load("weights", rank, weights_s, carried, sent.weights, layer=layer)]
             # All but the last activations are recomputed as they land.
-            early = program.compute("recompute", rank, times.recompute_s - times.last_s, busy, layer=layer)
+            early = program.compute("recompute", rank, times.recompute_s - times.last_s, [*busy, first], layer=layer)
             queries = program.compute("recompute", rank, times.last_s, [early, landed], layer=layer)
-            ready = [queries, there]
+            parts = [program.compute("attention", rank, times.attend_s, [queries, there], layer=layer)]
             if times.host_s:
-                ready.append(program.attend_on_host(rank, times.host_s, [queries], layer=layer))
-            attended.append(program.compute("attention", rank, 0.0, ready, layer=layer))
+                parts.append(program.attend_on_host(rank, times.host_s, [queries], layer=layer))
+            attended.append(program.compute("attention", rank, 0.0, parts, layer=layer))
             needed = [attended[-1], *(carried if weights_s else [])]
             busy = [program.compute("dense", rank, times.layer_s, needed, layer=layer)]
         busy = [program.compute("dense", rank, times.outside_s, busy)]

@@ -13,8 +13,8 @@ from megakv.offload.staging import StagedLayer, StagingBuffer, bring
 
 if TYPE_CHECKING:
     from megakv.offload.cache import OffloadedCache
+    from megakv.offload.division import Plan
     from megakv.offload.planner import Planner
-    from megakv.offload.scheduler import Plan
     from megakv.offload.store import TieredStore
 
 BUFFERS = 2

@@ -6,9 +6,7 @@ Every form of `megakv.costmodel.offload` is solved exactly over all integers, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from megakv.costmodel.offload import (
     LayerCosts,
@@ -18,84 +16,10 @@ from megakv.costmodel.offload import (
     split_lines,
     steady_lines,
 )
+from megakv.offload.division import Division
 
 EQUAL = 1e-12
 """Times closer than this, relatively, count as equal; then fewer tokens are treated specially."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """What becomes of a layer's cached tokens.
-
-    Parameters
-    ----------
-    tokens : int
-        All of them, s'.
-    recomputed : int
-        The split point l: the first tokens are recomputed from their activations.
-    on_host : int
-        Tokens that the host attends to where they lie.
-    resident : int
-        Tokens whose keys and values stay on the accelerator.
-    seconds : float
-        Predicted time of the layer.
-    """
-
-    tokens: int
-    recomputed: int = 0
-    on_host: int = 0
-    resident: int = 0
-    seconds: float = 0.0
-
-    @property
-    def streamed(self) -> int:
-        """Tokens whose keys and values are sent."""
-        return self.tokens - self.recomputed - self.on_host - self.resident
-
-
-def together(divisions: Sequence[Division]) -> Division:
-    """What becomes of the tokens of several groups, one behind the other."""
-    return Division(
-        sum(each.tokens for each in divisions),
-        sum(each.recomputed for each in divisions),
-        sum(each.on_host for each in divisions),
-        sum(each.resident for each in divisions),
-        sum(each.seconds for each in divisions),
-    )
-
-
-class Plan(NamedTuple):
-    """What becomes of a layer's cached tokens, group by group, and how long a step takes that way.
-
-    Parameters
-    ----------
-    name : str
-        The method that it comes from; ``all`` where activations are recomputed and the host attends.
-    divisions : tuple of Division
-        Of each group of sequences that a layer attends to.
-    chunk : int
-        Tokens of a chunk of activations.
-    seconds : float
-        From step to step, as the costs have it.
-    predicted_s : float
-        The same, corrected by what steps of this plan took.
-    """
-
-    name: str
-    divisions: tuple[Division, ...]
-    chunk: int
-    seconds: float
-    predicted_s: float
-
-    @property
-    def division(self) -> Division:
-        """Of all groups together."""
-        return together(self.divisions)
-
-    @property
-    def shape(self) -> tuple[tuple[int, int, int], ...]:
-        """What tells two plans apart: tokens recomputed, in how many chunks, and tokens on the host, by group."""
-        return tuple((each.recomputed, -(-each.recomputed // self.chunk), each.on_host) for each in self.divisions)
 
 
 def lowest_point(lines: Sequence[Line], low: int, high: int) -> tuple[int, float]:
@@ -182,6 +106,52 @@ def chunked_split_point(costs: LayerCosts, tokens: int, *, chunk: int, most: int
     return best
 
 
+class _Rest:
+    """The best split point of a layer among many, beside any number of tokens on the host.
+
+    With every full chunk of activations the link's time changes by one amount, and the accelerator's grows by another.
+    Before the chunk at whose end the accelerator is the slower one, the link is waited for, so that the last of those
+    chunks is best; behind it all is slower, as the accelerator is. So that chunk and the end of the one before are all
+    that can be best, but for recomputing nothing, and for sending no keys and values at all.
+    """
+
+    def __init__(self, costs: LayerCosts, tokens: int, *, resident: int, limit: int, chunk: int):
+        self._costs, self._tokens, self._resident = costs, tokens, resident
+        self._limit, self._chunk = limit, chunk
+
+    def best(self, on_host: int) -> tuple[int, float]:
+        """It, and the layer's seconds without the host's: never more with more tokens on the host."""
+        rest = self._tokens - self._resident - on_host
+        limit = max(0, self._limit - on_host)
+        none, all_sent = self._lines(on_host, 0, rest > 0), min(limit, rest - 1)
+        found = [lowest_point(none, 0, 0)]
+        if all_sent > 0:
+            chunks = self._crossing(none, self._lines(on_host, 1, True), -(-all_sent // self._chunk))
+            for index, low in ((chunks - 1, self._chunk * (chunks - 1)), (chunks, self._chunk * (chunks - 1) + 1)):
+                if index > 0:
+                    high = min(index * self._chunk, all_sent)
+                    found.append(lowest_point(self._lines(on_host, index, True), low, high))
+        if limit == rest > 0:
+            found.append(lowest_point(self._lines(on_host, -(-rest // self._chunk), False), rest, rest))
+        best = found[0]
+        for other in found[1:]:
+            if _less(other[1], best[1]):
+                best = other
+        return best
+
+    def _lines(self, on_host: int, chunks: int, streaming: bool) -> tuple[Line, ...]:
+        return steady_lines(self._costs, self._tokens, self._resident, on_host, chunks, streaming)
+
+    def _crossing(self, none: Sequence[Line], one: Sequence[Line], last: int) -> int:
+        """The first chunk at whose end the accelerator needs no less than the link, at most `last`; 0 if none pays."""
+        gap = none[0].intercept - none[1].intercept
+        link, device = (after.at(self._chunk) - before.intercept for before, after in zip(none, one, strict=True))
+        if gap <= 0 or link >= 0:
+            # The accelerator is the slower one already, or a full chunk costs the link more than it saves.
+            return 0
+        return min(last, max(1, math.ceil(gap / (device - link))))
+
+
 def divide(
     costs: LayerCosts,
     tokens: int,
@@ -212,35 +182,48 @@ def divide(
     """
     resident = min(resident, tokens)
     limit = _checked(tokens - resident, most) if recompute else 0
-
-    def beside(on_host: int) -> Division:
-        """The best with that many tokens on the host; never slower with more, but for the host itself."""
-        best = Division(tokens, 0, on_host, resident, math.inf)
-        rest = tokens - resident - on_host
-        for low, high, chunks, streaming in _chunk_ranges(max(0, limit - on_host), rest, chunk):
-            lines = steady_lines(costs, tokens, resident, on_host, chunks, streaming)
-            point, seconds = lowest_point(lines, low, high)
-            seconds = max(seconds, host_seconds(costs, on_host))
-            if _less(seconds, best.seconds):
-                best = Division(tokens, point, on_host, resident, seconds)
-        return best
-
-    best = beside(0)
-    if not host or resident == tokens:
-        return best
-    # What the others need falls with every token on the host, and the host's own time rises: where they cross.
-    low, high = 1, min(host, tokens - resident)
-    while low < high:
-        middle = (low + high) // 2
-        if beside(middle).seconds <= host_seconds(costs, middle):
-            high = middle
-        else:
-            low = middle + 1
-    for on_host in sorted({1, max(1, low - 1), low}):
-        found = beside(on_host)
-        if _less(found.seconds, best.seconds):
-            best = found
+    rest = _Rest(costs, tokens, resident=resident, limit=limit, chunk=chunk)
+    choices = [0]
+    if host and resident < tokens:
+        # What the others need falls with every token on the host, and the host's own time rises: where they cross.
+        crossing = _first_crossing(
+            lambda count: rest.best(count)[1] - host_seconds(costs, count), min(host, tokens - resident)
+        )
+        choices += sorted({1, max(1, crossing - 1), crossing})
+    best = Division(tokens, seconds=math.inf)
+    for on_host in choices:
+        point, seconds = rest.best(on_host)
+        seconds = max(seconds, host_seconds(costs, on_host))
+        if _less(seconds, best.seconds):
+            best = Division(tokens, point, on_host, resident, seconds)
     return best
+
+
+def _first_crossing(excess: Callable[[int], float], last: int) -> int:
+    """The first integer from 1 on at which something that never rises again is 0 or less; `last` if none is.
+
+    Straight lines through both ends of what is left find it in a few steps where it is nearly straight; halving
+    takes turns with them, so that it never takes many.
+    """
+    low, high = 1, last
+    over = excess(low)
+    if over <= 0 or low == high:
+        return low
+    under = excess(high)
+    if under > 0:
+        return high
+    halve = False
+    while low + 1 < high:
+        width = high - low
+        middle = low + (width // 2 if halve else math.ceil(width * over / (over - under)))
+        middle = min(max(middle, low + 1), high - 1)
+        value = excess(middle)
+        if value <= 0:
+            high, under = middle, value
+        else:
+            low, over = middle, value
+        halve = not halve and 2 * (high - low) > width
+    return high
 
 
 def spread(total: int, limits: Sequence[int]) -> list[int]:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.offload.division import Division
 from megakv.offload.link import Link, Move, Ticket
 from megakv.offload.pages import unwritten
-from megakv.offload.scheduler import Division, spread
+from megakv.offload.scheduler import spread
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore

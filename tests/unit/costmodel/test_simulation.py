@@ -271,8 +271,10 @@ def test_offloaded_decoding_agrees_with_the_closed_pipeline() -> None:
             layer_s=random.uniform(0.1, 3),
             host_s=random.choice((0.0, 1.5)),
             outside_s=random.uniform(0, 2),
+            first_s=landed * random.random(),
+            attend_s=random.choice((0.0, random.uniform(0, 2))),
         )
-        layers = random.randint(2, 9)
+        layers = random.choice((2, 5, 9, 40))
         four, three = (
             max(end for task, end in zip(schedule.tasks, schedule.ends, strict=True) if task.kind == "compute")
             for schedule in (simulate(offload_program(times, layers, steps=steps)) for steps in (4, 3))

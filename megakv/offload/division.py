@@ -1,0 +1,82 @@
+"""What becomes of a layer's cached tokens, and the plan of a step, which is made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Division:
+    """What becomes of a layer's cached tokens.
+
+    Parameters
+    ----------
+    tokens : int
+        All of them, s'.
+    recomputed : int
+        The split point l: the first tokens are recomputed from their activations.
+    on_host : int
+        Tokens that the host attends to where they lie.
+    resident : int
+        Tokens whose keys and values stay on the accelerator.
+    seconds : float
+        Predicted time of the layer.
+    """
+
+    tokens: int
+    recomputed: int = 0
+    on_host: int = 0
+    resident: int = 0
+    seconds: float = 0.0
+
+    @property
+    def streamed(self) -> int:
+        """Tokens whose keys and values are sent."""
+        return self.tokens - self.recomputed - self.on_host - self.resident
+
+
+def together(divisions: Sequence[Division]) -> Division:
+    """What becomes of the tokens of several groups, one behind the other."""
+    return Division(
+        sum(each.tokens for each in divisions),
+        sum(each.recomputed for each in divisions),
+        sum(each.on_host for each in divisions),
+        sum(each.resident for each in divisions),
+        sum(each.seconds for each in divisions),
+    )
+
+
+class Plan(NamedTuple):
+    """What becomes of a layer's cached tokens, group by group, and how long a step takes that way.
+
+    Parameters
+    ----------
+    name : str
+        The method that it comes from; ``all`` where activations are recomputed and the host attends.
+    divisions : tuple of Division
+        Of each group of sequences that a layer attends to.
+    chunk : int
+        Tokens of a chunk of activations.
+    seconds : float
+        From step to step, as the costs have it.
+    predicted_s : float
+        The same, corrected by what steps of this plan took.
+    """
+
+    name: str
+    divisions: tuple[Division, ...]
+    chunk: int
+    seconds: float
+    predicted_s: float
+
+    @property
+    def division(self) -> Division:
+        """Of all groups together."""
+        return together(self.divisions)
+
+    @property
+    def shape(self) -> tuple[tuple[int, int, int], ...]:
+        """What tells two plans apart: tokens recomputed, in how many chunks, and tokens on the host, by group."""
+        return tuple((each.recomputed, -(-each.recomputed // self.chunk), each.on_host) for each in self.divisions)
