@@ -186,6 +186,7 @@ class MegaKVEngine(InferenceEngine):
         self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
         if self._offloader is not None:
             self._record.offload = [step.report() for step in self._offloader.steps]
+            self._record.disk_io = self._offloader.pool.disk_io
         return output
 
     def session(self) -> Session:

@@ -45,6 +45,8 @@ class RunRecord:
         ``[layer][KV head]`` tokens that this rank's heads hold; empty if none were compressed.
     offload : list of OffloadStep
         Passes over offloaded keys and values.
+    disk_io : str, optional
+        How the disk tier is read.
     """
 
     clock: TokenClock
@@ -55,6 +57,7 @@ class RunRecord:
     prefill: PrefillPlan | None = None
     head_tokens: list[list[int]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
+    disk_io: str | None = None
 
     def finish(
         self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
@@ -97,6 +100,7 @@ class RunRecord:
             ],
             events=list(comm.ledger.spans),
             offload=self.offload,
+            disk_io=self.disk_io,
             attention_s=comm.ledger.decode_seconds("attention"),
         )
 

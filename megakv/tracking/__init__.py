@@ -6,7 +6,6 @@ from megakv.tracking.machine import machine_info, version_info
 from megakv.tracking.memory import peak_memory_bytes, reset_peak_memory
 from megakv.tracking.metrics import (
     Event,
-    OffloadStep,
     PrefillPlan,
     RankReport,
     RunReport,
@@ -16,6 +15,8 @@ from megakv.tracking.metrics import (
     report_to_json,
 )
 from megakv.tracking.monitor import Tracker
+from megakv.tracking.offload import OffloadStep
+from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.timeline import draw_beside, draw_timeline
 from megakv.tracking.trace import write_trace
 
@@ -32,6 +33,7 @@ __all__ = [
     "TrackingConfig",
     "WandbTrackingConfig",
     "draw_beside",
+    "draw_offload",
     "draw_timeline",
     "head_balance",
     "load_report",

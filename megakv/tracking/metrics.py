@@ -9,6 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from megakv.tracking.balance import HeadBalance
+from megakv.tracking.offload import OffloadStep, offload_scalars
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -87,44 +88,6 @@ class PrefillPlan:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadStep:
-    """One pass over keys and values that lie off the accelerator.
-
-    Attributes
-    ----------
-    plan
-        Which of the methods served it; ``all`` where activations were recomputed and the host attended.
-    cached, resident, recomputed, on_host
-        Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
-        those recomputed from activations (the split point), and those attended to by the host.
-    predicted_s, measured_s
-        From the end of the pass before to the end of this one.
-    waited_s
-        In which the accelerator stood still for the link or the host.
-    bytes_in, bytes_out
-        To the accelerator and from it.
-    weight_bytes
-        Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
-    kv_bits
-        Bits of each key and value off the accelerator where they are quantised: results are lossy then.
-    """
-
-    plan: str
-    cached: int
-    resident: int
-    recomputed: int
-    on_host: int
-    predicted_s: float
-    measured_s: float
-    waited_s: float
-    bytes_in: int
-    bytes_out: int
-    weight_bytes: int = 0
-    kv_bits: int | None = None
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-
 @dataclass(slots=True)
 class RankReport:
     """What one rank did.
@@ -144,6 +107,8 @@ class RankReport:
         The same by operation and layer, with the time that computation hid.
     offload
         Passes over offloaded keys and values.
+    disk_io
+        How the disk tier is read, ``aio`` or ``files``; ``None`` without one.
     attention_s
         ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
     """
@@ -162,6 +127,7 @@ class RankReport:
     events: list[Event] = field(default_factory=list)
     head_tokens: list[list[int]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
+    disk_io: str | None = None
     attention_s: list[float] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -251,6 +217,7 @@ class RunReport:
             values |= {f"ttft_predicted_s/{name}": seconds for name, seconds in self.prefill.predicted_s.items()}
         if self.balance is not None:
             values |= self.balance.scalars()
+        values |= offload_scalars([rank.offload for rank in self.ranks])
         for operation in sorted({operation for report in self.ranks for operation in report.operations}):
             values[f"bytes_sent/{operation}"] = sum(report.bytes_sent.get(operation, 0) for report in self.ranks)
             values[f"calls/{operation}"] = sum(report.calls.get(operation, 0) for report in self.ranks)

@@ -14,6 +14,7 @@ from megakv.errors import MegaKVError
 from megakv.tracking.config import TrackingConfig
 from megakv.tracking.files import write_whole
 from megakv.tracking.metrics import RunReport, report_to_json
+from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.tables import by_layer, operations, report_tables
 from megakv.tracking.timeline import draw_timeline
 from megakv.tracking.wandb_run import WandbRunMonitor, check_wandb_installed
@@ -107,6 +108,9 @@ class Tracker:
                 picture = Path(folder, "timeline.png")
                 draw_timeline(report, picture)
                 self._wandb.log_image("timeline", picture)
+                if any(rank.offload for rank in report.ranks):
+                    draw_offload(report, picture)
+                    self._wandb.log_image("offload", picture)
 
     def close(self) -> None:
         """Finish the W&B run. Nothing may be logged after it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import count
 from pathlib import Path
 
 from megakv.tracking.metrics import RunReport, load_report
+from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.tables import Cell, Table, comparison, report_tables
 from megakv.tracking.timeline import draw_timeline
 
@@ -25,6 +26,7 @@ TITLES = {
     "communication": "Communication",
     "prefill": "Prefill: predicted and measured",
     "offload": "Offloaded keys and values",
+    "offload_steps": "Offloaded keys and values, pass by pass",
     "balance": "KV heads (FairKV)",
 }
 STYLE = """
@@ -99,9 +101,15 @@ def _overview(runs: Sequence[tuple[str, RunReport]]) -> str:
 
 
 def _run(name: str, report: RunReport) -> str:
-    parts = [f"<h2>{escape(name)}</h2>", "<h3>Timeline</h3>", _timeline(report)]
+    parts = [
+        f"<h2>{escape(name)}</h2>",
+        "<h3>Timeline</h3>",
+        _picture(report, draw_timeline, "Compute and communication of every rank"),
+    ]
     for key, table in report_tables(report).items():
         parts.append(f"<h3>{TITLES[key]}</h3>{_table(table)}")
+        if key == "offload":
+            parts.append(_picture(report, draw_offload, "Split points, bytes, utilisation and times, pass by pass"))
         if key == "balance" and report.balance is not None:
             found = report.balance
             parts.append(
@@ -118,12 +126,12 @@ def _run(name: str, report: RunReport) -> str:
     return "".join(parts)
 
 
-def _timeline(report: RunReport) -> str:
+def _picture(report: RunReport, draw: Callable[[RunReport, Path], None], described: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder, "timeline.png")
-        draw_timeline(report, picture)
+        picture = Path(folder, "picture.png")
+        draw(report, picture)
         data = base64.b64encode(picture.read_bytes()).decode()
-    return f'<img alt="Compute and communication of every rank" src="data:image/png;base64,{data}">'
+    return f'<img alt="{described}" src="data:image/png;base64,{data}">'
 
 
 def _table(table: Table) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megakv.tracking.metrics import OffloadStep, RunReport, Traffic
+from megakv.tracking.metrics import RunReport, Traffic
+from megakv.tracking.offload import OffloadStep
 
 Cell = str | int | float | None
 
@@ -33,6 +35,7 @@ def report_tables(report: RunReport) -> dict[str, Table]:
         "communication": operations(report),
         "prefill": _prefill(report),
         "offload": _offload(report),
+        "offload_steps": _offload_steps(report),
         "balance": _balance(report),
     }
     return {name: table for name, table in found.items() if table.rows}
@@ -110,9 +113,9 @@ def _prefill(report: RunReport) -> Table:
 def _offload(report: RunReport) -> Table:
     columns = (
         "rank", "passes", "cached", "recomputed", "on_host", "predicted_s", "measured_s", "error", "waited_s",
-        "bytes_in", "bytes_out",
+        "bytes_in", "bytes_out", "link_utilisation", "plans", "disk_io",
     )  # fmt: skip
-    return Table(columns, [[rank.rank, *_steps(rank.offload)] for rank in report.ranks if rank.offload])
+    return Table(columns, [[rank.rank, *_steps(rank.offload), rank.disk_io] for rank in report.ranks if rank.offload])
 
 
 def _steps(steps: Sequence[OffloadStep]) -> list[Cell]:
@@ -124,7 +127,25 @@ def _steps(steps: Sequence[OffloadStep]) -> list[Cell]:
     last, predicted, measured = steps[-1], total("predicted_s"), total("measured_s")
     error = predicted / measured - 1 if measured else None
     tokens = [last.cached, last.recomputed, last.on_host]
-    return [len(steps), *tokens, predicted, measured, error, total("waited_s"), total("bytes_in"), total("bytes_out")]
+    sums = [total("waited_s"), total("bytes_in"), total("bytes_out")]
+    # Bytes over what the link carries meanwhile: passes count by their time.
+    used = sum(step.link_utilisation * step.measured_s for step in steps) / measured if measured else None
+    plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in steps).most_common())
+    return [len(steps), *tokens, predicted, measured, error, *sums, used, plans]
+
+
+def _offload_steps(report: RunReport) -> Table:
+    """Every pass of every rank: which method served it, the split point, bytes each way, times and utilisation."""
+    columns = (
+        "rank", "pass", "plan", "cached", "resident", "recomputed", "on_host", "predicted_s", "measured_s", "waited_s",
+        "bytes_in", "bytes_out", "link_utilisation",
+    )  # fmt: skip
+    rows: list[list[Cell]] = [
+        [rank.rank, number, step.plan, *(getattr(step, name) for name in columns[3:])]
+        for rank in report.ranks
+        for number, step in enumerate(rank.offload, 1)
+    ]
+    return Table(columns, rows)
 
 
 def _balance(report: RunReport) -> Table:

@@ -55,9 +55,10 @@ def report() -> RunReport:
     found = random_report(random.Random(7))
     step = OffloadStep(
         plan="stream", cached=100, recomputed=40, on_host=10, resident=0, predicted_s=0.5, measured_s=0.4, waited_s=0.1,
-        bytes_in=1000, bytes_out=10,
+        bytes_in=1000, bytes_out=10, link_utilisation=0.5,
     )  # fmt: skip
-    found.ranks[1].offload = [step, replace(step, recomputed=44, measured_s=0.6)]
+    found.ranks[1].offload = [step, replace(step, plan="all", recomputed=44, measured_s=0.6, link_utilisation=1.0)]
+    found.ranks[1].disk_io = "files"
     found.balance = head_balance([[4, 4], [2, 6], [3, 3], [5, 5]], [[1.0, 1.0]] * 4, 2, mapping=("map.json", "d", 0.9))
     return found
 
@@ -66,7 +67,8 @@ def test_page_has_every_part_and_needs_nothing_else(report: RunReport) -> None:
     html = page([("first", report), ("second", random_report(random.Random(8), cp=4, tp=1))])
     reader = read(html)
     assert all(address.startswith("data:image/png;base64,") for address in reader.addresses)
-    assert len(reader.addresses) == 2
+    # Two timelines, and a picture of what was offloaded.
+    assert len(reader.addresses) == 3
     assert not re.search(r"https?://|url\(|@import", html)
     for part in ("Balance of tokens", "Communication", "Prefill: predicted", "Offloaded keys", "KV heads (FairKV)"):
         assert part in reader.text
@@ -77,6 +79,7 @@ def test_text_of_reports_is_escaped(report: RunReport) -> None:
     report.model, report.config = EVIL, {EVIL: EVIL}
     report.machine, report.versions = {"cpu": EVIL}, {EVIL: EVIL}
     report.prefill = PrefillPlan(EVIL, None, {EVIL: 1.0})
+    report.ranks[1].offload = [replace(step, plan=EVIL + "$x_{$") for step in report.ranks[1].offload]
     for rank in report.ranks:
         rank.host = EVIL
         rank.traffic = [replace(traffic, operation=EVIL) for traffic in rank.traffic]
@@ -91,6 +94,18 @@ def test_numbers_of_the_tables(report: RunReport) -> None:
     assert (offload["rank"], offload["passes"], offload["recomputed"], offload["bytes_in"]) == (1, 2, 44, 2000)
     assert (offload["predicted_s"], offload["measured_s"]) == pytest.approx((1.0, 1.0))
     assert offload["error"] == pytest.approx(0.0)
+    assert (offload["plans"], offload["disk_io"]) == ("stream 1, all 1", "files")
+    assert offload["link_utilisation"] == pytest.approx(0.8)
+    passes = [dict(zip(tables["offload_steps"].columns, row, strict=True)) for row in tables["offload_steps"].rows]
+    assert [(each["rank"], each["pass"], each["plan"], each["recomputed"]) for each in passes] == [
+        (1, 1, "stream", 40),
+        (1, 2, "all", 44),
+    ]
+    scalars = report.scalars()
+    assert (scalars["offload/bytes_in"], scalars["offload/link_utilisation"]) == (2000.0, 0.75)
+    assert scalars["offload/recomputed_share"] == pytest.approx(0.42)
+    assert (scalars["offload/passes/stream"], scalars["offload/passes/all"]) == (0.25, 0.25)
+    assert scalars["offload/prediction_error"] == pytest.approx(0.2)
     chosen = dict(zip(tables["prefill"].columns, tables["prefill"].rows[0], strict=True))
     assert chosen["method"] == "runahead" and chosen["error"] == pytest.approx(0.5 / (report.ttft_s or 0) - 1)
     total = operations(report).rows[0]
