@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from megakv.errors import MegaKVError
 from megakv.injection.hooks import depends_on_length
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
@@ -61,9 +62,30 @@ def make_offloader(
     ------
     ValueError
         If a budget cannot be had, or the method cannot work with the model.
+    MegaKVError
+        If that is so on another rank.
     """
     if not config.enabled:
         return None
+    failure: Exception | None = None
+    offloader: Offloader | None = None
+    try:
+        offloader = _offloader(model, config, runtime, layers, weights)
+    except Exception as error:
+        failure = error
+    # One rank without its budgets is the end for all.
+    try:
+        runtime.comm.agree(failure)
+    except MegaKVError:
+        if offloader is not None:
+            offloader.close()
+        raise
+    return offloader
+
+
+def _offloader(
+    model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: HostWeights | None
+) -> Offloader:
     device = runtime.comm.mesh.device
     recomputes = config.method in ("auto", "kvpr", "chunked")
     if recomputes and depends_on_length(model):
@@ -79,7 +101,7 @@ def make_offloader(
     held = 0 if weights is None else weights.nbytes
     tiers: list[Tier] = [HostTier(config.host_bytes - held, pin=device.type == "cuda")]
     if config.disk_gb:
-        tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path))
+        tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
     pool = PagePool(tiers, config.page_kib << 10)
     stream = None
     if weights is not None:

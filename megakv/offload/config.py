@@ -41,6 +41,10 @@ class OffloadConfig(DeepSpeedConfigModel):
     disk_path: str = "."
     """Folder of the file."""
 
+    disk_io: Literal["auto", "aio", "files"] = "auto"
+    """How the file is read: ``aio`` through DeepSpeed's asynchronous I/O, built at start where that has not been done;
+    ``files`` as any file; ``auto`` through asynchronous I/O where DeepSpeed was installed with it."""
+
     device_gb: float = Field(0.0, ge=0)
     """Accelerator memory of each rank, in GiB, for keys and values that stay there: the last ones of each prompt."""
 

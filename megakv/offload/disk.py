@@ -12,10 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megakv.offload.async_io import ALIGNMENT, AsyncReader, find_async_io
 from megakv.offload.link import Rows
 from megakv.offload.tiers import available_memory, in_units
 
 logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 1 << 20
+"""Written and read again before asynchronous I/O is trusted."""
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -102,17 +106,26 @@ class DiskTier:
         Bytes.
     folder : path
         Where it lies; it is gone when the process ends, however that happens.
+    io : str
+        How it is read, as `megakv.offload.disk_io`.
 
     Raises
     ------
     ValueError
-        If the folder cannot be written to, or its disk is too full, with the numbers.
+        If the folder cannot be written to, its disk is too full, with the numbers, or it cannot be read as asked for.
+
+    Attributes
+    ----------
+    io : str
+        How it is read: ``aio`` or ``files``.
     """
 
     name = "disk"
 
-    def __init__(self, budget: int, folder: str | Path):
+    def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
         self.budget = budget
+        self.io: str | None = "files"
+        self._reader: AsyncReader | None = None
         self._folder = str(folder)
         self._rescue: _Rescue | None = None
         self._lock = threading.Lock()
@@ -123,7 +136,7 @@ class DiskTier:
                 f"megakv.offload.disk_path = {self._folder!r} cannot be written to: {error.strerror}"
             ) from error
         try:
-            os.posix_fallocate(self._file.fileno(), 0, budget)
+            os.posix_fallocate(self._file.fileno(), 0, -(-budget // ALIGNMENT) * ALIGNMENT)
         except OSError as error:
             self._file.close()
             usage = os.statvfs(folder)
@@ -132,6 +145,7 @@ class DiskTier:
                 f"{in_units(usage.f_bavail * usage.f_frsize)} are free ({error.strerror}); make it smaller or choose "
                 "another megakv.offload.disk_path"
             ) from error
+        self._read_with(io)
 
     @property
     def rescued(self) -> int:
@@ -152,12 +166,34 @@ class DiskTier:
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
         rescue = self._rescue
         if rescue is None:
-            self._read(offset, memory)
+            (self._read if self._reader is None else self._reader.read)(offset, memory)
             return
         with self._lock:
             if not rescue.covers(offset, len(memory)):
                 self._read(offset, memory)
             rescue.lay_over(offset, memory)
+
+    def _read_with(self, io: str) -> None:
+        """Take DeepSpeed's asynchronous I/O if it is asked for, is there, and reads what was written."""
+        module, reason = find_async_io(io)
+        if module is not None:
+            probe = bytearray(os.urandom(min(PROBE_BYTES, self.budget)))
+            self.write(0, memoryview(probe))
+            self._reader, found = AsyncReader(module, self._file.fileno(), self._read), bytearray(len(probe))
+            self._reader.read(0, memoryview(found))
+            if self._reader.refused or found != probe:
+                self._reader.close()
+                module, self._reader, reason = None, None, f"it cannot read a file in {self._folder!r}"
+        if module is not None:
+            self.io = "aio"
+        elif io == "aio":
+            self._file.close()
+            raise ValueError(
+                f"megakv.offload.disk_io = 'aio': DeepSpeed's asynchronous I/O cannot be used: {reason}; "
+                "use 'auto' or 'files'"
+            )
+        else:
+            logger.info("the disk tier is read as a plain file: %s", reason)
 
     def _read(self, offset: int, memory: memoryview) -> None:
         done = 0
@@ -193,5 +229,8 @@ class DiskTier:
                 self._rescue.put(offset + done, memory[done:])
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         self._file.close()
         self._rescue = None

@@ -75,6 +75,11 @@ class PagePool:
             for tier, free in zip(self.tiers, self._free, strict=True)
         }
 
+    @property
+    def disk_io(self) -> str | None:
+        """How the disk tier is read; None without one."""
+        return next((tier.io for tier in self.tiers if tier.io is not None), None)
+
     def free_bytes(self) -> int:
         """Bytes of the pages that nobody uses."""
         return self.capacity * self.page_bytes - sum(self.used().values())

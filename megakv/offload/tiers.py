@@ -45,6 +45,8 @@ class Tier(Protocol):
 
     name: str
     budget: int
+    io: str | None
+    """How a disk is read; None for memory."""
 
     def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
         """``[count, width]`` rows that lie one behind the other from a byte on."""
@@ -70,6 +72,7 @@ class HostTier:
     """
 
     name = "host"
+    io: str | None = None
 
     def __init__(self, budget: int, *, pin: bool = False):
         free = available_memory()

@@ -5,13 +5,16 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.git_version_info import installed_ops
 
 from megakv.errors import MegaKVError
+from megakv.offload.async_io import AsyncReader, find_async_io
 from megakv.offload.disk import DiskTier
 from tests.unit.offload.test_exactness import generate, plain_model
 
@@ -86,3 +89,69 @@ def test_a_lost_file_ends_with_what_was_generated(offloaded: Any, tmp_path: Path
         session.generate(turn, max_new_tokens=25, do_sample=False, pad_token_id=0, stopping_criteria=[lose_file])
     found = caught.value.sequences
     assert found is not None and found.shape[1] >= 40 and torch.equal(found, expected[:, : found.shape[1]])
+
+
+@pytest.fixture(scope="session")
+def asynchronous(request: pytest.FixtureRequest) -> Any:
+    """DeepSpeed's module for asynchronous I/O: built now in a full run, else used where there is one."""
+    module, reason = find_async_io("aio" if request.config.getoption("--full") else "auto")
+    if module is None:
+        pytest.skip(f"no asynchronous I/O: {reason}")
+    return module
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_asynchronous_reads_are_what_was_written(tmp_path: Path) -> None:
+    tier = DiskTier((5 << 20) + 77, tmp_path, io="auto" if installed_ops["async_io"] else "aio")
+    assert tier.io == "aio"
+    shadow = torch.randint(0, 256, (5 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    tier.rows(0, 1, len(shadow), torch.uint8).write_from(shadow)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(40):
+        first = int(torch.randint(0, len(shadow) - 1, (1,), generator=generator))
+        count = int(torch.randint(1, len(shadow) - first + 1, (1,), generator=generator))
+        found = torch.empty(count, dtype=torch.uint8)
+        tier.rows(first, 1, count, torch.uint8).read_into(found)
+        assert torch.equal(found, shadow[first : first + count])
+        # What is written next, in small pieces, is read too.
+        shadow[first : first + 50] += 1
+        tier.rows(first, 1, len(shadow[first : first + 50]), torch.uint8).write_from(shadow[first : first + 50])
+    tier.close()
+
+
+def test_requests_that_fail_are_made_good(asynchronous: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    content = os.urandom(1 << 20)
+    path.write_bytes(content)
+    with path.open("rb") as file:
+
+        def plainly(offset: int, memory: memoryview) -> None:
+            memory[:] = content[offset : offset + len(memory)]
+
+        reader = AsyncReader(asynchronous, file.fileno(), plainly)
+        found = bytearray(600_000)
+        reader.read(1000, memoryview(found))
+        assert found == content[1000:601_000] and reader.refused == 0
+        # Past the page cache nothing is read to an odd address, and DeepSpeed's library does not say so.
+        reader._halves = [half[1:] for half in reader._halves]
+        reader._memory = [half.numpy().data for half in reader._halves]
+        found = bytearray(600_000)
+        reader.read(1000, memoryview(found))
+        assert found == content[1000:601_000]
+
+
+def test_missing_asynchronous_io_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, reason = find_async_io("auto")
+    if module is not None:
+        pytest.skip("DeepSpeed was installed with asynchronous I/O here")
+    assert "DS_BUILD_AIO=1" in reason
+    with caplog.at_level("INFO", logger="megakv"):
+        tier = DiskTier(100, tmp_path, io="auto")
+    assert tier.io == "files" and "DS_BUILD_AIO=1" in caplog.text
+    tier.close()
+
+
+@pytest.mark.skipif(find_library("aio") is not None, reason="libaio is here")
+def test_asynchronous_io_that_is_asked_for_must_be_there(offloaded: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"disk_io = 'aio'.*libaio.*use 'auto' or 'files'"):
+        offloaded(plain_model("opt"), disk_gb=0.01, disk_path=str(tmp_path), disk_io="aio")
