@@ -79,6 +79,12 @@ def describe(result: DryRun) -> str:
             f"{name:>11} {first.tokens:>9} {first.weight_bytes / GB:>11.2f} {first.kv_bytes / GB:>8.2f} "
             f"{first.activation_bytes / GB:>15.2f} {first.total_bytes / GB:>8.2f} {first.host_bytes / GB:>8.2f}"
         )
+    if result.host_taken:
+        every = result.host_taken * len(result.ranks)
+        lines.append(
+            f"off the accelerator: each rank takes {result.host_taken / GB:.2f} GB of host memory at start, all "
+            f"{len(result.ranks)} together {every / GB:.2f} GB"
+        )
     if result.memory_bytes is not None and result.problem is None:
         largest = max(rank.total_bytes for rank in result.ranks)
         lines.append(f"fits: at most {largest / GB:.1f} of {result.memory_bytes / GB:.1f} GB on a rank")

@@ -11,7 +11,9 @@ from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import tokens_per_head
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.scoring import check_budget
+from megakv.offload.pages import page_bytes
 from megakv.offload.prefetch import BUFFERS
+from megakv.offload.quantization import group_size, packed_bytes
 from megakv.offload.weight_stream import BUFFERS as WEIGHT_BUFFERS
 
 GB = 10**9
@@ -31,10 +33,10 @@ class VirtualRank:
         Whose keys and values it keeps, before compression.
     weight_bytes, kv_bytes, activation_bytes : int
         On the accelerator: weights and buffers; keys and values when the prompt is read, where they are compressed with
-        the one layer that is not yet, where they are offloaded only the staging buffers; tensors of the layer under
-        way and the shards that a ring keeps on their way, as the cost model estimates them.
-    host_bytes : int
-        Offloaded keys, values, activations and weights.
+        the one layer that is not yet, where they are offloaded only staging buffers and what stays; tensors of the
+        layer under way and the shards that a ring keeps on their way, as the cost model estimates them.
+    host_bytes, host_weight_bytes : int
+        Off the accelerator: pages of keys, values and activations, and offloaded weights; the latter by themselves.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class VirtualRank:
     kv_bytes: int
     activation_bytes: int
     host_bytes: int = 0
+    host_weight_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -96,14 +99,12 @@ class MemoryCount:
         answer = self._batch * -(-self._new * kept // (self._context * self._batch))
         per_token, largest = sum(share.row_bytes), max(share.row_bytes)
         if self._section.offload.enabled:
-            groups = min(self._section.offload.num_gpu_batches, self._batch)
-            kv = BUFFERS * largest * -(-(kept + answer) // groups)
-            host = (kept + answer) * (per_token + self._inputs(share))
+            kv, host = self._offloaded(share, kept + answer)
         else:
             dense = largest * kept if self._kept_share < 1 else 0
             kv = round(per_token * kept * self._kept_share) + per_token * answer + dense
             host = 0
-        weights = share.weight_bytes
+        weights, held = share.weight_bytes, 0
         if self._section.offload.weights:
             held = sum(share.layer_bytes)
             weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
@@ -118,6 +119,7 @@ class MemoryCount:
             kv_bytes=kv,
             activation_bytes=tokens * working_bytes(self._shape, tp_size=self._tp_size) + ring,
             host_bytes=host,
+            host_weight_bytes=held,
         )
 
     @property
@@ -126,10 +128,33 @@ class MemoryCount:
         offload = self._section.offload
         return int((offload.host_gb + offload.disk_gb) * GIB) if offload.enabled else None
 
-    def _inputs(self, share: Share) -> int:
-        """Bytes of a token's activations that are kept, so that its keys and values can be recomputed."""
-        method = self._section.offload.method
-        width = self._shape.hidden * self._shape.element_bytes
-        if method in ("kvpr", "chunked"):
-            return width * len(share.row_bytes)
-        return width * sum(width < row for row in share.row_bytes) if method == "auto" else 0
+    @property
+    def host_taken(self) -> int:
+        """Bytes of host memory that each rank takes at start."""
+        offload = self._section.offload
+        return offload.host_bytes if offload.enabled else 0
+
+    def _offloaded(self, share: Share, tokens: int) -> tuple[int, int]:
+        """Bytes on the accelerator, and in pages off it, of so many tokens' keys, values and activations."""
+        offload, page = self._section.offload, self._section.offload.page_kib << 10
+        longest = -(-tokens // self._batch)
+        inputs = self._shape.hidden * self._shape.element_bytes
+        host = staged = 0
+        for row in share.row_bytes:
+            stored = self._stored(row)
+            keeps = offload.method in ("kvpr", "chunked") or (offload.method == "auto" and inputs < stored)
+            widths = (stored, inputs) if keeps else (stored,)
+            host += self._batch * sum(page_bytes(longest, width, page) for width in widths)
+            unpacked = 0 if offload.kv_bits is None else row
+            staged = max(staged, unpacked + sum(widths))
+        group = -(-tokens // min(offload.num_gpu_batches, self._batch))
+        resident = min(int(offload.device_gb * GIB), sum(share.row_bytes) * tokens)
+        return BUFFERS * staged * group + resident, host
+
+    def _stored(self, row_bytes: int) -> int:
+        """Bytes of a token's keys and values of one layer off the accelerator."""
+        offload, shape = self._section.offload, self._shape
+        if offload.kv_bits is None:
+            return row_bytes
+        group = group_size(shape.key_dim, shape.value_dim, offload.kv_group)
+        return packed_bytes(row_bytes // shape.element_bytes, group, shape.dtype)

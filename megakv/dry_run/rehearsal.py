@@ -48,6 +48,8 @@ class DryRun:
         Of one accelerator; None: not known.
     host_budget : int, optional
         Bytes that each rank may offload; None: nothing is offloaded.
+    host_taken : int
+        Bytes of host memory that each rank takes at start, whatever it uses of them.
     """
 
     model: str
@@ -62,6 +64,7 @@ class DryRun:
     ranks: tuple[VirtualRank, ...]
     memory_bytes: int | None = None
     host_budget: int | None = None
+    host_taken: int = 0
 
     @property
     def problem(self) -> str | None:
@@ -74,6 +77,12 @@ class DryRun:
                 f"accelerator has {self.memory_bytes / GB:.1f} GB; {self._remedy(worst)}"
             )
         fullest = max(self.ranks, key=lambda rank: rank.host_bytes)
+        if fullest.host_weight_bytes > self.host_taken:
+            return (
+                f"rank {fullest.rank} offloads {fullest.host_weight_bytes / GB:.1f} GB of weights, which lie in host "
+                f"memory alone, but megakv.offload.host_gb allows {self.host_taken / GB:.1f} GB; raise it, or "
+                "tensor_parallel.tp_size"
+            )
         if self.host_budget is not None and fullest.host_bytes > self.host_budget:
             return (
                 f"rank {fullest.rank} offloads {fullest.host_bytes / GB:.1f} GB but megakv.offload.host_gb and disk_gb "
@@ -175,6 +184,7 @@ def dry_run(
         ranks=tuple(ranks),
         memory_bytes=memory_bytes,
         host_budget=count.host_budget,
+        host_taken=count.host_taken,
     )
 
 

@@ -13,6 +13,21 @@ from megakv.offload.pool import Page, PagePool
 from megakv.offload.tiers import HostTier, in_units
 
 
+def page_bytes(count: int, row_bytes: int, size: int) -> int:
+    """Bytes of the pages of a size that so many rows take.
+
+    Raises
+    ------
+    MegaKVError
+        If a row does not fit a page.
+    """
+    if row_bytes > size:
+        raise MegaKVError(
+            f"megakv.offload.page_kib = {size >> 10} is too small: a token's row in one layer has {in_units(row_bytes)}"
+        )
+    return size * -(-count // (size // row_bytes))
+
+
 class PagedRows:
     """A growing number of rows of one width. Forks share pages until either grows.
 
@@ -37,11 +52,9 @@ class PagedRows:
         self._row_bytes = width * dtype.itemsize
         self._per_page = pool.page_bytes // self._row_bytes
         self._pages: list[Page] = []
-        if self._per_page == 0:
-            raise MegaKVError(
-                f"megakv.offload.page_kib = {pool.page_bytes >> 10} is too small: a token's row in one layer has "
-                f"{in_units(self._row_bytes)}"
-            )
+        # Leading pages that are known to lie in memory.
+        self._leading = 0
+        page_bytes(0, self._row_bytes, pool.page_bytes)
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -54,7 +67,7 @@ class PagedRows:
 
     def bytes_for(self, count: int) -> int:
         """Bytes of the pages of so many rows."""
-        return -(-count // self._per_page) * self._pool.page_bytes
+        return page_bytes(count, self._row_bytes, self._pool.page_bytes)
 
     def extend(self, count: int) -> int:
         """Make room for rows behind the present ones; returns the first one's index.
@@ -91,6 +104,7 @@ class PagedRows:
         shared.tier.rows(shared.offset, rows, self.width, self._dtype).read_into(buffer)
         own.tier.rows(own.offset, rows, self.width, self._dtype).write_from(buffer)
         self._pages[index] = own
+        self._leading = min(self._leading, index)
         self._pool.give(shared)
 
     def moves(self, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
@@ -125,10 +139,10 @@ class PagedRows:
 
     def in_memory(self) -> int:
         """Leading rows that lie in memory, or are on the way there."""
-        for index, page in enumerate(self._pages):
-            if not isinstance(page.tier, HostTier):
-                return index * self._per_page
-        return self.length
+        pages = self._pages
+        while self._leading < len(pages) and isinstance(pages[self._leading].tier, HostTier):
+            self._leading += 1
+        return self.length if self._leading == len(pages) else self._leading * self._per_page
 
     def runs_in_memory(self, count: int) -> list[tuple[int, Tensor]]:
         """The first rows where they lie, as few ``[n, W]`` as pages allow, each with its first row's index.
@@ -157,12 +171,13 @@ class PagedRows:
         for page in self._pages[kept:]:
             self._pool.give(page)
         del self._pages[kept:]
+        self._leading = min(self._leading, kept)
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
         twin = PagedRows(self._pool, self.width, self._dtype)
         twin.length = self.length
-        twin._pages = list(self._pages)
+        twin._pages, twin._leading = list(self._pages), self._leading
         for page in twin._pages:
             page.users += 1
         return twin

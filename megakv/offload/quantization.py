@@ -22,6 +22,24 @@ def group_size(key_dim: int, value_dim: int, asked: int) -> int:
     return max(size for size in range(1, min(asked, whole) + 1) if whole % size == 0)
 
 
+def packed_bytes(width: int, group: int, dtype: torch.dtype) -> int:
+    """Bytes of a row of so many elements of a type once it is packed, in groups of some size.
+
+    Raises
+    ------
+    MegaKVError
+        If the width is odd.
+    """
+    if width % 2:
+        raise MegaKVError(f"megakv.offload.kv_bits = 4 needs an even number of elements in a token's row, not {width}")
+    return width // 2 + 2 * (width // group) * _scale_dtype(dtype).itemsize
+
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of steps and smallest values."""
+    return torch.float16 if dtype == torch.float16 else torch.float32
+
+
 class GroupQuantiser:
     """Rows of one width, in four bits with a step and a smallest value for each group.
 
@@ -44,15 +62,11 @@ class GroupQuantiser:
     """
 
     def __init__(self, width: int, group: int, dtype: torch.dtype):
-        if width % 2:
-            raise MegaKVError(
-                f"megakv.offload.kv_bits = 4 needs an even number of elements in a token's row, not {width}"
-            )
+        self.nbytes = packed_bytes(width, group, dtype)
         self._width = width
         self._group = group
         self._dtype = dtype
-        self._scale_dtype = torch.float16 if dtype == torch.float16 else torch.float32
-        self.nbytes = width // 2 + 2 * (width // group) * self._scale_dtype.itemsize
+        self._scale_dtype = _scale_dtype(dtype)
 
     def pack(self, rows: Tensor) -> Tensor:
         """``[n, W]`` rows as ``[n, nbytes]`` bytes: two elements in each, then steps, then smallest values."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megakv.offload.heads import HeadShape
 from megakv.offload.link import Move
-from megakv.offload.pages import PagedRows, mark_written, unwritten
+from megakv.offload.pages import PagedRows, mark_written, page_bytes, unwritten
 from megakv.offload.pool import Page
 from megakv.offload.quantization import GroupQuantiser, group_size
 from megakv.offload.residents import ResidentRows
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     from megakv.offload.runtime import Offloader
     from megakv.offload.staging import StagedLayer
     from megakv.sharding import TokenBlock
-
-
-class _HeadShape(NamedTuple):
-    """KV heads, and head dimensions of keys and values."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
 
 
 class TieredStore(UniformStore):
@@ -46,13 +39,16 @@ class TieredStore(UniformStore):
     ----------
     version : int
         Goes up when rows are cut or change places.
+    keeps_inputs : bool
+        Whether activations are wanted, as far as is known.
     """
 
     def __init__(self, layer: int, batch: int, offloader: Offloader):
         self.layer = layer
         self.version = 0
+        self.keeps_inputs = True
         self._offloader = offloader
-        self._shape: _HeadShape | None = None
+        self._shape: HeadShape | None = None
         self._dtype: torch.dtype | None = None
         self._quantiser: GroupQuantiser | None = None
         self._rows: list[PagedRows | None] = [None] * batch
@@ -68,10 +64,8 @@ class TieredStore(UniformStore):
     # As a KVStore
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
-        heads, count, key_dim = k_KSD.shape
-        self._shape, self._dtype = _HeadShape(heads, key_dim, v_KSD.shape[2]), k_KSD.dtype
-        keys, values = k_KSD.transpose(0, 1).flatten(1), v_KSD.transpose(0, 1).flatten(1)
-        rows = torch.cat((keys, values), dim=1)
+        self._shape, self._dtype = HeadShape.of(k_KSD, v_KSD), k_KSD.dtype
+        rows = HeadShape.joined(k_KSD, v_KSD)
         stored = rows if self.quantiser is None else self.quantiser.pack(rows)
         first = self._write(self._rows, sequence, stored)
         if first == 0:
@@ -79,9 +73,10 @@ class TieredStore(UniformStore):
             self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, rows, len(self._rows))
         offered = self._offered.pop(sequence, None)
         inputs = self._inputs[sequence]
-        if offered is not None and self._offloader.worth_keeping(offered, stored):
+        if offered is not None:
+            self.keeps_inputs = self._offloader.worth_keeping(offered, stored)
             # Only an unbroken run from the first token on can be recomputed.
-            if (0 if inputs is None else inputs.length) == first:
+            if self.keeps_inputs and (0 if inputs is None else inputs.length) == first:
                 self._write(self._inputs, sequence, offered)
         at_work = self._offloader.at_work(self)
         if at_work:
@@ -211,7 +206,7 @@ class TieredStore(UniformStore):
     def row_width(self) -> int:
         """Elements of a token's keys and values."""
         assert self._shape is not None
-        return self._shape.heads * (self._shape.key_dim + self._shape.value_dim)
+        return self._shape.width
 
     @property
     def input_width(self) -> int:
@@ -279,15 +274,12 @@ class TieredStore(UniformStore):
         """Bytes of the pages of so many tokens per sequence, in one layer."""
         page = self._offloader.pool.page_bytes
         widths = [width for width in (self.row_bytes, self.input_bytes) if width]
-        return sum(page * -(-count // (page // width)) for count in tokens for width in widths)
+        return sum(page_bytes(count, width, page) for count in tokens for width in widths)
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""
         assert self._shape is not None
-        heads, key_dim, value_dim = self._shape
-        keys = rows[:, : heads * key_dim].unflatten(1, (heads, key_dim))
-        values = rows[:, heads * key_dim :].unflatten(1, (heads, value_dim))
-        return keys.transpose(0, 1), values.transpose(0, 1)
+        return self._shape.split(rows)
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""

@@ -1,4 +1,4 @@
-"""What offloading is not there for: compressed keys and values."""
+"""Offloading and the rest of MegaKV: compressed keys and values, and dry runs."""
 
 import copy
 from collections.abc import Callable
@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
 from tests.families import FAMILIES
+from tests.unit.offload.test_exactness import plain_model
 
 
 def test_a_compressed_session_is_refused(offloaded: Callable[..., Any], tmp_path: Path) -> None:
@@ -26,3 +28,22 @@ def test_a_compressed_session_is_refused(offloaded: Callable[..., Any], tmp_path
     compressing.destroy()
     with pytest.raises(MegaKVError, match=r"saved holds compressed keys.*megakv.offload.enabled = false"):
         offloaded(model).restore_session(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kv_bits", [None, 4])
+@pytest.mark.parametrize("method", ["stream", "kvpr", "auto"])
+def test_a_dry_run_counts_the_pages_that_an_engine_takes(
+    kv_bits: int | None, method: str, offloaded: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = plain_model("opt")
+    model.config.save_pretrained(tmp_path)
+    offload = {"enabled": True, "method": method, "kv_bits": kv_bits, "host_gb": 0.05, "page_kib": 8}
+    settings = {"dtype": "fp32", "megakv": {"offload": offload}}
+    found = dry_run(tmp_path, settings, context=37, batch=3, new_tokens=5)
+    engine = offloaded(model, **offload)
+    session = engine.session()
+    ids = torch.randint(3, 190, (3, 37), generator=torch.Generator().manual_seed(5))
+    # Of the last token there are no keys and values.
+    session.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert found.ranks[0].host_bytes == engine._offloader.pool.used()["host"]
+    assert found.host_taken == int(0.05 * (1 << 30)) and found.problem is None
