@@ -108,6 +108,8 @@ class HardwareProfile(Record):
         waiting for each other.
     host_link : Curve, optional
         Seconds of moving bytes between host and accelerator. None: not known.
+    host_memory_bandwidth : float, optional
+        Bytes per second that all processors and links of a host together take from its memory. None: not known.
     memory_bytes : int, optional
         Of one rank's accelerator. None: not known.
     devices_per_host : int, optional
@@ -136,6 +138,7 @@ class HardwareProfile(Record):
     launch_s: Overhead = 0.0
     layer_s: Overhead = 0.0
     host_link: Curve | None = None
+    host_memory_bandwidth: float | None = Field(default=None, gt=0)
     memory_bytes: int | None = Field(default=None, gt=0)
     devices_per_host: int | None = Field(default=None, gt=0)
 
