@@ -32,12 +32,12 @@ def offer(store: TieredStore, mine: TokenBlock, hidden_LE: Tensor, kept: np.ndar
     kept : ndarray, optional
         Of the packed rows, those of `mine`; None for all.
     """
+    # A copy: the model may go on to work on its own tensor in place.
+    hidden_LE = hidden_LE.clone() if kept is None else hidden_LE[torch.from_numpy(kept).to(hidden_LE.device)]
     for sequence in range(mine.batch):
         run = mine.run(sequence)
         if run.stop > run.start:
-            index = run if kept is None else torch.from_numpy(kept[run]).to(hidden_LE.device)
-            # A copy: the model may go on to work on its own tensor in place.
-            store.offer(sequence, hidden_LE[index].clone())
+            store.offer(sequence, hidden_LE[run])
 
 
 def recompute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,10 +10,12 @@ from megakv.costmodel.offload import LayerCosts
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes
 from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
+from megakv.offload.costs import OffloadCosts
+from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.pool import PagePool
-from megakv.offload.profiler import HostTrial, OffloadCosts
-from megakv.offload.scheduler import Division, Plan, divide, split_point
+from megakv.offload.profiler import HostTrial
+from megakv.offload.scheduler import divide, split_point
 from megakv.offload.store import TieredStore
 from megakv.offload.tiers import in_units
 from megakv.offload.trials import PlanTrials
@@ -22,6 +24,9 @@ from megakv.offload.weight_stream import WeightStream
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
     from megakv.offload.record import StepRecord
+
+NAMES = ("stream", "kvpr", "chunked", "cpu_rank", "all")
+"""Plans, the plainest first; the last one recomputes while the host attends."""
 
 
 class _Size(NamedTuple):
@@ -58,6 +63,8 @@ class Planner:
         What recomputation is measured with.
     queries : Queries or None
         What the host's attention is measured with; known after the first pass.
+    ahead : bool
+        Whether the first layers of a step can be brought while the step before ends.
     """
 
     def __init__(
@@ -72,32 +79,32 @@ class Planner:
     ):
         self.recomputation: Recomputation | None = None
         self.queries: Queries | None = None
+        self.ahead = True
         self._config = config
         self._costs = costs
         self._layers = layers
         self._host_rank = host_rank
         self._trials = PlanTrials(explore=explore)
         self._weights = weights
-        self._latest: tuple[tuple[int, ...], Plan] | None = None
+        self._latest: tuple[object, Plan] | None = None
 
     def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool) -> Plan:
         """What becomes of the cached tokens of a step's layers, by one of them: the same for all.
 
         Where they do not stay with their rank, the host attends to none.
         """
-        hosts = self._host_rank is not None and stays
-        lengths, resident = store.settled(), store.residents()
-        inputs, memory = store.with_inputs(), store.in_memory()
-        sizes = [
+        lengths, resident, inputs = store.settled(), store.residents(), store.with_inputs()
+        memory = store.in_memory() if self._host_rank is not None and stays else [0] * len(lengths)
+        sizes = tuple(
             _Size(
-                sum(lengths[sequence] for sequence in group),
-                sum(min(lengths[sequence], inputs[sequence]) for sequence in group),
-                sum(min(lengths[row], memory[row]) for row in group) if hosts else 0,
+                sum(lengths[row] for row in group),
+                sum(min(lengths[row], inputs[row]) for row in group),
+                sum(min(lengths[row], memory[row]) for row in group),
                 sum(min(lengths[row], resident[row]) for row in group),
             )
             for group in groups
-        ]
-        key = (*lengths, *(number for size in sizes for number in size))
+        )
+        key = (lengths, sizes, self.ahead)
         if self._latest is None or self._latest[0] != key:
             self._latest = key, self._plan(store, sizes)
         return self._latest[1]
@@ -107,44 +114,68 @@ class Planner:
         if not (self._costs.settled and record.usual):
             return
         plan = record.plan
-        self._trials.observe(plan.name, tokens=record.cached, predicted_s=plan.seconds, measured_s=record.measured_s)
+        self._trials.observe(
+            plan.name,
+            tokens=record.cached,
+            predicted_s=plan.seconds,
+            measured_s=record.measured_s,
+            steady=record.steady,
+        )
 
     def _plan(self, store: TieredStore, sizes: Sequence[_Size]) -> Plan:
         tokens = sum(size.tokens for size in sizes)
         if not tokens:
             return Plan("stream", tuple(Division(0) for _ in sizes), 1, 0.0, 0.0)
         costs, weights = self._layer(store, len(sizes)), self._weight_times()
-        found = [{name: (one, chunk) for name, one, chunk in self._candidates(costs, *size)} for size in sizes]
-        plans: dict[str, Plan] = {}
-        for name in dict.fromkeys(name for each in found for name in each):
-            # A group may have fewer choices than others: without any cached token, only the plainest.
-            chosen = [each.get(name, (Division(size.tokens), 1)) for each, size in zip(found, sizes, strict=True)]
-            plan = Plan(name, tuple(each[0] for each in chosen), max(each[1] for each in chosen), 0.0, 0.0)
-            if all(plan.shape != other.shape for other in plans.values()):
-                seconds = self._costs.predict(costs, plan.divisions, self._layers, weights, chunk=plan.chunk)
-                plans[name] = plan._replace(seconds=seconds)
-        predicted = {name: plan.seconds for name, plan in plans.items()}
-        # Trials of the first steps, which also fill caches and pipelines, would say nothing.
-        best = min(predicted, key=lambda name: predicted[name])
-        name = self._trials.choose(predicted, tokens) if self._costs.settled else best
-        return plans[name]._replace(predicted_s=plans[name].seconds * self._trials.correction(name, tokens))
+        settled = self._costs.settled
+        # From step to step little changes: the plan in use is solved anew every time, the others now and then.
+        going_on = self._trials.going_on(tokens) if settled else None
+        plan = None if going_on is None else self._solved(going_on, costs, sizes, weights)
+        if plan is None:
+            plans: dict[str, Plan] = {}
+            for name in NAMES:
+                found = self._solved(name, costs, sizes, weights)
+                if found is not None and all(found.shape != other.shape for other in plans.values()):
+                    plans[name] = found
+            predicted = {name: each.seconds for name, each in plans.items()}
+            # Trials of the first steps, which also fill caches and pipelines, would say nothing.
+            best = min(predicted, key=lambda name: predicted[name])
+            plan = plans[self._trials.choose(predicted, tokens) if settled else best]
+        return plan._replace(predicted_s=plan.seconds * self._trials.correction(plan.name, tokens))
 
-    def _candidates(
-        self, costs: LayerCosts, tokens: int, most: int, host: int, resident: int
-    ) -> Iterator[tuple[str, Division, int]]:
-        """Plans that the method allows: name, division, and tokens of a chunk of activations. The plainest first."""
-        method, chunk = self._config.method, self._config.chunk_tokens
-        if method in ("auto", "stream") or not (most or host):
-            yield "stream", Division(tokens, resident=resident), chunk
-        if method in ("auto", "kvpr") and most:
-            moving = split_point(costs, tokens - resident, most=most)
-            yield "kvpr", replace(moving, tokens=tokens, resident=resident), tokens
-        if method in ("auto", "chunked") and most:
-            yield "chunked", divide(costs, tokens, chunk=chunk, resident=resident, most=most), chunk
-        if method in ("auto", "cpu_rank") and host:
-            yield "cpu_rank", divide(costs, tokens, chunk=chunk, resident=resident, recompute=False, host=host), chunk
-        if method == "auto" and most and host:
-            yield "all", divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host), chunk
+    def _solved(self, name: str, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes) -> Plan | None:
+        """A plan by its name; None where the method, or what is cached, allows none."""
+        costs = replace(costs, device_s=self._costs.device_s(name) / len(sizes))
+        # Groups of one size are divided alike.
+        known: dict[_Size, tuple[Division, int] | None] = {
+            size: self._divided(name, costs, size) for size in set(sizes)
+        }
+        found = [known[size] for size in sizes]
+        if not any(found):
+            return None
+        # A group may have fewer choices than others: without any cached token, only the plainest.
+        chosen = [each or (Division(size.tokens), 1) for each, size in zip(found, sizes, strict=True)]
+        divisions, chunk = tuple(each[0] for each in chosen), max(each[1] for each in chosen)
+        seconds = self._costs.predict(costs, divisions, self._layers, weights, chunk=chunk, ahead=self.ahead)
+        return Plan(name, divisions, chunk, seconds, 0.0)
+
+    def _divided(self, name: str, costs: LayerCosts, size: _Size) -> tuple[Division, int] | None:
+        """A group's division by a plan, and tokens of a chunk of activations; None where there is no such plan."""
+        (tokens, most, host, resident), chunk = size, self._config.chunk_tokens
+        auto = self._config.method == "auto"
+        if not (auto or name == self._config.method or (name == "stream" and not (most or host))):
+            return None
+        if name == "stream":
+            return Division(tokens, resident=resident), chunk
+        if name == "kvpr" and most:
+            return replace(split_point(costs, tokens - resident, most=most), tokens=tokens, resident=resident), tokens
+        if name == "chunked" and most:
+            return divide(costs, tokens, chunk=chunk, resident=resident, most=most), chunk
+        if name == "cpu_rank" and host:
+            return divide(costs, tokens, chunk=chunk, resident=resident, recompute=False, host=host), chunk
+        if name == "all" and auto and most and host:
+            return divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host), chunk
+        return None
 
     def check_room(self, store: TieredStore, pool: PagePool, new_tokens: int, *, later_turn: bool) -> None:
         """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
@@ -190,5 +221,4 @@ class Planner:
         weights = self._weight_times()
         if groups == 1:
             return costs.with_offloaded_weights(kv_weights_s=weights.keys_s, other_weights_s=weights.others_s)
-        shared = costs.in_column(weights_s=weights.keys_s + weights.others_s, num_gpu_batches=groups)
-        return replace(shared, device_s=costs.device_s / groups)
+        return costs.in_column(weights_s=weights.keys_s + weights.others_s, num_gpu_batches=groups)

@@ -1,10 +1,11 @@
-"""The profiler: what the link and recomputation take on this machine, measured once and kept up to date."""
+"""The profiler: what the link and recomputation take on this machine, measured once and kept in a file."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -13,16 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import Field
 
 from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
-from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
 from megakv.costmodel.records import Record, load_record
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.link import Link
 from megakv.offload.pages import PagedRows, unwritten
 from megakv.offload.pool import PagePool
-from megakv.offload.record import StepRecord
-from megakv.offload.scheduler import Division
+from megakv.sharding import chunk_bounds
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
@@ -33,13 +31,11 @@ PROBE_BYTES = 16 << 20
 """Rows that are sent to measure the link, at most."""
 PROBE_ROWS = 16
 """At least."""
-PROBE_S = 0.05
+PIECES = 8
+"""Transfers that they are sent in to measure what each costs."""
+PROBE_S = 0.025
 """An emulated link is measured with what it sends in that time."""
 PROBE_TOKENS = 512
-LEARNING = 0.3
-"""Weight of the latest step in what is learned while tokens are generated."""
-STEADY = 3
-"""Steps after which learned times count: the first ones fill caches and pipelines."""
 
 
 class OffloadProfile(Record):
@@ -80,8 +76,8 @@ class HostTrial(NamedTuple):
     queries: Queries
 
 
-class OffloadCosts:
-    """Costs of a layer of an engine's model, from a profile and from what steps show.
+class Profiler:
+    """Measures what the profile says, with the link, the layers and the pages of one engine.
 
     Parameters
     ----------
@@ -90,89 +86,25 @@ class OffloadCosts:
     pool : PagePool
         Whose unused pages the link and the host are measured with.
     device : torch.device
-    sharers : int
-        Ranks on this host: they share the bandwidth of its memory when they attend there.
     """
 
-    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device, *, sharers: int = 1):
+    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device):
         self._config = config
         self._link = link
         self._pool = pool
-        self._sharers = sharers
         self._device = device
-        self.profile: OffloadProfile | None = None
-        self.outside_s = 0.0
-        self._device_s = 0.0
-        self._steps = 0
 
-    def layer(self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None) -> LayerCosts:
-        """Costs of a layer that holds cached tokens; the first call measures, or reads the profile.
+    def profile(
+        self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None
+    ) -> OffloadProfile:
+        """The file that the JSON names, or else what is measured now.
 
         Raises
         ------
         ValueError
-            If the profile is of another machine or model.
+            If the file is of another machine or model.
         """
-        if self.profile is None:
-            self.profile = self._load(store) or self._measure(store, recomputation, host)
-        profile = self.profile
-        return LayerCosts(
-            kv_s=profile.row_bytes / profile.link_bytes_s,
-            activation_s=profile.input_bytes / profile.link_bytes_s,
-            recompute_s=profile.recompute_s,
-            transfer_s=profile.transfer_s,
-            launch_s=profile.launch_s,
-            host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
-            host_fixed_s=profile.host_fixed_s * len(store.lengths()),
-            device_s=self._device_s,
-        )
-
-    def predict(
-        self, costs: LayerCosts, divisions: Sequence[Division], layers: int, weights: WeightTimes, *, chunk: int
-    ) -> float:
-        """Seconds from step to step, of a division for each group; `costs` are of one group, `chunk` is in tokens."""
-        groups = [
-            group_times(costs, each.recomputed, each.on_host, each.streamed, chunk=chunk, outside_s=self.outside_s)
-            for each in divisions
-        ]
-        return step_seconds(groups, layers, weights)
-
-    def sending_s(self, nbytes: float) -> float:
-        """Seconds of the link for so many bytes; the first call of `layer` comes before."""
-        assert self.profile is not None
-        return nbytes / self.profile.link_bytes_s
-
-    @property
-    def settled(self) -> bool:
-        """Whether what steps show has come in, where it does."""
-        return self._device.type != "cpu" or self._steps > STEADY
-
-    def learn(self, record: StepRecord, layers: int) -> None:
-        """Take in what a step showed. Only a processor that computes as it is told can be timed this way."""
-        assert self.profile is not None
-        if self._device.type != "cpu" or not record.usual:
-            return
-        self._steps += 1
-        weight = LEARNING if self._steps > STEADY else 1.0
-        busy = max(0.0, record.elapsed_s - record.waited_s - record.recompute_s - record.peers_s) / layers
-        self._device_s += weight * (busy - self._device_s)
-        self.outside_s += weight * (record.gap_s - self.outside_s)
-        changes: dict[str, float] = {}
-        if record.division.recomputed and record.recompute_s:
-            shown = record.recompute_s / (layers * record.division.recomputed)
-            known = self.profile.recompute_s + self.profile.launch_s / record.division.recomputed
-            changes["recompute_s"] = self.profile.recompute_s * (1 + weight * (shown / known - 1))
-        if record.division.on_host and record.host_s:
-            fixed = self.profile.host_fixed_s * record.new / record.division.on_host
-            shown = record.host_s / (layers * record.division.on_host)
-            known = shared_attend_seconds(self.profile.host_attend_s, self._sharers) + fixed
-            changes["host_attend_s"] = self.profile.host_attend_s * (1 + weight * (shown / known - 1))
-        if record.bytes_in and record.busy_s:
-            shown = record.bytes_in / record.busy_s
-            changes["link_bytes_s"] = self.profile.link_bytes_s + weight * (shown - self.profile.link_bytes_s)
-        self.profile = self.profile.model_copy(update=changes)
-
-    # Measuring
+        return self._load(store) or self._measure(store, recomputation, host)
 
     def _load(self, store: TieredStore) -> OffloadProfile | None:
         path = self._config.profile
@@ -197,14 +129,16 @@ class OffloadCosts:
     ) -> OffloadProfile:
         emulated = self._config.emulated_link_gb_s
         most = PROBE_BYTES if emulated is None else min(PROBE_BYTES, int(PROBE_S * emulated * 1e9))
-        few, many = self._sent(store, 1), self._sent(store, max(most, PROBE_ROWS * store.row_bytes))
+        most = max(most, PROBE_ROWS * store.row_bytes)
+        few, many, pieces = self._sent(store, 1), self._sent(store, most), self._sent(store, most, pieces=PIECES)
         slope = max(many[1] - few[1], 1e-9) / max(many[0] - few[0], 1)
         profile = OffloadProfile(
             fingerprint=self._fingerprint(store),
             row_bytes=store.row_bytes,
             input_bytes=store.input_bytes,
             link_bytes_s=1 / slope,
-            transfer_s=max(0.0, few[1] - few[0] * slope),
+            # In a row: whoever waits for a single one waits for a thread or an event to wake it, too.
+            transfer_s=max(0.0, (pieces[1] - many[1]) / (PIECES - 1)),
             recompute_s=0.0,
             launch_s=0.0,
             host_attend_s=0.0,
@@ -221,8 +155,8 @@ class OffloadCosts:
             profile.save(self._config.profile)
         return profile
 
-    def _sent(self, store: TieredStore, nbytes: int) -> tuple[int, float]:
-        """Bytes and seconds of sending rows of the store's width, out of pages that nobody uses."""
+    def _sent(self, store: TieredStore, nbytes: int, *, pieces: int = 1) -> tuple[int, float]:
+        """Bytes and seconds of sending rows of the store's width, out of pages that nobody uses, in equal pieces."""
         count = max(1, nbytes // store.row_bytes)
         rows = self._probe(store, count)
         if rows is None:
@@ -231,10 +165,18 @@ class OffloadCosts:
             sequence = max(range(len(lengths)), key=lambda index: lengths[index])
             count = min(count, lengths[sequence])
         target = torch.empty((count, store.stored_width), dtype=store.stored_dtype, device=self._device)
-        moves, pages = store.row_moves(sequence, 0, target) if rows is None else rows.moves(0, target)
-        for ticket in unwritten(pages):
-            ticket.settle()
-        return count * store.row_bytes, self._timed(lambda: self._link.start("in", moves).settle())
+        transfers = []
+        for first, end in pairwise(chunk_bounds(count, min(pieces, count)).tolist()):
+            part = target[first:end]
+            moves, pages = store.row_moves(sequence, first, part) if rows is None else rows.moves(first, part)
+            for ticket in unwritten(pages):
+                ticket.settle()
+            transfers.append(moves)
+
+        def send() -> None:
+            [self._link.start("in", moves) for moves in transfers][-1].settle()
+
+        return count * store.row_bytes, self._timed(send)
 
     def _probe(self, store: TieredStore, count: int) -> PagedRows | None:
         """Rows like a store's in pages that nobody uses; None where there are too few."""

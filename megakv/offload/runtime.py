@@ -14,13 +14,14 @@ from torch import Tensor
 from megakv.offload.cache import OffloadedCache
 from megakv.offload.columns import group_call, groups_of
 from megakv.offload.config import OffloadConfig
+from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_rank import HostPart, HostRank, Queries
 from megakv.offload.inputs import offer, recompute
 from megakv.offload.link import Link, Ticket
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
 from megakv.offload.prefetch import Prefetch
-from megakv.offload.profiler import OffloadCosts
+from megakv.offload.profiler import Profiler
 from megakv.offload.record import StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.staging import StagedLayer
@@ -67,31 +68,26 @@ class Offloader:
     ):
         self.config, self.link, self.pool, self.device, self.weights = config, link, pool, device, weights
         self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
-        self.costs = OffloadCosts(config, link, pool, device, sharers=runtime.comm.watch.neighbours)
+        profiler = Profiler(config, link, pool, device)
+        self.costs = OffloadCosts(profiler, device, sharers=runtime.comm.watch.neighbours)
         self.steps: list[StepRecord] = []
         self._recomputation: Recomputation | None = None
         self._recomputes = False
-        self._runtime = runtime
-        self._layers = layers
+        self._runtime, self._layers = runtime, layers
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
-        self._group = 0
         self._new: list[int] = []
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
-        self._decoding = False
+        self._decoding, self._group = False, 0
         self._announced: int | None = None
-        self._ahead = True
         self._record: StepRecord | None = None
+        self._previous: str | None = None
         self._ended = 0.0
         self._host_rank = HostRank(config.cpu_threads) if config.host_attends else None
+        alone = runtime.comm.mesh.world_size == 1
         self._planner = Planner(
-            config,
-            self.costs,
-            layers=layers,
-            host_rank=self._host_rank,
-            explore=runtime.comm.mesh.world_size == 1,
-            weights=weights,
+            config, self.costs, layers=layers, host_rank=self._host_rank, explore=alone, weights=weights
         )
         self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
         self._host_parts: list[HostPart] = []
@@ -122,6 +118,9 @@ class Offloader:
         """A generation begins that may add so many tokens to each sequence."""
         self.steps.clear()
         self._announced = new_tokens
+        # What was brought for a step that did not come is of no use.
+        self._prefetch.drop_all()
+        self._planner.ahead = True
 
     # A pass
 
@@ -131,7 +130,7 @@ class Offloader:
         self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
         if self._cache is not cache or not self._prefetch.valid(new):
             # What was brought ahead is of no use: beams have changed places, say.
-            self._ahead = self._ahead and not len(self._prefetch)
+            self._planner.ahead = self._planner.ahead and not len(self._prefetch)
             self._prefetch.drop_all()
         self._cache, self._layout, self._current, self._new = cache, layout, None, new
         self._decoding = all(count <= 1 for count in new)
@@ -152,7 +151,7 @@ class Offloader:
         self._current = layer
         mine = layout.stored[cache.rank]
         store = cache.store(layer)
-        if self._recomputes:
+        if self._recomputes and store.keeps_inputs:
             offer(store, mine, hidden_LE, self._runtime.kept_rows())
         self._prepare(layer, 0)
 
@@ -197,17 +196,19 @@ class Offloader:
             record.finish(self.link, self._runtime.comm.ledger, self.weights)
             record.gap_s = record.begun - self._ended if self._ended else 0.0
             self._ended = record.ended
+            self._previous = record.plan.name if record.cached and self._decoding else None
             if record.cached:
                 self.steps.append(record)
-                self.costs.learn(record, self._layers)
+                record.link_bytes_s = self.costs.link_bytes_s
                 if self._decoding:
+                    self.costs.learn(record, self._layers)
                     self._planner.observe(record)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
         if cache is self._cache:
             self._prefetch.drop_all()
-            self._current = self._layout = self._record = None
+            self._current = self._layout = self._record = self._previous = None
             self._ended = 0.0
 
     # For stores
@@ -225,13 +226,13 @@ class Offloader:
 
     def await_streamed(self, staged: StagedLayer) -> None:
         """Let attention come after all rows of a layer."""
+        begun = time.perf_counter()
         if staged.streamed is not None:
-            begun = time.perf_counter()
             staged.streamed.wait()
             staged.streamed = None
             staged.unpack()
-            if self._record is not None:
-                self._record.waited_s += time.perf_counter() - begun
+        if self._record is not None:
+            self._record.arrived(begun)
 
     def attend_on_host(
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
@@ -275,11 +276,10 @@ class Offloader:
         cache = self._cache
         assert cache is not None
         if self._record is not None:
-            self._record.host_s += sum(part.seconds for part in self._host_parts)
-            self._record.waited_s += sum(part.waited_s for part in self._host_parts)
+            self._record.attended(self._host_parts)
         self._host_parts.clear()
         self._prefetch.release(layer, index)
-        self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._ahead)
+        self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._planner.ahead)
         if self.weights is not None:
             self.weights.next_piece()
 
@@ -294,5 +294,7 @@ class Offloader:
         cached = int(cache.table.counts()[cache.rank].sum()) - sum(new)
         plan = self._prefetch.plan(cache.store(0))
         record = StepRecord(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits)
+        # Where nothing can be brought ahead, each step is like the others all the same.
+        record.steady = plan.name == self._previous and (len(self._prefetch) > 0 or not self._planner.ahead)
         record.begin(self.link, self._runtime.comm.ledger)
         return record

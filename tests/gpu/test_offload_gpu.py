@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import megakv
 from megakv.costmodel.offload import LayerCosts
+from megakv.offload.costs import OffloadCosts
 from megakv.offload.cuda_link import CudaLink
 from megakv.offload.link import MemoryRows, Move
-from megakv.offload.profiler import OffloadCosts
 from megakv.offload.tiers import HostTier
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megakv
 from megakv.costmodel.offload import LayerCosts
-from megakv.offload.profiler import OffloadCosts
+from megakv.offload.costs import OffloadCosts
 from megakv.offload.trials import PlanTrials
 
 SETTINGS = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}

@@ -1,14 +1,16 @@
 """The profiler measures the link and recomputation, keeps them, learns, and refuses what is of another machine."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megakv.costmodel import offload_pipeline
 from megakv.costmodel.offload import StepTimes
-from megakv.costmodel.offload_pipeline import step_seconds
+from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, step_seconds
 from tests.unit.offload.test_exactness import generate, plain_model
 
 LINK_GB_S = 0.001
@@ -74,3 +76,46 @@ def test_a_pipeline_runs_at_the_pace_of_its_slower_side() -> None:
     assert step_seconds([slow_link], 8) == pytest.approx(80.0)
     slow_device = StepTimes(sent_s=4.0, landed_s=2.0, recompute_s=3.0, last_s=3.0, layer_s=6.0, outside_s=5.0)
     assert step_seconds([slow_device], 8) == pytest.approx(8 * 9.0 + 5.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_full_pipelines_are_the_same_layer_by_layer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(seed)
+
+    def group() -> StepTimes:
+        landed, recompute = generator.uniform(0, 2), generator.choice((0.0, generator.uniform(0, 3)))
+        return StepTimes(
+            sent_s=landed + generator.uniform(0, 4),
+            landed_s=landed,
+            recompute_s=recompute,
+            last_s=recompute * generator.random(),
+            layer_s=generator.uniform(0.1, 3),
+            host_s=generator.choice((0.0, 1.5)),
+            outside_s=generator.uniform(0, 2),
+            first_s=landed * generator.random(),
+            attend_s=generator.uniform(0, 1),
+        )
+
+    groups = [group() for _ in range(generator.choice((1, 1, 2, 5)))]
+    weights = generator.choice((RESIDENT, WeightTimes(generator.uniform(0, 1), generator.uniform(0, 5))))
+    layers = generator.choice((1, 2, 3, 30, 31))
+    quick = step_seconds(groups, layers, weights)
+    monkeypatch.setattr(offload_pipeline, "PERIODS", ())
+    assert quick == pytest.approx(step_seconds(groups, layers, weights), rel=1e-6)
+
+
+def test_what_cannot_come_ahead_is_waited_for() -> None:
+    times = StepTimes(sent_s=3.0, landed_s=0.0, recompute_s=0.0, last_s=0.0, layer_s=4.0, outside_s=5.0)
+    assert step_seconds([times], 6) == pytest.approx(6 * 4.0 + 5.0)
+    assert step_seconds([times], 6, ahead=False) == pytest.approx(3.0 + 6 * 4.0 + 5.0)
+
+
+def test_every_generation_brings_the_next_step_s_first_layers_ahead(offloaded: Any) -> None:
+    engine = offloaded(plain_model("opt"), method="stream")
+    ids = torch.randint(3, 190, (2, 20), generator=torch.Generator().manual_seed(1))
+    for options in ({}, {}, {"num_beams": 2}, {}):
+        generate(engine, ids, torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6, **options)
+        steps = engine._offloader.steps
+        # The first step begins cold. Beams change places, so that nothing can be brought ahead of them.
+        assert [step.steady for step in steps[1:]] == [True] * len(steps[1:]) and not steps[0].steady
+        assert engine._offloader._planner.ahead == ("num_beams" not in options)

@@ -1,46 +1,90 @@
-"""The choice between plans: each is tried, the fastest stays, and noise does not drive it away."""
+"""The choice between plans: each is tried, the fastest stays, noise does not drive it away, and trials are paid for."""
 
 import random
 
 import pytest
 
-from megakv.offload.trials import BLOCK, ENOUGH, RETRY, PlanTrials
+from megakv.offload.trials import FIRST, GRANT, SHARE, PlanTrials
+
+Times = dict[str, float]
 
 
-def play(trials: PlanTrials, true: dict[str, float], steps: int, *, predicted: dict[str, float] | None = None,
-         tokens: int = 1000, noise: float = 0.0, seed: int = 0) -> list[str]:  # fmt: skip
-    """Steps on a machine where plans take `true` seconds."""
+def play(
+    trials: PlanTrials,
+    true: Times,
+    steps: int,
+    *,
+    predicted: Times | None = None,
+    tokens: int = 1000,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> list[str]:
+    """Steps on a machine where plans take `true` seconds; what a step took is known after the next one is chosen."""
     generator = random.Random(seed)
-    chosen = []
+    predicted = predicted or true
+    chosen: list[str] = []
     for _ in range(steps):
-        name = trials.choose(predicted or true, tokens)
-        measured = true[name] * (1 + noise * generator.uniform(-1, 1))
-        trials.observe(name, tokens=tokens, predicted_s=(predicted or true)[name], measured_s=measured)
-        chosen.append(name)
+        chosen.append(trials.going_on(tokens) or trials.choose(predicted, tokens))
+        if len(chosen) > 1:
+            name = chosen[-2]
+            measured = true[name] * (1 + noise * generator.uniform(-1, 1))
+            trials.observe(name, tokens=tokens, predicted_s=predicted[name], measured_s=measured)
     return chosen
+
+
+def cost(chosen: list[str], true: Times) -> float:
+    """Time of some steps over that of as many by the fastest plan."""
+    return sum(true[name] for name in chosen) / (len(chosen) * min(true.values()))
 
 
 def test_the_fastest_wins_where_predictions_are_wrong() -> None:
     true = {"stream": 1.0, "kvpr": 1.1, "cpu_rank": 0.8}
-    predicted = {"stream": 1.0, "kvpr": 0.9, "cpu_rank": 1.2}
-    chosen = play(PlanTrials(), true, 200, predicted=predicted, noise=0.05)
-    tried = len(true) * BLOCK * -(-ENOUGH // (BLOCK - 1))
-    assert set(chosen[:tried]) == set(true)
-    late = chosen[tried:]
-    assert late.count("cpu_rank") >= len(late) - 2 * BLOCK * len(late) // RETRY
+    chosen = play(PlanTrials(), true, 300, predicted={"stream": 1.0, "kvpr": 0.9, "cpu_rank": 1.2}, noise=0.05)
+    assert set(chosen) == set(true)
+    late = chosen[100:]
+    assert late.count("cpu_rank") >= 0.9 * len(late)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_generation_is_within_two_per_cent_of_the_best_plan(seed: int) -> None:
+    generator = random.Random(seed)
+    true = {name: generator.uniform(0.7, 3.0) for name in ("stream", "kvpr", "chunked", "cpu_rank", "all")}
+    # The first predictions err by up to 15%; noise is what a shared machine shows.
+    predicted = {name: seconds * generator.uniform(0.87, 1.15) for name, seconds in true.items()}
+    chosen = play(PlanTrials(), true, 2000, predicted=predicted, noise=0.05, seed=seed)
+    assert cost(chosen, true) < 1.02
+
+
+def test_sixty_four_tokens_pay_for_no_more_than_they_save() -> None:
+    true = {"stream": 1.0, "kvpr": 1.25, "chunked": 1.03, "cpu_rank": 1.6, "all": 1.4}
+    chosen = play(PlanTrials(), true, 64)
+    assert "chunked" in chosen and cost(chosen, true) <= 1 + GRANT / 64 + SHARE + 1e-9
 
 
 def test_of_equal_plans_the_plainest_stays() -> None:
-    chosen = play(PlanTrials(), {"stream": 1.0, "kvpr": 0.995}, RETRY - 1, noise=0.0)
+    chosen = play(PlanTrials(), {"stream": 1.0, "kvpr": 0.995}, FIRST, noise=0.0)
     assert set(chosen[-20:]) == {"stream"}
-    trials = PlanTrials()
-    changes = play(trials, {"stream": 1.0, "kvpr": 1.0}, 300, noise=0.1, seed=3)
+    changes = play(PlanTrials(), {"stream": 1.0, "kvpr": 1.0}, 300, noise=0.1, seed=3)
     late = changes[30:]
     assert sum(one != other for one, other in zip(late, late[1:], strict=False)) < 40
 
 
-def test_hopeless_plans_are_not_tried() -> None:
-    assert "kvpr" not in play(PlanTrials(), {"stream": 1.0, "kvpr": 2.0}, 2 * RETRY)
+def test_a_plan_that_is_predicted_to_be_hopeless_is_tried_late_and_wins_if_it_is_not() -> None:
+    predicted = {"stream": 1.0, "kvpr": 2.5}
+    slow = play(PlanTrials(), predicted, 1000)
+    assert 0 < slow.count("kvpr") < 10 and cost(slow, predicted) < 1.02
+    assert "kvpr" not in slow[:100]
+    true = {"stream": 1.0, "kvpr": 0.6}
+    late = play(PlanTrials(), true, 1000, predicted=predicted)[-500:]
+    assert late.count("kvpr") > 480
+
+
+def test_a_machine_that_slows_down_drives_no_plan_away() -> None:
+    trials, true = PlanTrials(), {"stream": 1.0, "kvpr": 1.25, "cpu_rank": 1.2}
+    play(trials, true, 500)
+    loaded = {name: 1.6 * seconds for name, seconds in true.items()}
+    chosen = play(trials, loaded, 500, predicted=true)
+    assert chosen.count("stream") > 480
 
 
 def test_without_trials_predictions_decide() -> None:
@@ -54,3 +98,11 @@ def test_a_prediction_is_corrected_by_steps_of_about_that_size() -> None:
     assert trials.correction("stream", 1200) == pytest.approx(1.3)
     assert trials.correction("kvpr", 1200) == pytest.approx(1.3)
     assert trials.correction("stream", 5000) == 1.0
+
+
+def test_the_first_step_of_a_plan_says_nothing() -> None:
+    trials = PlanTrials()
+    for seconds in (9.0, 1.5, 1.5):
+        trials.observe("stream", tokens=100, predicted_s=1.0, measured_s=seconds)
+    trials.observe("stream", tokens=100, predicted_s=1.0, measured_s=8.0, steady=False)
+    assert trials.correction("stream", 100) == 1.5

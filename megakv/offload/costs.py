@@ -1,0 +1,164 @@
+"""What a layer of an engine's model costs here: from a profile, and from what steps show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
+from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
+from megakv.offload.division import Division
+from megakv.offload.profiler import HostTrial, OffloadProfile, Profiler
+from megakv.offload.record import StepRecord
+
+if TYPE_CHECKING:
+    from megakv.injection.recomputation import Recomputation
+    from megakv.offload.store import TieredStore
+
+LEARNING = 0.3
+"""Weight of the latest step in what is learned while tokens are generated."""
+STEADY = 3
+"""Steps after which learned times count: the first ones fill caches and pipelines."""
+PART = 4
+"""What concerns less than that fraction of the cached tokens shows its overhead rather than its speed."""
+
+
+class OffloadCosts:
+    """Costs of a layer of an engine's model.
+
+    What a layer computes beside recomputing differs by plan: transfers and the host's attention slow it in their own
+    ways. So that is learned for every plan by itself.
+
+    Parameters
+    ----------
+    profiler : Profiler
+    device : torch.device
+    sharers : int
+        Ranks on this host: they share the bandwidth of its memory when they attend there.
+    """
+
+    def __init__(self, profiler: Profiler, device: torch.device, *, sharers: int = 1):
+        self._profiler = profiler
+        self._sharers = sharers
+        self._device = device
+        self.profile: OffloadProfile | None = None
+        self.outside_s = 0.0
+        self._latest_s = self._attend_s = 0.0
+        self._device_s: dict[str, float] = {}
+        self._steps = 0
+
+    def layer(self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None) -> LayerCosts:
+        """Costs of a layer that holds cached tokens, but for `device_s`; the first call measures, or reads the profile.
+
+        Raises
+        ------
+        ValueError
+            If the profile is of another machine or model.
+        """
+        if self.profile is None:
+            self.profile = self._profiler.profile(store, recomputation, host)
+        profile = self.profile
+        return LayerCosts(
+            kv_s=profile.row_bytes / profile.link_bytes_s,
+            activation_s=profile.input_bytes / profile.link_bytes_s,
+            recompute_s=profile.recompute_s,
+            transfer_s=profile.transfer_s,
+            launch_s=profile.launch_s,
+            host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
+            host_fixed_s=profile.host_fixed_s * len(store.lengths()),
+            attend_s=self._attend_s,
+        )
+
+    def device_s(self, plan: str) -> float:
+        """Seconds of a layer's other work in a plan's steps; without any, of the plan that hampers it least."""
+        return self._device_s.get(plan, min(self._device_s.values(), default=self._latest_s))
+
+    def predict(
+        self,
+        costs: LayerCosts,
+        divisions: Sequence[Division],
+        layers: int,
+        weights: WeightTimes,
+        *,
+        chunk: int,
+        ahead: bool,
+    ) -> float:
+        """Seconds from step to step, of a division for each group; `costs` are of one group, `chunk` is in tokens."""
+        groups = [
+            group_times(
+                costs,
+                each.recomputed,
+                each.on_host,
+                each.streamed,
+                chunk=chunk,
+                outside_s=self.outside_s,
+                resident=each.resident,
+            )
+            for each in divisions
+        ]
+        return step_seconds(groups, layers, weights, ahead=ahead)
+
+    def sending_s(self, nbytes: float) -> float:
+        """Seconds of the link for so many bytes; the first call of `layer` comes before."""
+        assert self.profile is not None
+        return nbytes / self.profile.link_bytes_s
+
+    @property
+    def link_bytes_s(self) -> float:
+        """Bandwidth to the accelerator; 0 before the first call of `layer`."""
+        return 0.0 if self.profile is None else self.profile.link_bytes_s
+
+    @property
+    def settled(self) -> bool:
+        """Whether what steps show has come in, where it does."""
+        return self._device.type != "cpu" or self._steps > STEADY
+
+    def learn(self, record: StepRecord, layers: int) -> None:
+        """Take in what a step of decoding showed.
+
+        Only a processor that computes as it is told can be timed from outside; the host's attention always is.
+        """
+        assert self.profile is not None
+        if not record.usual:
+            return
+        changes: dict[str, float] = {}
+        self._steps += 1
+        weight = LEARNING if self._steps > STEADY else 1.0
+        division, profile = record.division, self.profile
+        if self._shows(division.on_host, record) and record.host_s:
+            fixed = profile.host_fixed_s * record.new / division.on_host
+            shown = record.host_s / (layers * division.on_host)
+            known = shared_attend_seconds(profile.host_attend_s, self._sharers) + fixed
+            changes["host_attend_s"] = profile.host_attend_s * (1 + weight * (shown / known - 1))
+        if self._device.type == "cpu":
+            self._learn_device(record, layers, weight)
+            if self._shows(division.recomputed, record) and record.recompute_s:
+                shown = record.recompute_s / (layers * division.recomputed)
+                chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
+                known = profile.recompute_s + profile.launch_s * chunks / division.recomputed
+                changes["recompute_s"] = profile.recompute_s * (1 + weight * (shown / known - 1))
+            if self._shows(record.bytes_in / (layers * profile.row_bytes), record) and record.busy_s:
+                shown = record.bytes_in / record.busy_s
+                changes["link_bytes_s"] = profile.link_bytes_s + weight * (shown - profile.link_bytes_s)
+        if changes:
+            self.profile = profile.model_copy(update=changes)
+
+    @staticmethod
+    def _shows(tokens: float, record: StepRecord) -> bool:
+        return PART * tokens >= record.cached
+
+    def _learn_device(self, record: StepRecord, layers: int, weight: float) -> None:
+        attended = record.cached - record.division.on_host
+        # Other ranks are waited for in the midst of attention.
+        if self._shows(attended, record) and not record.peers_s:
+            self._attend_s += weight * (record.attend_s / (layers * attended) - self._attend_s)
+        others = record.waited_s + record.recompute_s + record.peers_s + self._attend_s * layers * attended
+        busy = max(0.0, record.elapsed_s - others) / layers
+        self._latest_s += weight * (busy - self._latest_s)
+        self.outside_s += weight * (record.gap_s - self.outside_s)
+        if record.steady:
+            name = record.plan.name
+            known = self._device_s.get(name)
+            self._device_s[name] = busy if known is None or weight == 1.0 else known + weight * (busy - known)
