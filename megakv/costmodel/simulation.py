@@ -33,7 +33,7 @@ class Sharing:
     def of(cls, profile: HardwareProfile) -> Sharing:
         """The constant factors that make `HardwareProfile.overlapped` what it is."""
         late, busy = profile.exposed_transfer, profile.exposed_compute
-        if late * busy == 1.0:
+        if max(late, busy) == 1.0:
             return cls(0.5, 0.5)
         return cls((1 - late) / (1 - late * busy), (1 - busy) / (1 - late * busy))
 

@@ -10,7 +10,6 @@ whose solution is a running maximum of sums. The same holds for the queue of a l
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,14 +57,15 @@ class LayerWork:
 def added(exposed: float, other_s: float, own_s: float, exposed_other: float) -> float:
     """What part longer something takes beside another thing of which a part is exposed.
 
-    Both run slower by a constant factor while both run: no more than the whole of the one can be slowed down.
+    Both run slower by a constant factor while both run: no more than the whole of the one can be slowed down. Where
+    nothing of one of them is hidden, both together take the sum of their times, as if they took turns.
     """
     if own_s <= 0.0 or other_s <= 0.0:
         return 0.0
-    if exposed == exposed_other:
-        most = exposed
+    if max(exposed, exposed_other) == 1.0:
+        exposed = most = 1.0
     else:
-        most = exposed * (1 - exposed_other) / (1 - exposed) if exposed < 1 else math.inf
+        most = exposed * (1 - exposed_other) / (1 - exposed)
     return min(exposed * other_s / own_s, most)
 
 

@@ -102,7 +102,8 @@ def test_two_that_share_a_processor() -> None:
     assert added(1.0, 100.0, 1.0, 1.0) == 1
     assert added(1.0, 1.0, 4.0, 1.0) == 0.25
     assert added(0.0, 5.0, 1.0, 0.7) == 0
-    assert added(1.0, 3.0, 1.0, 0.5) == 3
+    # Where nothing of the one is hidden, nothing of the other is either, whatever was measured of it.
+    assert added(1.0, 3.0, 1.0, 0.5) == added(0.5, 3.0, 1.0, 1.0) == 1
     for nothing in ((0.5, 0.0, 1.0, 0.5), (0.5, 1.0, 0.0, 0.5)):
         assert added(*nothing) == 0
     for _ in range(100):
