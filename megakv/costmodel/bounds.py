@@ -5,8 +5,6 @@ from __future__ import annotations
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
 
-NO_TIME = 1e-15
-
 
 def dense_bound(single_s: float, ranks: int) -> float:
     """Equation 3: ``TTFT*(p) = alpha C^2 (p + 1) / (2 p^2)`` with ``alpha C^2 = TTFT(1)``.
@@ -24,7 +22,7 @@ def causal_bound(single_s: float, ranks: int) -> float:
 
 def without_links(profile: HardwareProfile) -> HardwareProfile:
     """The same machine with links that take no time: "KVR-S without any communication" is a chain on it."""
-    instant = Curve(sizes=(1.0, 2.0), seconds=(NO_TIME, NO_TIME * 2))
+    instant = Curve.instant()
     return profile.model_copy(
         update={
             "exchange": instant,

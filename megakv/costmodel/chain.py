@@ -87,7 +87,8 @@ class Chain:
                 chained = [work.first(len(self._kinds) - 1) for work in parts.works]
                 ends, waited = self._chained(parts, chained, cached)
             ends, waited = self._met(parts.works, ends, waited, sum(parts.visits))
-        return ChainPrediction(float(ends[:, -1].max()) + self._tokens.head(len(partitions)), ends, waited)
+        end = self._tokens.end(len(partitions), shared=len(parts.works) > 1)
+        return ChainPrediction(float(ends[:, -1].max()) + end, ends, waited)
 
     def parts(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainParts:
         """What the ranks and links of one prompt's chain have to do; parameters as `predict`."""

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 TILED_ROWS = 16
 """From so many rows on a kernel's time is that of its tiles, which what a call costs by itself no longer hides."""
 
+NO_TIME = 1e-15
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -59,6 +61,11 @@ class Curve(BaseModel):
     def affine(cls, latency: float, bandwidth: float, *, up_to: float = 1e9) -> Curve:
         """``latency + size / bandwidth``: the curve of a data sheet."""
         return cls(sizes=(1.0, up_to), seconds=(latency + 1.0 / bandwidth, latency + up_to / bandwidth))
+
+    @classmethod
+    def instant(cls) -> Curve:
+        """What takes no time to speak of."""
+        return cls(sizes=(1.0, 2.0), seconds=(NO_TIME, 2 * NO_TIME))
 
     def at(self, size: float) -> float:
         """Seconds for a size; 0 for nothing."""

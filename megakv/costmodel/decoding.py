@@ -14,6 +14,8 @@ def ttit_seconds(
 ) -> float:
     """Seconds of one decoding step; sums over tensor-parallel ranks as far as the profile knows their links.
 
+    All ranks meet in every layer and at the end, where they are told the results and rank 0's word on going on.
+
     Parameters
     ----------
     profile : HardwareProfile
@@ -25,11 +27,17 @@ def ttit_seconds(
         of them.
     tp_size : int
     """
-    tokens = workload.total_new if method == "replicated" else -(-workload.total_new // workload.size)
+    replicated = method == "replicated"
+    tokens = workload.total_new if replicated else -(-workload.total_new // workload.size)
     dense = TokenTimes(profile, model, tp_size=tp_size)
+    late = 1 + profile.lag if workload.size * tp_size > 1 else 1.0
     seconds = 0.0
     for index, count in model.layer_kinds:
         times = LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
-        work = times.predict(method).seconds + dense.layer(index, tokens)
+        sums = dense.sums(index, tokens)
+        work = times.predict(method).seconds + late * (dense.layer(index, tokens) - sums) + sums
         seconds += count * max(work, profile.launch_s)
-    return seconds + dense.head(len(workload.new))
+    owners = 1 if replicated else min(workload.size, len(workload.new))
+    shared = 1 + owners if workload.size > 1 else 0
+    heads = len(workload.new) if replicated else tokens
+    return seconds + (late - 1) * dense.head(heads) + dense.end(heads, shared=shared)

@@ -39,12 +39,15 @@ class TokenTimes:
     model : ModelShape
     tp_size : int
         Ranks that share a layer's weights.
+    shared_memory : bool
+        Whether they sum by DeepSpeed's shared-memory operation.
     """
 
-    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1):
+    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
         self._profile = profile
         self._model = model
         self._tp_size = tp_size
+        self._shared_memory = shared_memory
 
     def before(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention.
@@ -63,7 +66,7 @@ class TokenTimes:
         seconds += self._passes(HIDDEN_PASSES / 2, tokens, self._model.hidden)
         # Of keys and values the keys are rotated; then both are stored.
         seconds += self._passes(ROTARY_PASSES, tokens, queries) + self._passes(ROTARY_PASSES / 2 + 1, tokens, kv)
-        return seconds + self._pages(tokens, queries + kv)
+        return seconds + self._pages(tokens, queries + kv) + self._profile.issue_s
 
     def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Output projection and feed-forward: what follows attention.
@@ -104,10 +107,14 @@ class TokenTimes:
         model = self._model
         return model.vocab * model.hidden / self._tp_size * self._profile.matmul.at(sequences)
 
+    def end(self, sequences: int, *, shared: int = 0) -> float:
+        """The logits, what a pass takes beside its layers, and how often one rank's results are told to all."""
+        return self.head(sequences) + self._profile.pass_s + shared * self._profile.share_s
+
     def _summed(self, tokens: float) -> float:
         """The all-reduce behind a projection whose weights are cut along its inputs."""
         nbytes = tokens * self._model.hidden * self._model.element_bytes
-        return all_reduce_seconds(self._profile, nbytes, self._tp_size)
+        return all_reduce_seconds(self._profile, nbytes, self._tp_size, shared_memory=self._shared_memory)
 
     def _rows(self, layer: int, tokens: float, wanted: float | None) -> float:
         """Tokens that a layer computes where so many are wanted of the last one."""

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megakv.allocator import LARGEST_REUSED_BYTES
 from megakv.comm import Communicator
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.records import Record, load_record
@@ -66,6 +67,29 @@ class Fingerprint(BaseModel):
         return [f"{name} {mine[name]!r}, here {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
 
 
+class SumTimes(BaseModel):
+    """Sums over ranks, by one of the ways to form them.
+
+    Parameters
+    ----------
+    ranks : int
+        Neighbours that sum.
+    shared_memory : bool
+        Whether DeepSpeed's shared-memory operation did, which is for all ranks of one host.
+    seconds : Curve
+        Of one sum, over its bytes, one after another.
+    wait_s : float
+        What a sum takes longer behind work, which ranks do not end at the same moment.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ranks: int = Field(ge=2)
+    shared_memory: bool = False
+    seconds: Curve
+    wait_s: Overhead = 0.0
+
+
 class HardwareProfile(Record):
     """Measured times of one machine; every prediction starts here.
 
@@ -106,6 +130,19 @@ class HardwareProfile(Record):
     layer_s : float
         Seconds of a layer's pass over a prompt that nothing hides and that do not grow with it: host and accelerator
         waiting for each other.
+    issue_s : float
+        Seconds that a layer's small operations take to be called, one by one, where the processor that calls them is
+        the one that computes.
+    pass_s : float
+        Seconds of a pass beside its layers and its logits.
+    share_s : float
+        Seconds until all ranks have what one of them found at the end of a pass.
+    lag : float
+        How much longer the last of all ranks takes for matrix products of one token than such products take by
+        themselves: what is waited for where all ranks meet after them. Ranks of a host divide its memory bandwidth,
+        and not evenly at every moment.
+    sums : tuple of SumTimes
+        Sums over ranks as they were measured; those of other numbers of ranks are worked out from ring steps.
     host_link : Curve, optional
         Seconds of moving bytes between host and accelerator. None: not known.
     host_memory_bandwidth : float, optional
@@ -137,6 +174,11 @@ class HardwareProfile(Record):
     matmul_fp8: Curve | None = None
     launch_s: Overhead = 0.0
     layer_s: Overhead = 0.0
+    issue_s: Overhead = 0.0
+    pass_s: Overhead = 0.0
+    share_s: Overhead = 0.0
+    lag: Overhead = 0.0
+    sums: tuple[SumTimes, ...] = ()
     host_link: Curve | None = None
     host_memory_bandwidth: float | None = Field(default=None, gt=0)
     memory_bytes: int | None = Field(default=None, gt=0)
@@ -161,9 +203,24 @@ class HardwareProfile(Record):
         """
         return max(compute_s + self.exposed_transfer * transfer_s, transfer_s + self.exposed_compute * compute_s)
 
+    def sum_times(self, ranks: int, *, shared_memory: bool = False) -> SumTimes | None:
+        """Sums over so many ranks, if they were measured."""
+        found = (entry for entry in self.sums if (entry.ranks, entry.shared_memory) == (ranks, shared_memory))
+        return next(found, None)
+
     def idle_s(self, work_s: float) -> float:
         """Seconds of a layer beside its work: until its kernels are issued, and what every layer takes besides."""
         return max(0.0, self.launch_s - work_s) + self.layer_s
+
+    @property
+    def page_s(self) -> float:
+        """Seconds a byte of memory costs that the system gives anew, as it does for every large tensor of a new size.
+
+        Now and then a large block is reused all the same: the most that was seen counts.
+        """
+        fresh = self.copy_fresh
+        sizes = [size for size in fresh.sizes if size > LARGEST_REUSED_BYTES]
+        return max((max(0.0, fresh.at(size) - self.copy_bytes.at(size)) / size for size in sizes), default=0.0)
 
     @property
     def memory_bandwidth(self) -> float:

@@ -20,7 +20,8 @@ GROUPED_ROWS = (16, 64, 256, 1024)
 MATH_ROWS = (1, 16, 256)
 KEYS = (16, 128, 1024, 8192)
 SQUARES = (16, 64, 128, 256, 512, 1024, 2048)
-TOKENS = (1, 4, 16, 64, 256)
+TOKENS = (1, 2, 4, 16, 64, 256)
+"""Two by itself: some libraries multiply two rows one by one, and four together."""
 WEIGHT_WIDTH = 2048
 # Beyond 32 MiB a C library asks the system for fresh pages every time, an order of magnitude slower.
 COPY_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 5 << 23, 5 << 24)
@@ -126,15 +127,19 @@ class CurveCells:
 
     Parameters
     ----------
-    name : str
+    name : object
+        What tells its cells from others.
     sizes : tuple of int
     make : callable
         The call to time, of a size.
+    rising : bool
+        Whether no size takes longer than a larger one.
     """
 
-    name: str
+    name: object
     sizes: tuple[int, ...]
     make: Callable[[int], Callable[[], object]]
+    rising: bool = True
 
     def add(self, battery: Battery) -> None:
         """Put the cells into a battery."""
@@ -143,7 +148,8 @@ class CurveCells:
 
     def curve(self, times: Times, *, scale: float = 1.0) -> Curve:
         """What they came to, times `scale`."""
-        seconds = times.rising((self.name, size) for size in self.sizes)
+        keys = [(self.name, size) for size in self.sizes]
+        seconds = times.rising(keys) if self.rising else [times[key] for key in keys]
         return Curve(sizes=self.sizes, seconds=tuple(scale * value for value in seconds))
 
 
@@ -154,7 +160,7 @@ def matmul_cells(pool: Pool) -> CurveCells:
         x_TH = pool.take(tokens, WEIGHT_WIDTH).clone()
         return lambda: torch.nn.functional.linear(x_TH, pool.take(WEIGHT_WIDTH, WEIGHT_WIDTH))
 
-    return CurveCells("matmul", TOKENS, make)
+    return CurveCells("matmul", TOKENS, make, rising=False)
 
 
 def copy_cells(pool: Pool) -> CurveCells:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megakv.comm import Communicator
+from megakv.costmodel.curves import Curve
 from megakv.costmodel.kernel_times import CurveCells, TableCells
-from megakv.costmodel.stopwatch import Battery, Times
+from megakv.costmodel.stopwatch import Battery, Cells, Times
 
 MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
 COLLECTIVE_PATIENCE = 4
@@ -65,6 +67,70 @@ def all_gather_cells(comm: Communicator, *, bandwidth: float, longest_s: float) 
         return lambda: comm.cp_all_gather(piece, operation=OPERATION, layer=None)
 
     return CurveCells("all gather", _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE), make)
+
+
+def sum_name(comm: Communicator) -> tuple[str, int, bool]:
+    """What tells the sums over one mesh's tensor-parallel ranks from those over another's."""
+    return "sum", comm.mesh.tp_size, comm.mesh.shared_memory
+
+
+def summing(comm: Communicator, size: int) -> Callable[[], object]:
+    """A sum of so many bytes over tensor-parallel ranks."""
+    tensor = torch.zeros(max(1, size // torch.float32.itemsize), device=comm.mesh.device)
+    return lambda: comm.tp_all_reduce(tensor, operation=OPERATION)
+
+
+def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
+    """Sums over a mesh's tensor-parallel ranks, over bytes."""
+    sizes = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
+    return CurveCells(sum_name(comm), sizes, lambda size: summing(comm, size))
+
+
+class RingCells:
+    """What the ranks of a ring do together.
+
+    Parameters
+    ----------
+    comm : Communicator
+    kernels : TableCells
+        Whose kernel computes beside an exchange.
+    unit_s : float
+        Seconds of a unit of it, see `OverlapCells`.
+    bandwidth : float
+        Bytes per second of the exchange, about.
+    longest_s : float
+        No call takes longer than this, about.
+    """
+
+    def __init__(self, comm: Communicator, kernels: TableCells, unit_s: float, bandwidth: float, longest_s: float):
+        self._step = exchange_cells(comm, bandwidth=bandwidth, longest_s=longest_s)
+        self._scatter = all_to_all_cells(comm, bandwidth=bandwidth, longest_s=longest_s)
+        self._gather = all_gather_cells(comm, bandwidth=bandwidth, longest_s=longest_s)
+        self._overlap = OverlapCells(comm, kernels, unit_s, bandwidth, longest_s)
+        self._all: tuple[Cells, ...] = (self._step, self._scatter, self._gather, self._overlap)
+
+    def add(self, battery: Battery) -> None:
+        """Put the cells into a battery."""
+        for cells in self._all:
+            cells.add(battery)
+
+    def fields(self, times: Times) -> dict[str, Any]:
+        """Fields of `HardwareProfile`."""
+        exposed_transfer, exposed_compute = self._overlap.exposed(times)
+        return {
+            "exchange": self._step.curve(times),
+            "exposed_transfer": exposed_transfer,
+            "exposed_compute": exposed_compute,
+            "straggle": self._overlap.straggle(times),
+            "all_to_all": self._scatter.curve(times),
+            "all_gather": self._gather.curve(times),
+        }
+
+
+def no_links() -> dict[str, Any]:
+    """The same fields for a rank that is alone: whatever is sent to nobody takes no time."""
+    instant = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
+    return {**instant, "exposed_transfer": 0.0, "exposed_compute": 0.0, "straggle": 0.0}
 
 
 @dataclass
@@ -127,11 +193,17 @@ class OverlapCells:
         alone = times["overlap", 0, True]
         added_transfer = times["overlap", more, True] - times["overlap", more, False]
         added_compute = times["overlap", fewer, True] - alone
-        return _share(added_transfer, alone), _share(added_compute, times["overlap", fewer, False])
+        shares = _share(added_transfer, alone), _share(added_compute, times["overlap", fewer, False])
+        return fair(*shares) if self.comm.mesh.device.type == "cpu" else shares
 
     def straggle(self, times: Times) -> float:
         """``straggle`` of `HardwareProfile`."""
         return times.straggle(("overlap", self._units[1], False))
+
+
+def fair(transfer: float, compute: float) -> tuple[float, float]:
+    """Exposed parts with which neither goes at less than half speed: a processor gives two threads equal shares."""
+    return min(transfer, 1 / (2 - compute)), min(compute, 1 / (2 - transfer))
 
 
 def _share(added: float, own: float) -> float:

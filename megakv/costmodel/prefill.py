@@ -128,4 +128,4 @@ class PrefillTimes:
         whole = {index: layer(index, times.predict(method)) for index, times in self._layers.items()}
         layers = sum(count * whole[index] for index, count in self._model.layer_kinds) - whole[kind]
         asked = layer(last, self._layers[kind].predict_last(method), sequences)
-        return layers + asked + self._tokens.head(sequences)
+        return layers + asked + self._tokens.end(sequences, shared=self.workload.size > 1)

@@ -95,9 +95,9 @@ class PrefillProgram:
         else:
             self._add_rings(program, last, method)
         ends = [index for each in last for index in each]
-        head = self._times.head(len(self._workload.new))
+        end = self._times.end(len(self._workload.new), shared=self._workload.size > 1)
         for rank in range(self.world - self._tp_size, self.world):
-            program.compute("dense", rank, head, ends)
+            program.compute("dense", rank, end, ends)
         return program
 
     def even(self) -> tuple[Partition, ...]:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -108,6 +109,13 @@ class Battery:
         return Times(dict(zip(self._calls, zip(*watch.comm.gather_objects(samples), strict=True), strict=True)))
 
 
+class Cells(Protocol):
+    """A part of a battery."""
+
+    def add(self, battery: Battery) -> None:
+        """Put what is to be timed into a battery."""
+
+
 class Times:
     """What the cells of a battery took.
 
@@ -129,11 +137,14 @@ class Times:
         seconds = [self[key] for key in keys]
         return tuple(min(seconds[index:]) for index in range(len(seconds)))
 
+    def together(self, key: Key) -> float:
+        """Seconds until the last rank is done with a cell: median of the repeats."""
+        return statistics.median(max(column) for column in zip(*self._samples[key], strict=True))
+
     def straggle(self, key: Key) -> float:
         """How much longer the last rank takes, over the repeats, than the slowest one typically does by itself."""
-        together = statistics.median(max(column) for column in zip(*self._samples[key], strict=True))
         alone = max(statistics.median(taken) for taken in self._samples[key])
-        return max(0.0, together / alone - 1)
+        return max(0.0, self.together(key) / alone - 1)
 
 
 class Pool:

@@ -8,11 +8,12 @@ from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
 
 
-def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int) -> float:
-    """Seconds of summing a tensor over ranks.
+def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int, *, shared_memory: bool = False) -> float:
+    """Seconds of summing a tensor over ranks: as they were measured, if they were.
 
-    Over several hosts each rank first sums its part inside its host, then with the same part of the others, each over
-    its own link, and gathers inside again; large tensors go in pieces, so that both kinds of links are busy at once.
+    Worked out, over several hosts each rank first sums its part inside its host, then with the same part of the others,
+    each over its own link, and gathers inside again; large tensors go in pieces, so that both kinds of links are busy
+    at once.
 
     Parameters
     ----------
@@ -22,11 +23,18 @@ def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int) -> f
         Of the tensor.
     ranks : int
         Neighbours: they fill hosts one by one.
+    shared_memory : bool
+        Whether DeepSpeed's shared-memory operation sums. Where that was not measured, other sums stand in for it.
     """
+    if ranks < 2 or nbytes <= 0:
+        return 0.0
+    measured = profile.sum_times(ranks, shared_memory=shared_memory) or profile.sum_times(ranks)
+    if measured is not None:
+        return measured.seconds.at(nbytes) + measured.wait_s
     inside = profile.exchange_inside
     if inside is None and profile.fingerprint.hosts == 1:
         inside = profile.exchange
-    if ranks < 2 or nbytes <= 0 or inside is None:
+    if inside is None:
         return 0.0
     local = min(ranks, profile.devices_per_host or ranks)
     hosts = -(-ranks // local)

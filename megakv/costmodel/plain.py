@@ -1,0 +1,92 @@
+"""Predicted times of what MegaKV is compared with: transformers' own model on one rank, DeepSpeed's tensor parallelism.
+
+They differ from MegaKV in three ways: the last layer computes all tokens, tensor parallelism also cuts the output head,
+and transformers' growing cache is copied as a whole whenever tokens are added to it.
+"""
+
+from __future__ import annotations
+
+from megakv.allocator import LARGEST_REUSED_BYTES
+from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.kernels import Kernels
+from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.tensor_parallel import all_reduce_seconds
+
+
+class PlainTimes:
+    """Predictions for one model.
+
+    Parameters
+    ----------
+    profile : HardwareProfile
+    model : ModelShape
+    tp_size : int
+        Ranks of DeepSpeed's tensor parallelism; 1: transformers' own model.
+    shared_memory : bool
+        Whether they sum by DeepSpeed's shared-memory operation.
+    """
+
+    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
+        self._profile = profile
+        self._model = model
+        self._tp_size = tp_size
+        self._shared_memory = shared_memory
+        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
+
+    def prefill(self, new: int, *, masked: bool = False) -> float:
+        """TTFT of a prompt of so many tokens.
+
+        Parameters
+        ----------
+        new : int
+        masked : bool
+            Whether all scores are computed and half of them hidden, as if nobody knew of causality.
+        """
+        seconds = self._end(1)
+        for index, count in self._model.layer_kinds:
+            shape = self._shape(index)
+            if masked:
+                attention = Kernels(self._profile, shape).block(new, new)
+            else:
+                attention = LayerTimes(self._profile, shape, Workload((new,), (0,), 1)).predict("single").seconds
+            seconds += count * (self._tokens.layer(index, new) + attention)
+        return seconds
+
+    def decode(self, context: int, batch: int = 1, *, copied: bool = False) -> float:
+        """TTIT behind so many cached tokens of each sequence.
+
+        Parameters
+        ----------
+        context, batch : int
+        copied : bool
+            Whether the cache grows by being copied.
+        """
+        work = Workload((1,) * batch, (context,) * batch, 1)
+        late = 1 + self._profile.lag if self._tp_size > 1 else 1.0
+        seconds = self._end(batch) + (late - 1) * self._tokens.head(batch)
+        for index, count in self._model.layer_kinds:
+            shape = self._shape(index)
+            sums = self._tokens.sums(index, batch)
+            layer = late * (self._tokens.layer(index, batch) - sums) + sums
+            layer += LayerTimes(self._profile, shape, work).predict("single").seconds
+            seconds += count * (layer + (self._copied(shape, batch * (context + 1)) if copied else 0.0))
+        return seconds
+
+    def _shape(self, layer: int) -> AttentionShape:
+        return self._model.attention(tp_size=self._tp_size, layer=layer)
+
+    def _end(self, sequences: int) -> float:
+        nbytes = sequences * self._model.vocab * self._model.element_bytes
+        sums = all_reduce_seconds(self._profile, nbytes, self._tp_size, shared_memory=self._shared_memory)
+        return self._tokens.end(sequences) + sums
+
+    def _copied(self, shape: AttentionShape, tokens: int) -> float:
+        """Keys and values of one layer, each into memory that is a token larger than any that is free."""
+        profile, seconds = self._profile, 0.0
+        for width in (shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim):
+            nbytes = tokens * width * shape.element_bytes
+            seconds += profile.copy_bytes.at(nbytes) + profile.page_s * nbytes * (nbytes > LARGEST_REUSED_BYTES)
+        return seconds
