@@ -238,7 +238,13 @@ def run(arguments: argparse.Namespace) -> None:
         if name in OWN:
             section = {"context_parallel": {"size": world.size, "decode": name}, "tracking": {"timeline": "decode.png"}}
             engines[name] = megakv.init_inference(twin(model), {"megakv": section})
-    predictions = measured_predictions(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
+    predictions = measured_predictions(
+        world,
+        model,
+        seconds=arguments.profile_seconds,
+        timeout_s=arguments.timeout,
+        idle=any(name.endswith("_idle") for name in arguments.methods),
+    )
     rows: list[dict[str, Any]] = []
     for batch in arguments.batches:
         rows += measure_batch(arguments, world, model, engines, batch, predictions)

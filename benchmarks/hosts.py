@@ -10,19 +10,24 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.arguments import (
     add_model_arguments,
+    add_profile_argument,
     add_rank_arguments,
     check_kv_shards,
     check_model_arguments,
     check_positive,
+    check_profile_argument,
     check_rank_arguments,
 )
 from harness.launches import LaunchError, Launches, add_part_argument
 from harness.links import UNLIMITED, LimitedLinks, check_rate, unavailable
 from harness.ranks import is_rank, serve
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 OWN = "cp"
 PEER = "tp"
@@ -37,10 +42,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt (default 8192)")
     parser.add_argument("--repeats", type=int, default=7, help="rounds (default 7)")
     add_part_argument(parser)
+    add_profile_argument(parser)
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)
     check_rank_arguments(parser, arguments)
     check_model_arguments(parser, arguments)
+    check_profile_argument(parser, arguments)
     check_positive(parser, arguments, "context", "repeats")
     if arguments.hosts < 2 or arguments.ranks % arguments.hosts:
         parser.error(f"--hosts {arguments.hosts}: allowed: 2 or more, of which --ranks {arguments.ranks} is a multiple")
@@ -108,6 +115,31 @@ def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, 
     return [picture]
 
 
+def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[tuple[str, str], float | None]:
+    """Seconds of every method at every rate, from a profile of the ranks at that rate; nothing without a time for it.
+
+    Every rank must call it.
+    """
+    from harness.predictions import predictions_of
+    from harness.profiles import measured_profile
+    from harness.rated import set_rate
+
+    found: dict[tuple[str, str], float | None] = {}
+    if not arguments.profile_seconds:
+        return found
+    inside = arguments.ranks // arguments.hosts
+    for rate in (UNLIMITED, arguments.rate):
+        set_rate(rate, world)
+        measuring = measured_profile(
+            world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout, tp_size=inside
+        )
+        with measuring as profile:
+            predictions = predictions_of(profile, world, model, tp_size=inside)
+        found[OWN, rate] = predictions.prefill("pass_kv", arguments.context)
+        found[PEER, rate] = predictions.prefill("tp_gloo", arguments.context)
+    return found
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure, as one of the ranks.
 
@@ -135,6 +167,7 @@ def run(arguments: argparse.Namespace) -> None:
         "tensor_parallel": {"tp_size": arguments.ranks // arguments.hosts},
         "megakv": {"context_parallel": {"size": arguments.hosts, "prefill": "pass_kv"}},
     }
+    times = predicted(arguments, world, model)
     engine = megakv.init_inference(twin(model), config)
     sharded = tensor_parallel(model, world)
 
@@ -150,7 +183,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     samples = measure(world, rated, repeats=arguments.repeats, inspect=inspect)
     rows = [
-        sample.to_row(method=cell.method.name, rate=cell.rate, ranks=world.size, context=arguments.context)
+        sample.to_row(
+            method=cell.method.name,
+            rate=cell.rate,
+            ranks=world.size,
+            context=arguments.context,
+            predicted_s=times.get((cell.method.name, cell.rate)),
+        )
         for cell, sample in zip(rated, samples, strict=True)
     ]
     if world.rank == 0:

@@ -19,6 +19,7 @@ from typing import Any
 DIFFERING = 0.05
 """Two measured times closer than this have no winner."""
 SETTINGS = (
+    "part",
     "shape",
     "link_gb_s",
     "ranks",
@@ -29,15 +30,12 @@ SETTINGS = (
     "new_tokens",
     "cached_tokens",
     "batch",
+    "kept",
 )
 """What a row was measured with, beside the method."""
-RUNAHEAD = {"runahead": "kvr_s", "pass_kv": "pass_kv"}
-"""Candidates of auto, and the methods that are measured as they are predicted."""
-WITHOUT = {
-    "hosts": "its ranks form a mesh over two hosts, whose links inside a host no profile measures",
-    "fairkv": "gains are predicted from kept tokens, not times: see its own summary",
-    "attention_gpu": "it measures the kernel that profiles are made of",
-}
+MEASURES = (("", "seconds", "predicted_s"), ("TTIT, ", "ttit_seconds", "predicted_ttit_s"))
+"""What is measured: its name before the setting, and where a row has the samples and the prediction."""
+WITHOUT = {"attention_gpu": "it measures the kernel that profiles are made of"}
 
 
 @dataclass(frozen=True)
@@ -75,16 +73,15 @@ def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
     """Predicted and measured times of a benchmark's rows."""
     for row in rows:
         setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
-        predicted = row.get("predicted_s")
-        if isinstance(predicted, Mapping):
-            # One row holds the predictions of all candidates; the others of its setting were measured.
-            for other in rows:
-                same = all(other.get(name) == row.get(name) for name in SETTINGS)
-                for candidate, method in RUNAHEAD.items():
-                    if same and other["method"] == method and candidate in predicted:
-                        yield Time(setting, candidate, predicted[candidate], median(other["seconds"]))
-        elif predicted is not None:
-            yield Time(setting, row["method"], predicted, median(row["seconds"]))
+        for kind, samples, predicted in MEASURES:
+            if isinstance(row.get(predicted), float):
+                yield Time(kind + setting, row["method"], row[predicted], median(row[samples]))
+
+
+def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Methods that some row was measured by without a prediction."""
+    missing = {row["method"] for row in rows for _, key, name in MEASURES if key in row and row.get(name) is None}
+    return sorted(missing)
 
 
 def winners(times: Sequence[Time]) -> list[bool]:
@@ -98,7 +95,7 @@ def winners(times: Sequence[Time]) -> list[bool]:
 
 
 def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -> dict[str, Any]:
-    """Errors and winners by benchmark and altogether."""
+    """Errors and winners by benchmark and altogether, and where there is no prediction."""
     benchmarks = {}
     for name, times in found.items():
         right = winners(times)
@@ -110,7 +107,7 @@ def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -
             "pairs": len(right),
             "right_winners": sum(right),
         }
-    times = [time for several in found.values() for time in several]
+    times = list(itertools.chain(*found.values()))
     pairs = sum(entry["pairs"] for entry in benchmarks.values())
     return {
         "median_error": median(abs(time.error) for time in times) if times else None,
@@ -142,10 +139,12 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
         if benchmark in ("validate_papers", "predictions"):
             continue
         times = list(times_of(rows))
-        if times:
-            found[path.stem] = times
-        else:
+        if not times:
             without[path.stem] = WITHOUT.get(benchmark, "run without --profile-seconds")
+            continue
+        found[path.stem] = times
+        if missing := unpredicted(rows):
+            without[path.stem] = f"some of {', '.join(missing)}"
     return found, without
 
 
@@ -177,7 +176,7 @@ def draw(path: Path, found: Mapping[str, Sequence[Time]]) -> list[Path]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 7))
-    times = [time for several in found.values() for time in several]
+    times = list(itertools.chain(*found.values()))
     for name, several in found.items():
         axes.scatter([time.measured for time in several], [time.predicted for time in several], s=22, label=name)
     if times:

@@ -29,7 +29,7 @@ from harness.launches import LaunchError, Launches, add_part_argument, leave_par
 from harness.links import FREE, LimitedLinks, check_rate, unavailable
 from harness.neighbours import NoisyLinks
 from harness.ranks import is_rank, serve, start_ranks
-from harness.runahead_plan import METHODS, SEARCHED, Group, groups, identity, is_done
+from harness.runahead_plan import METHODS, Group, groups, identity, is_done, profile_path
 
 QUICK = {
     "context": "1024,1536,2048",
@@ -170,12 +170,11 @@ def _profile(arguments: argparse.Namespace, group: Group, world: Any, model: Any
     """The hardware profile of a group: given, kept by an earlier run, measured now, or none."""
     from harness.profiles import measured_profile
 
+    path = profile_path(group, arguments.profile, Path(arguments.parts))
     if arguments.profile is not None:
-        yield filled(arguments.profile, group)
+        yield str(path)
         return
-    used = {"auto", *SEARCHED}.intersection(arguments.methods)
-    path = Path(arguments.parts) / "profiles" / f"{group.name}.json"
-    if world.gather(path.exists())[0] or not used or not arguments.profile_seconds:
+    if world.gather(path.exists())[0] or not arguments.profile_seconds:
         yield str(path) if path.exists() else None
         return
     measuring = measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
@@ -192,17 +191,9 @@ def _table(arguments: argparse.Namespace, group: Group, world: Any) -> Path:
     if world.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         if arguments.table is not None and not path.exists():
-            shutil.copyfile(filled(arguments.table, group), path)
+            shutil.copyfile(group.filled(arguments.table), path)
     world.barrier()
     return path
-
-
-def filled(name: str, group: Group) -> str:
-    """A file's name with what it says of the group filled in."""
-    values = {"ranks": group.ranks, "kv_heads": group.kv_heads, "rate": group.rate}
-    for key, value in values.items():
-        name = name.replace(f"{{{key}}}", str(value))
-    return name
 
 
 def measure_all(arguments: argparse.Namespace, parts: Any, skipped: dict[str, str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.arguments import (
     add_model_arguments,
@@ -20,6 +20,9 @@ from harness.arguments import (
 )
 from harness.launches import LaunchError, Launches, add_part_argument
 from harness.ranks import is_rank, serve
+
+if TYPE_CHECKING:
+    from harness.predictions import Predictions
 
 CONTEXTS, QUICK_CONTEXTS = "1024,2048,4096,8192,16384", "512,1024,2048"
 TENSOR_PARALLEL = {"tp": True, "tp_gloo": False}
@@ -64,6 +67,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for size in arguments.sizes:
         check_kv_shards(parser, arguments.kv_heads, size)
     return arguments
+
+
+def predicted(predictions: Predictions | None, method: str, context: int, tokens: int) -> dict[str, float | None]:
+    """What a row says of its predicted times."""
+    if predictions is None:
+        return {"predicted_s": None, "predicted_ttit_s": None}
+    # The steps that are measured follow the first token; their mean is that of the middle one.
+    middle = context + tokens // 2
+    own = method == "pass_kv"
+    return {
+        "predicted_s": predictions.prefill(method, context, generating=own),
+        "predicted_ttit_s": predictions.decode("replicated" if own else method, middle),
+    }
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -144,7 +160,7 @@ def run(arguments: argparse.Namespace) -> None:
                     context=context,
                     ttit_seconds=ttit,
                     load_average=machine["load_average"],
-                    predicted_s=None if predictions is None else predictions.prefill(name, context),
+                    **predicted(predictions, name, context, tokens),
                 )
             )
     if world.rank == 0:

@@ -23,7 +23,12 @@ def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch
         The longest prompt it must take.
     device : torch.device
     """
-    config = LlamaConfig(
+    return _random(llama_config(arguments, positions=positions), arguments, device)
+
+
+def llama_config(arguments: argparse.Namespace, *, positions: int) -> LlamaConfig:
+    """The Llama of `random_llama`."""
+    return LlamaConfig(
         num_hidden_layers=arguments.layers,
         hidden_size=arguments.hidden,
         num_attention_heads=arguments.heads,
@@ -33,7 +38,6 @@ def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch
         vocab_size=arguments.vocab,
         max_position_embeddings=positions,
     )
-    return _random(config, arguments, device)
 
 
 def _random(config: PreTrainedConfig, arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
@@ -44,7 +48,12 @@ def _random(config: PreTrainedConfig, arguments: argparse.Namespace, device: tor
 
 def random_falcon(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
     """A Falcon (new decoder: attention and MLP in parallel, an MLP of two layers) otherwise as `random_llama`."""
-    config = FalconConfig(
+    return _random(falcon_config(arguments, positions=positions), arguments, device)
+
+
+def falcon_config(arguments: argparse.Namespace, *, positions: int) -> FalconConfig:
+    """The Falcon of `random_falcon`."""
+    return FalconConfig(
         num_hidden_layers=arguments.layers,
         hidden_size=arguments.hidden,
         num_attention_heads=arguments.heads,
@@ -54,7 +63,6 @@ def random_falcon(arguments: argparse.Namespace, *, positions: int, device: torc
         max_position_embeddings=positions,
         new_decoder_architecture=True,
     )
-    return _random(config, arguments, device)
 
 
 def random_ids(vocab: int, length: int, device: torch.device, batch: int = 1) -> Tensor:
@@ -77,3 +85,4 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 MODELS = {"llama": random_llama, "falcon": random_falcon}
+CONFIGS = {"llama": llama_config, "falcon": falcon_config}

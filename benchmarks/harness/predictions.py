@@ -1,4 +1,4 @@
-"""What the cost model predicts of a benchmark's own methods, from a profile measured in the same run."""
+"""What the cost model predicts of a benchmark's own methods, from profiles measured in the same run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.bounds import without_links
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
-from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile, load_profile
-from megakv.costmodel.prefill import PrefillTimes
+from megakv.costmodel.plain import PlainTimes
+from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
+from megakv.runahead.partition import Partition
 
-from .profiles import measured_profile
+from .profiles import lone_profile, measured_profile
 from .world import World
 
-RINGS = ("pass_kv", "pass_q", "all_gather")
-DECODING = ("replicated", "pass_q")
-ALONE = ("single", "in_place", "tp_gloo")
+TENSOR_PARALLEL = ("tp", "tp_gloo")
+SINGLE = ("single", "single_masked", "single_idle", "in_place", "in_place_idle")
+GENERATE_SHARES = 3
+"""Before its first pass `generate` tells all ranks rank 0's random state, and waits for all: as long as three results.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,51 +32,107 @@ class Predictions:
     Parameters
     ----------
     profile : HardwareProfile
+        Of all ranks at once.
     model : ModelShape
     size : int
         Ranks.
+    lone : HardwareProfile, optional
+        Of one rank while the others stand idle.
+    tp_size : int
+        Tensor-parallel degree of MegaKV's own methods.
     """
 
     profile: HardwareProfile
     model: ModelShape
     size: int
+    lone: HardwareProfile | None = None
+    tp_size: int = 1
 
-    def prefill(self, method: str, new: int, cached: int = 0) -> float | None:
-        """Seconds of reading a prompt; None for what no formula is about (DeepSpeed's shared-memory sums)."""
-        if method in RINGS:
-            return PrefillTimes(self.profile, self.model, Workload((new,), (cached,), self.size)).seconds(method)
-        if method not in ALONE:
-            return None
-        # Plain models compute all of the last layer; MegaKV's leaves out what nobody reads.
-        tp_size = self.size if method == "tp_gloo" else 1
-        dense, workload = TokenTimes(self.profile, self.model, tp_size=tp_size), Workload((new,), (cached,), 1)
-        seconds = dense.head(1)
-        for index, count in self.model.layer_kinds:
-            attention = LayerTimes(self.profile, self.model.attention(tp_size=tp_size, layer=index), workload)
-            seconds += count * (dense.layer(index, new) + attention.predict("single").seconds)
-        return seconds
+    def prefill(
+        self,
+        method: str,
+        new: int,
+        cached: int = 0,
+        *,
+        partition: Partition | None = None,
+        generating: bool = False,
+    ) -> float | None:
+        """Seconds of reading a prompt; None for what was not measured.
+
+        Parameters
+        ----------
+        method : str
+            ``single``, ``single_masked``, ``tp``, ``tp_gloo``, ``one_rank``, ``kvr_silent``, or a prefill method of
+            MegaKV.
+        new, cached : int
+        partition : Partition, optional
+            Of the chain: then its method.
+        generating : bool
+            Whether `generate` reads it.
+        """
+        if method in TENSOR_PARALLEL or method in SINGLE:
+            plain = self._plain(method)
+            return None if plain is None else plain.prefill(new, masked=method == "single_masked")
+        profile = without_links(self.profile) if method == "kvr_silent" else self.profile
+        work = Workload((new,), (cached,), self.size // self.tp_size)
+        times = PrefillTimes(profile, self.model, work, tp_size=self.tp_size)
+        begun = GENERATE_SHARES * profile.share_s if generating and work.size > 1 else 0.0
+        if method == "one_rank":
+            partition = alone(work)[0]
+        if partition is not None:
+            return begun + times.seconds("runahead", (partition,))
+        return begun + times.seconds(method)
 
     def decode(self, method: str, context: int, batch: int = 1) -> float | None:
-        """Seconds of a decoding step; None where a cache is copied at every step, or ranks stand idle."""
-        if method not in (*DECODING, "in_place", "tp_gloo"):
-            return None
-        size = self.size if method in DECODING else 1
-        tp_size = self.size if method == "tp_gloo" else 1
-        workload = Workload((1,) * batch, (context,) * batch, size)
-        way = method if method in DECODING else "replicated"
-        return ttit_seconds(self.profile, self.model, workload, way, tp_size=tp_size)
+        """Seconds of a decoding step; None for what was not measured.
+
+        Parameters
+        ----------
+        method : str
+            ``single`` and ``in_place``, either with ``_idle``; ``tp``, ``tp_gloo``, or a decode method of MegaKV.
+        context, batch : int
+        """
+        if method in TENSOR_PARALLEL or method in SINGLE:
+            plain = self._plain(method)
+            copied = not method.startswith("in_place")
+            return None if plain is None else plain.decode(context, batch, copied=copied)
+        work = Workload((1,) * batch, (context,) * batch, self.size // self.tp_size)
+        return ttit_seconds(self.profile, self.model, work, method, tp_size=self.tp_size)
+
+    def _plain(self, method: str) -> PlainTimes | None:
+        if method not in TENSOR_PARALLEL:
+            profile = self.lone if method.endswith("_idle") else self.profile
+            return None if profile is None else PlainTimes(profile, self.model)
+        shared = method == "tp" and self.profile.sum_times(self.size, shared_memory=True) is not None
+        return PlainTimes(self.profile, self.model, tp_size=self.size, shared_memory=shared)
 
 
 def measured_predictions(
-    world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float
+    world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float, idle: bool = False
 ) -> Predictions | None:
-    """Predictions from a profile that is measured now; None without a time to do so, or a ring. Every rank calls it."""
-    if not seconds or world.size < 2:
+    """Predictions from profiles that are measured now; None without a time to do so. Every rank calls it.
+
+    Parameters
+    ----------
+    idle : bool
+        Whether also one rank is measured while the others stand idle, for half as long.
+    """
+    if not seconds:
         return None
+    if world.size < 2:
+        profile = lone_profile(world, model, seconds=seconds, timeout_s=timeout_s)
+        return Predictions(profile, _shape(model), world.size, profile)
+    lone = lone_profile(world, model, seconds=seconds / 2, timeout_s=timeout_s) if idle else None
     with measured_profile(world, model, seconds=seconds, timeout_s=timeout_s) as path:
-        return predictions_of(path, world, model)
+        return predictions_of(path, world, model, lone=lone)
 
 
-def predictions_of(path: str, world: World, model: PreTrainedModel) -> Predictions:
+def predictions_of(
+    path: str, world: World, model: PreTrainedModel, *, lone: HardwareProfile | None = None, tp_size: int = 1
+) -> Predictions:
     """Predictions from a profile's file."""
-    return Predictions(load_profile(path), ModelShape.from_config(model.config, dtype=model.dtype), world.size)
+    return Predictions(load_profile(path), _shape(model), world.size, lone, tp_size)
+
+
+def _shape(model: PreTrainedModel) -> ModelShape:
+    return ModelShape.from_config(model.config, dtype=model.dtype)

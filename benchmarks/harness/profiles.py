@@ -1,52 +1,123 @@
-"""A hardware profile of the links that a benchmark runs on."""
+"""Hardware profiles of the ranks and links that a benchmark runs on."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from megakv.comm import Communicator
+from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernel_times import KernelSizes
 from megakv.costmodel.measurement import measure_profile
 from megakv.costmodel.shape import ModelShape
-from megakv.groups import make_mesh
+from megakv.groups import Mesh, make_mesh
 from megakv.launcher.ranks import Progress
 from megakv.ledger import Ledger
 
 from .world import World
 
+T = TypeVar("T")
+
+
+class Alone(Communicator):
+    """One rank of a world, as if there were no other.
+
+    Parameters
+    ----------
+    world : World
+    timeout_s : float
+    """
+
+    def __init__(self, world: World, *, timeout_s: float):
+        self.ledger = Ledger()
+        self.mesh = Mesh(
+            rank=0,
+            world_size=1,
+            cp_size=1,
+            cp_rank=0,
+            tp_size=1,
+            tp_rank=0,
+            cp_ranks=(0,),
+            tp_ranks=(0,),
+            cp_group=None,
+            tp_group=None,
+            chain_group=None,
+            device=world.device,
+            shared_memory=False,
+            timeout_s=timeout_s,
+        )
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Its own."""
+        return [value]
+
 
 @contextlib.contextmanager
-def measured_profile(world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float) -> Iterator[str]:
+def measured_profile(
+    world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float, tp_size: int = 1
+) -> Iterator[str]:
     """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it.
 
     Parameters
     ----------
     world : World
-        Its ranks are one context-parallel ring.
+        Its ranks are context-parallel rings.
     model : PreTrainedModel
     seconds : float
         How long it may take, about.
     timeout_s : float
         How long a silent rank is waited for, in seconds.
+    tp_size : int
+        Tensor-parallel ranks to a context-parallel one.
 
     Yields
     ------
     str
         This rank's file of it, which is gone at the end.
     """
-    comm = Communicator(make_mesh(cp_size=world.size, tp_size=1, timeout_s=timeout_s), Ledger())
-    shape = ModelShape.from_config(model.config, dtype=model.dtype).attention()
-    progress = Progress("profile")
-    profile = measure_profile(
-        comm, dtype=model.dtype, sizes=[KernelSizes.of(shape)], seconds=seconds, report=progress.step
-    )
-    progress.close()
+    mesh = make_mesh(cp_size=world.size // tp_size, tp_size=tp_size, timeout_s=timeout_s)
+    sums = _whole_world(world, timeout_s)
+    profile = _measure(Communicator(mesh, Ledger()), model, seconds, sums=sums)
+    for comm in sums:
+        comm.watch.uninstall()
     with tempfile.TemporaryDirectory(prefix="megakv-profile-") as folder:
         path = Path(folder) / "profile.json"
         profile.save(path)
         yield str(path)
+
+
+def lone_profile(world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float) -> HardwareProfile:
+    """Measure one rank while all others stand idle. Every rank must call it."""
+    profile = None
+    if world.rank == 0:
+        profile = _measure(Alone(world, timeout_s=timeout_s), model, seconds, sums=())
+    found = world.gather(profile)[0]
+    assert found is not None
+    return found
+
+
+def _whole_world(world: World, timeout_s: float) -> list[Communicator]:
+    """Sums over all ranks, as DeepSpeed's tensor parallelism forms them: by every way that there is."""
+    if world.size < 2:
+        return []
+    mesh = make_mesh(cp_size=1, tp_size=world.size, timeout_s=timeout_s)
+    ways = [replace(mesh, shared_memory=False)] + [mesh] * mesh.shared_memory
+    return [Communicator(way, Ledger()) for way in ways]
+
+
+def _measure(
+    comm: Communicator, model: PreTrainedModel, seconds: float, *, sums: list[Communicator]
+) -> HardwareProfile:
+    shape = ModelShape.from_config(model.config, dtype=model.dtype).attention(tp_size=comm.mesh.tp_size)
+    progress = Progress("profile")
+    profile = measure_profile(
+        comm, dtype=model.dtype, sizes=[KernelSizes.of(shape)], seconds=seconds, sums=sums, report=progress.step
+    )
+    progress.close()
+    return profile

@@ -9,6 +9,15 @@ from .sampling import Bytes, Method
 from .world import World
 
 
+def set_rate(rate: str, world: World) -> None:
+    """Give every host's link this rate. All ranks must call it, with nothing under way."""
+    from tests.hosts.control import ask_rate
+
+    if world.rank == 0:
+        ask_rate(rate)
+    world.barrier()
+
+
 class Rated(Method):
     """Sets the rate before every run of a method.
 
@@ -27,12 +36,9 @@ class Rated(Method):
         self._world = world
 
     def prepare(self) -> None:
-        from tests.hosts.control import ask_rate
-
         self.method.prepare()
-        # All wait at a barrier next: nothing is under way but what ended the last run.
-        if self._world.rank == 0:
-            ask_rate(self.rate)
+        # Nothing is under way but what ended the last run.
+        set_rate(self.rate, self._world)
 
     def run(self) -> Any:
         return self.method.run()

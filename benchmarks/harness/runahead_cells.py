@@ -150,14 +150,14 @@ class CellBench:
     def _row(self, context: int, method: Method, sample: Samples) -> dict[str, Any]:
         noise = method.noise if isinstance(method, Noisy) else QUIET
         inner = method.method if isinstance(method, Noisy) else method
-        facts: dict[str, Any] = {"partition": None, "auto": None, "predicted_s": None}
+        facts: dict[str, Any] = {"partition": None, "auto": None, "candidates_s": None}
         if isinstance(inner, ChainPrefill):
             facts["partition"] = list(inner.partition)
         elif isinstance(inner, ContextParallelPrefill) and inner.name == "auto":
             facts["auto"] = chosen(sample.bytes_sent)
             choice = inner.model._runtime.planner.choice
             assert choice is not None
-            facts["predicted_s"] = dict(choice.predicted_s)
+            facts["candidates_s"] = dict(choice.predicted_s)
             if facts["auto"] == "runahead":
                 assert choice.partitions is not None
                 facts["partition"] = list(choice.partitions[0])

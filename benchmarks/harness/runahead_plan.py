@@ -89,6 +89,12 @@ class Group:
         """The same with some of the contexts only."""
         return Group(self.ranks, self.kv_heads, self.rate, tuple(contexts), self.noise)
 
+    def filled(self, name: str) -> str:
+        """A file's name with what it says of the group filled in."""
+        for key in ("ranks", "kv_heads", "rate"):
+            name = name.replace(f"{{{key}}}", str(getattr(self, key)))
+        return name
+
     def save(self, path: Path) -> None:
         """Write it for the ranks."""
         path.write_text(json.dumps(asdict(self)))
@@ -98,6 +104,11 @@ class Group:
         """As it was saved."""
         values = json.loads(Path(path).read_text())
         return cls(**{**values, "contexts": tuple(values["contexts"])})
+
+
+def profile_path(group: Group, given: str | None, folder: Path) -> Path:
+    """The file of a group's hardware profile: the one that was given, or that is kept beside its cells."""
+    return folder / "profiles" / f"{group.name}.json" if given is None else Path(group.filled(given))
 
 
 def groups(arguments: argparse.Namespace) -> list[Group]:

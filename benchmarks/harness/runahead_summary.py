@@ -144,7 +144,7 @@ def summarise_cell(setting: Setting, rows: Mapping[str, Row]) -> dict[str, Any]:
 
 def _predictions(rows: Mapping[str, Row]) -> dict[str, float]:
     """What the cost model said of each candidate over what it took."""
-    predicted = rows["auto"]["predicted_s"]
+    predicted = rows["auto"]["candidates_s"]
     pairs = {name: measured for name, measured in PREDICTED.items() if name in predicted and measured in rows}
     return {name: predicted[name] / median(rows[measured]["seconds"]).value for name, measured in pairs.items()}
 

@@ -21,7 +21,7 @@ run = partial(run_benchmark, "decode.py")
 def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     path = tmp_path / "decode.json"
     done = run(
-        "--ranks", "2", "--context", "101", "--tokens", "3", "--repeats", "3", "--profile-seconds", "0.5",
+        "--ranks", "2", "--context", "101", "--tokens", "3", "--repeats", "3", "--profile-seconds", "0.1",
         "--json", path, *TINY,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -33,8 +33,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     for row in report["rows"]:
         assert (row["ranks"], row["context"], row["tokens_per_sample"]) == (2, 101, 3)
         assert len(row["seconds"]) == 3 and all(0 < value < 10 for value in row["seconds"])
-        predicted = row["method"] in ("in_place", "replicated", "pass_q")
-        assert (row["predicted_s"] is not None and 0 < row["predicted_s"] < 1) == predicted
+        assert 0 < row["predicted_s"] < 1
         # The same cached tokens and weights everywhere.
         assert row["max_logit_difference"] <= 1e-5
         ranks = row["rank_seconds"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.predictions import Predictions
-from benchmarks.predictions import Time, main, read, summarise, times_of, winners
+from benchmarks.predictions import Time, main, read, summarise, times_of, unpredicted, winners
 from megakv.costmodel.curves import Curve
 from tests.unit.benchmarks.running import BENCHMARKS
 from tests.unit.costmodel.profiles import ideal
@@ -31,14 +31,16 @@ def test_errors_and_winners() -> None:
     assert summary["without_predictions"] == {"y": "why"}
 
 
-def test_one_row_for_all_candidates() -> None:
+def test_several_measures_of_a_row() -> None:
     scale = random.uniform(0.5, 2)
     rows = [
-        row("auto", {"single": 9.0, "runahead": scale, "pass_kv": 3.0}, 7.0, context=8),
-        row("kvr_s", None, 1.0, context=8),
-        row("pass_kv", None, 2.0, context=9),
+        row("cp", scale, 1.0, context=8) | {"ttit_seconds": [0.3, 0.1, 0.2], "predicted_ttit_s": 0.4},
+        row("auto", {"single": 9.0}, 7.0, context=8),
     ]
-    assert list(times_of(rows)) == [Time("ranks 4, context 8", "runahead", scale, 1.0)]
+    setting = "ranks 4, context 8"
+    assert list(times_of(rows)) == [Time(setting, "cp", scale, 1.0), Time(f"TTIT, {setting}", "cp", 0.4, 0.2)]
+    assert unpredicted(rows) == []
+    assert unpredicted([row("b", None, 1.0), row("a", None, 1.0), row("b", 1.0, 1.0)]) == ["a", "b"]
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -57,11 +59,12 @@ def test_the_answer_as_a_file(
     monkeypatch.syspath_prepend(BENCHMARKS)
     rows = [row("pass_kv", 0.95, 1.0, context=1), row("pass_q", 1.2, 1.1, context=1)]
     (tmp_path / "prefill.json").write_text(json.dumps({"benchmark": "prefill", "rows": rows}))
-    (tmp_path / "hosts.json").write_text(json.dumps({"benchmark": "hosts", "rows": [row("cp", None, 1.0)]}))
+    kernel = {"benchmark": "attention_gpu", "rows": [row("flash", None, 1.0)]}
+    (tmp_path / "attention_gpu.json").write_text(json.dumps(kernel))
     answer = tmp_path / "answer" / "all.json"
     answer.parent.mkdir()
     assert main(["--results", str(tmp_path), "--json", str(answer)]) == 0
-    assert "hosts: its ranks form a mesh" in capsys.readouterr().out
+    assert "attention_gpu: it measures the kernel" in capsys.readouterr().out
     report = json.loads(answer.read_text())
     assert report["summary"]["benchmarks"]["prefill"]["right_winners"] == 1 and len(report["rows"]) == 2
     assert answer.with_suffix(".png").is_file()
@@ -76,5 +79,8 @@ def test_plain_models_are_predicted_whole() -> None:
     dense = found.prefill("single", new)
     squares = 3 * ideal().attention[0].square(8, new)
     assert dense == pytest.approx(squares + (3 * 50_000) * new * 1e-9, rel=0.02)
-    assert found.prefill("tp", new) is None and found.decode("single", new) is None
-    assert found.decode("replicated", new) is not None and found.prefill("pass_kv", 800) is not None
+    assert found.decode("single_idle", new) is None
+    for method in ("tp", "tp_gloo", "pass_kv", "all_gather", "one_rank", "kvr_silent"):
+        partition = (new, 7, 0, 5) if method == "kvr_silent" else None
+        seconds = found.prefill(method, new + 12, partition=partition)
+        assert seconds is not None and seconds > 0

@@ -43,6 +43,7 @@ def test_tiny_run_goes_on_where_it_was(tmp_path: Path) -> None:
     for (context, name), row in found.items():
         assert (row["ranks"], row["kv_heads"], row["rate"], row["noise"]) == (2, 2, "free", "quiet")
         assert len(row["seconds"]) == 2 and all(0 < value < 60 for value in row["seconds"])
+        assert 0 < row["predicted_s"] < 10
         silent = name == "kvr_silent"
         assert (row["max_logit_difference"] is None) == silent
         assert silent or row["max_logit_difference"] <= 1e-5
@@ -134,7 +135,7 @@ def test_parts_are_read_by_those_with_the_same_model_only(tmp_path: Path) -> Non
 
 def row(method: str, seconds: list[float], *, noise: str = "quiet", **given: Any) -> dict[str, Any]:
     place = {"ranks": 4, "kv_heads": 16, "rate": "free", "context": 8192}
-    facts = {"max_logit_difference": 1e-6, "partition": None, "auto": None, "predicted_s": None}
+    facts = {"max_logit_difference": 1e-6, "partition": None, "auto": None, "candidates_s": None}
     return {"method": method, "seconds": seconds, "noise": noise, **place, **facts, **given}
 
 
@@ -156,7 +157,8 @@ TIMES = {
 def test_verdicts_on_known_times() -> None:
     rows = [row(name, noisy(seconds), partition=[3000, 2000, 1700, 1492]) for name, seconds in TIMES.items()]
     rows.append(row("kvr_p", noisy(1.01), partition=[2900, 2100, 1700, 1492]))
-    rows.append(row("auto", noisy(1.02), auto="pass_kv", predicted_s={"single": 3.0, "runahead": 1.1, "pass_kv": 1.02}))
+    candidates = {"single": 3.0, "runahead": 1.1, "pass_kv": 1.02}
+    rows.append(row("auto", noisy(1.02), auto="pass_kv", candidates_s=candidates))
     rows += [row("single", [3.6, 3.6]), row("single_masked", [5.12, 5.12])]
     rows += [row("tsp", noisy(5.0), rate="1gbit"), row("kvr_s", noisy(2.0), rate="1gbit")]
     summary = summarise(rows)

@@ -17,7 +17,8 @@ run = partial(run_benchmark, "scaling.py")
 
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "scaling.json"
-    done = run("--ranks", "2", "--quick", "--contexts", "96,640", "--repeats", "2", "--json", path, *TINY)
+    quick = ["--quick", "--contexts", "96,640", "--repeats", "2", "--profile-seconds", "0.1"]
+    done = run("--ranks", "2", *quick, "--json", path, *TINY)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
@@ -31,6 +32,7 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert len(row["seconds"]) == len(row["ttit_seconds"]) == 2
         assert all(0 < value < 60 for value in row["seconds"] + row["ttit_seconds"])
         assert row["max_logit_difference"] <= 1e-5 and len(row["weight_bytes"]) == row["ranks"]
+        assert 0 < row["predicted_ttit_s"] < 10 and 0 < row["predicted_s"] < 10
         if row["method"] == "cp":
             # Context parallelism keeps all weights on every rank; tensor parallelism cuts most of them.
             assert row["weight_bytes"] == [whole] * row["ranks"]
