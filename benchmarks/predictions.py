@@ -20,6 +20,7 @@ DIFFERING = 0.05
 """Two measured times closer than this have no winner."""
 SETTINGS = (
     "part",
+    "processes",
     "shape",
     "link_gb_s",
     "ranks",

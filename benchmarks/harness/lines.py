@@ -28,6 +28,8 @@ class Line:
     hollow : sequence of bool, optional
         Which points are drawn as rings.
     dashed : bool
+    joined : bool
+        Whether there is a line between the points.
     colour : str, optional
         The next one in turn if None.
     """
@@ -37,6 +39,7 @@ class Line:
     y: Sequence[Interval]
     hollow: Sequence[bool] | None = None
     dashed: bool = False
+    joined: bool = True
     colour: str | None = None
 
 
@@ -51,6 +54,7 @@ def draw_lines(
     log_x: bool = True,
     log_y: bool = False,
     level: float | None = None,
+    legend_above: bool = False,
 ) -> None:
     """Draw lines as a PNG.
 
@@ -60,6 +64,8 @@ def draw_lines(
         Every x of theirs gets a tick where the axis is logarithmic.
     level : float, optional
         Where a horizontal line is drawn.
+    legend_above : bool
+        Whether the labels stand over the lines instead of among them.
 
     Raises
     ------
@@ -72,16 +78,17 @@ def draw_lines(
 
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=150, facecolor="white")
     canvas = FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.09, 0.13, 0.88, 0.71))
+    axes = figure.add_axes((0.09, 0.13, 0.88, 0.63 if legend_above else 0.71))
     if level is not None:
         axes.axhline(level, color=FAINT, linewidth=1, zorder=1)
     for index, line in enumerate(lines):
         colour = line.colour or COLOURS[index % len(COLOURS)]
         values = [point.value for point in line.y]
         errors = [[point.value - point.low for point in line.y], [point.high - point.value for point in line.y]]
+        style = "--" if line.dashed else "-"
         axes.errorbar(
             line.x, values, yerr=errors, color=colour, label=line.label, capsize=3, linewidth=1.6, elinewidth=1,
-            linestyle="--" if line.dashed else "-", zorder=2,
+            linestyle=style if line.joined else "none", zorder=2,
         )  # fmt: skip
         hollow = line.hollow or [False] * len(values)
         for x, y, ring in zip(line.x, values, hollow, strict=True):
@@ -105,7 +112,10 @@ def draw_lines(
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(FAINT)
-    axes.legend(fontsize=8.5, frameon=False)
+    if legend_above:
+        axes.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0))
+    else:
+        axes.legend(fontsize=8.5, frameon=False)
     figure.text(0.02, 0.975, title, fontsize=12.5, weight="bold", color=INK, va="top")
     figure.text(0.02, 0.915, subtitle, fontsize=8.5, color=FAINT, va="top")
     buffer = io.BytesIO()

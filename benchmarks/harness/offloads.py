@@ -1,12 +1,16 @@
-"""Ways to decode with keys and values off the accelerator, over one emulated link, and without it for comparison."""
+"""Ways to decode with keys and values off the accelerator, and without it for comparison, through `generate`."""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -19,104 +23,74 @@ from transformers import (
 )
 
 import megakv
-from megakv.offload.link import MemoryRows, Move, Ticket
 from megakv.offload.record import StepRecord
 from megakv.offload.thread_link import ThreadLink
 
-from .models import twin
+from .models import twin, weight_bytes
+from .offload_baseline import EmulatedOffloadedCache
+from .offload_gpu import KernelWatch
+from .offload_plan import IN_MEMORY, OTHERS, PAGE_KIB, Case, Shape, variant
 
-IN_MEMORY, OTHERS = "in_memory", "transformers"
-OWN = ("stream", "kvpr", "chunked", "cpu_rank", "auto")
-METHODS = (IN_MEMORY, OTHERS, *OWN)
-SHAPES = ("opt", "gqa")
 WARM = 3
 """Steps that are left out: they fill the pipeline, and the costs of the first are not learned yet."""
-SETTINGS = {"host_gb": 1.0, "page_kib": 512}
+ATTENTION_PIECES = 2
+"""Pieces that an attention's weights come in, row-by-row: those for keys and values, and the others."""
 
 
-def random_model(shape: str, *, layers: int, hidden: int, heads: int, positions: int) -> PreTrainedModel:
-    """OPT, where recomputing can pay, or a Llama with a KV head for four query heads, where it cannot."""
-    common = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": 512}
+def random_model(shape: Shape, *, positions: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """An OPT, where recomputing can pay, or a Llama, which may have fewer KV heads, with random weights."""
+    common = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": positions,
+    }
     config = (
-        OPTConfig(**common, word_embed_proj_dim=hidden, ffn_dim=4 * hidden, max_position_embeddings=positions)
-        if shape == "opt"
-        else LlamaConfig(
-            **common,
-            num_key_value_heads=heads // 4,
-            intermediate_size=4 * hidden,
-            max_position_embeddings=positions,
-        )
+        OPTConfig(**common, word_embed_proj_dim=shape.hidden, ffn_dim=shape.intermediate)
+        if shape.family == "opt"
+        else LlamaConfig(**common, num_key_value_heads=shape.kv_heads, intermediate_size=shape.intermediate)
     )
     config.eos_token_id = None
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 
-class _Clock(StoppingCriteria):
-    """Notes when each token is there; stops nothing."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class EmulatedOffloadedCache(DynamicCache):
-    """What transformers' ``DynamicCache(offloading=True)`` moves, and when, over an emulated link.
-
-    That cache needs CUDA streams. As there: a layer is brought while the one before computes, and copied back whole, in
-    line with the computation, as soon as its new tokens are in it.
+class StepNotes(StoppingCriteria):
+    """Notes, as each token comes, when that is and what probes say; stops nothing.
 
     Parameters
     ----------
-    link : ThreadLink
+    *probes : callable
+        Each gives a number.
+    watch : KernelWatch, optional
+        Told of each token.
     """
 
-    def __init__(self, link: ThreadLink):
-        super().__init__()
-        self._link = link
-        self._host: dict[int, tuple[Tensor, Tensor]] = {}
-        self._coming: dict[int, Ticket] = {}
+    def __init__(self, *probes: Callable[[], float], watch: KernelWatch | None = None):
+        self.times: list[float] = []
+        self.noted: list[tuple[float, ...]] = []
+        self._probes = probes
+        self._watch = watch
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keys and values of all tokens."""
-        self._bring(layer_idx)
-        if layer_idx in self._coming:
-            self._coming.pop(layer_idx).wait()
-        self._bring(layer_idx + 1 if layer_idx + 1 in self._host else 0, ahead=True, besides=layer_idx)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        host = torch.empty_like(keys), torch.empty_like(values)
-        pairs = zip(host, (keys.contiguous(), values.contiguous()), strict=True)
-        self._link.start("out", [self._move(kept, there) for kept, there in pairs]).settle()
-        self._host[layer_idx] = host
-        layer: Any = self.layers[layer_idx]
-        layer.keys = layer.values = torch.empty(0)
-        return keys, values
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        get_accelerator().synchronize()
+        self.times.append(time.perf_counter())
+        self.noted.append(tuple(probe() for probe in self._probes))
+        if self._watch is not None:
+            self._watch.token(len(self.times))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    def _bring(self, index: int, *, ahead: bool = False, besides: int = -1) -> None:
-        layer: Any = self.layers[index] if index < len(self.layers) else None
-        there = layer is None or index in self._coming or index not in self._host or index == besides
-        if there or (layer.keys is not None and layer.keys.numel()):
-            return
-        host = self._host[index]
-        layer.keys, layer.values = torch.empty_like(host[0]), torch.empty_like(host[1])
-        pairs = zip(host, (layer.keys, layer.values), strict=True)
-        self._coming[index] = self._link.start("in", [self._move(kept, target) for kept, target in pairs])
+    def seconds(self) -> list[float]:
+        """From token to token."""
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
-    @staticmethod
-    def _move(host: Tensor, device: Tensor) -> Move:
-        return Move(MemoryRows(host.view(-1, host.shape[-1])), device.view(-1, device.shape[-1]))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens so far, wherever they lie."""
-        return self._host[layer_idx][0].shape[-2] if layer_idx in self._host else 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask is for."""
-        return self.get_seq_length(layer_idx) + query_length, 0
+    def per_step(self, index: int) -> float:
+        """By how much a probe's number grew per counted step."""
+        first, last = self.noted[WARM][index], self.noted[-1][index]
+        return (last - first) / (len(self.noted) - 1 - WARM)
 
 
 @dataclass
@@ -126,19 +100,30 @@ class Sample:
     Parameters
     ----------
     tokens : Tensor
-    seconds : list of float
-        From token to token, the first steps left out.
+    all_seconds : list of float
+        From token to token.
     steps : list of StepRecord
-        What MegaKV's offload engine did in them.
-    bytes_in, bytes_out : int
-        Over the link in all steps, per step.
+        What MegaKV's offload engine did in the counted ones.
+    waited_s : float, optional
+        In which the computation stood still in a counted step, where that is known.
+    device_bytes : list of int
+        Weights, keys and values, and buffers on the accelerator in each counted step; on CUDA, all of torch's, at most.
+    bytes_in, bytes_out : float
+        Over the link, per counted step.
     """
 
     tokens: Tensor
-    seconds: list[float]
+    all_seconds: list[float]
     steps: list[StepRecord] = field(default_factory=list)
+    waited_s: float | None = None
+    device_bytes: list[int] = field(default_factory=list)
     bytes_in: float = 0.0
     bytes_out: float = 0.0
+
+    @property
+    def seconds(self) -> list[float]:
+        """Those of the counted steps."""
+        return self.all_seconds[WARM:]
 
 
 class Decoder:
@@ -146,69 +131,133 @@ class Decoder:
 
     Parameters
     ----------
-    method : str
+    name : str
+        See `harness.offload_plan.variant`.
     model : PreTrainedModel
         Shared with others; its weights are not copied.
-    link_gb_s : float
+    case : Case
+    shape : Shape
+        Of the model.
     chunk_tokens : int
-    **settings
-        More of ``megakv.offload``.
+
+    Attributes
+    ----------
+    busy : float or None
+        On CUDA, the share of time in which kernels ran in a generation that was watched.
     """
 
-    def __init__(self, method: str, model: PreTrainedModel, *, link_gb_s: float, chunk_tokens: int, **settings: Any):
-        self.method = method
-        self._bytes_s = link_gb_s * 1e9
+    def __init__(self, name: str, model: PreTrainedModel, case: Case, shape: Shape, *, chunk_tokens: int):
+        self.name = name
+        self.busy: float | None = None
+        self._case, self._shape = case, shape
         self._engine: Any = None
-        self._model: Any = model
-        if method != OTHERS:
-            offload = {"enabled": method != IN_MEMORY, "chunk_tokens": chunk_tokens, **SETTINGS}
-            if method != IN_MEMORY:
-                offload |= {"method": method, "emulated_link_gb_s": link_gb_s, **settings}
-            self._engine = megakv.init_inference(twin(model), {"dtype": "fp32", "megakv": {"offload": offload}})
+        self._model = model
+        self._element_bytes = model.dtype.itemsize
+        self._weight_bytes = weight_bytes(model)
+        if model.device.type == "cuda":
+            get_accelerator().empty_cache()
+            get_accelerator().reset_peak_memory_stats()
+        asked = variant(name)
+        if asked.method == OTHERS:
+            return
+        offload: dict[str, Any] = {"enabled": asked.method != IN_MEMORY}
+        if offload["enabled"]:
+            offload |= {
+                "method": asked.method,
+                "kv_bits": asked.kv_bits,
+                "weights": case.weights,
+                "num_gpu_batches": 1 if asked.rows else case.groups,
+                "chunk_tokens": chunk_tokens,
+                "emulated_link_gb_s": case.link_gb_s,
+                "host_gb": case.host_bytes(shape, self._element_bytes) / (1 << 30),
+                "page_kib": PAGE_KIB,
+            }
+        self._engine = megakv.init_inference(twin(model), {"dtype": model.dtype, "megakv": {"offload": offload}})
+        if asked.coarse:
+            _wait_for_attention(self._engine._offloader)
 
-    def generate(self, ids: Tensor, new: int) -> Sample:
-        """Greedy tokens for a batch of prompts."""
-        clock = _Clock()
+    def generate(self, ids: Tensor, new: int, *, watch: bool = False) -> Sample:
+        """Greedy tokens for a batch of prompts; with `watch`, on CUDA, how busy kernels keep it."""
+        watching = KernelWatch(WARM + 1, new) if watch and ids.device.type == "cuda" else None
         options: dict[str, Any] = {
             "max_new_tokens": new,
             "do_sample": False,
             # Without a mask, tokens that happen to be OPT's padding would count as such.
             "attention_mask": torch.ones_like(ids),
-            "stopping_criteria": StoppingCriteriaList([clock]),
         }
+        sample = self._sample(ids, options, watching)
+        if watching is not None:
+            self.busy = watching.busy
+        if ids.device.type == "cuda":
+            most = get_accelerator().max_memory_allocated() - (self._weight_bytes if self._case.weights else 0)
+            sample.device_bytes = [int(most)] * len(sample.seconds)
+        return sample
+
+    def _sample(self, ids: Tensor, options: dict[str, Any], watch: KernelWatch | None) -> Sample:
         if self._engine is None:
-            return self._with_transformers(ids, clock, options)
+            return self._with_transformers(ids, options, watch)
         offloader = self._engine._offloader
-        tokens = self._engine.generate(ids, **options)
-        sample = Sample(tokens, self._between(clock))
-        if offloader is not None:
-            sample.steps = offloader.steps[WARM:]
-            sample.bytes_in = sum(step.bytes_in for step in sample.steps) / len(sample.steps)
-            sample.bytes_out = sum(step.bytes_out for step in sample.steps) / len(sample.steps)
+        if offloader is None:
+            notes = StepNotes(watch=watch)
+            tokens = self._engine.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes]))
+            sample = Sample(tokens, notes.seconds(), waited_s=0.0)
+            sample.device_bytes = [self._weight_bytes + self._kv_bytes(tokens)] * len(sample.seconds)
+            return sample
+        notes = StepNotes(lambda: offloader.staging_bytes, watch=watch)
+        tokens = self._engine.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes]))
+        sample = Sample(tokens, notes.seconds(), offloader.steps[WARM:])
+        if ids.device.type == "cpu":
+            sample.waited_s = statistics.mean(step.waited_s for step in sample.steps)
+        stay = self._weight_bytes - (offloader.weights.step_bytes if self._case.weights else 0)
+        sample.device_bytes = [stay + int(noted) for (noted,) in notes.noted[1 + WARM :]]
+        sample.bytes_in = statistics.mean(step.bytes_in for step in sample.steps)
+        sample.bytes_out = statistics.mean(step.bytes_out for step in sample.steps)
         return sample
 
-    def _with_transformers(self, ids: Tensor, clock: _Clock, options: dict[str, Any]) -> Sample:
-        link = ThreadLink(self._bytes_s)
-        tokens = self._model.generate(ids, past_key_values=EmulatedOffloadedCache(link), **options)
+    def _with_transformers(self, ids: Tensor, options: dict[str, Any], watch: KernelWatch | None) -> Sample:
+        model: Any = self._model
+        if ids.device.type == "cuda":
+            notes = StepNotes(watch=watch)
+            cache: Any = DynamicCache(config=model.config, offloading=True)
+            tokens = model.generate(
+                ids, past_key_values=cache, **options, stopping_criteria=StoppingCriteriaList([notes])
+            )
+            sample = Sample(tokens, notes.seconds())
+            # It counts nothing: every layer comes whole, and goes back whole.
+            sample.bytes_in = sample.bytes_out = float(self._kv_bytes(tokens))
+            return sample
+        assert self._case.link_gb_s is not None
+        link = ThreadLink(self._case.link_gb_s * 1e9)
+        cache = EmulatedOffloadedCache(link)
+        notes = StepNotes(
+            lambda: link.traffic["in"].nbytes, lambda: link.traffic["out"].nbytes, lambda: cache.waited_s, watch=watch
+        )
+        tokens = model.generate(ids, past_key_values=cache, **options, stopping_criteria=StoppingCriteriaList([notes]))
         link.close()
-        sample = Sample(tokens, self._between(clock))
-        # The prompt is sent back whole, once; the rest goes to the steps.
-        prompt = link.traffic["out"].nbytes / (1 + sum(1 + n / ids.shape[1] for n in range(1, len(clock.times))))
-        sample.bytes_in = link.traffic["in"].nbytes / (len(clock.times) - 1)
-        sample.bytes_out = (link.traffic["out"].nbytes - prompt) / (len(clock.times) - 1)
+        sample = Sample(tokens, notes.seconds(), waited_s=notes.per_step(2))
+        sample.device_bytes = [self._weight_bytes + cache.most_bytes] * len(sample.seconds)
+        sample.bytes_in, sample.bytes_out = notes.per_step(0), notes.per_step(1)
         return sample
 
-    @staticmethod
-    def _between(clock: _Clock) -> list[float]:
-        return [later - earlier for earlier, later in zip(clock.times, clock.times[1:], strict=False)][WARM:]
+    def _kv_bytes(self, tokens: Tensor) -> int:
+        """Of the keys and values of a generation's tokens."""
+        return tokens.numel() * self._shape.layers * self._shape.row_elements * self._element_bytes
 
-    @property
-    def staging_bytes(self) -> int | None:
-        """Bytes of buffers on the accelerator; None where nothing is offloaded by MegaKV."""
+    def kept_bytes(self) -> tuple[int, int]:
+        """Of a token in one layer off the accelerator: keys and values, and activations; 0 where there are none."""
         offloader = None if self._engine is None else self._engine._offloader
-        return None if offloader is None else offloader.staging_bytes
+        if offloader is None or offloader.costs.profile is None:
+            return 0, 0
+        return offloader.costs.profile.row_bytes, offloader.costs.profile.input_bytes
 
     def close(self) -> None:
         """Give everything back."""
         if self._engine is not None:
             self._engine.destroy()
+
+
+def _wait_for_attention(offloader: Any) -> None:
+    """Let recomputation begin only when all weights of a layer's attention are there (KVPR, Figure 5a)."""
+    for layer, module in offloader._recomputation._modules.items():
+        wait = partial(offloader.weights._await, layer, ATTENTION_PIECES)
+        module.register_forward_pre_hook(wait, prepend=True)

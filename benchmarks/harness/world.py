@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,3 +65,16 @@ def join_world(threads: int, *, shared_memory: bool, timeout_s: float) -> World:
     start_distributed(tp_only=shared_memory, timeout_s=timeout_s)
     device = torch.device(get_accelerator().current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A world of this process alone, without a launcher."""
+    # NCCL is only there for tensors on a GPU.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -1,64 +1,207 @@
-"""benchmarks/offload.py: a tiny real run, and what its summary is made of."""
+"""benchmarks/offload.py: a tiny real run, and what its verdicts, tables and charts are made of."""
 
+import copy
 import json
-import os
-import subprocess
-import sys
+import random
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "offload.py"
+from benchmarks.harness.offload_charts import Charts
+from benchmarks.harness.offload_gpu import covered
+from benchmarks.harness.offload_plan import GPU, LARGE, PARTS, Shape, cases, shape_of, variant
+from benchmarks.harness.offload_processes import merged
+from benchmarks.harness.offload_summary import settings, summarise
+from benchmarks.harness.offload_tables import TASKS, tables
+from tests.unit.benchmarks.running import run_benchmark
+
+run = partial(run_benchmark, "offload.py")
+LINK = 0.004
 TINY = [
-    "--layers", "2", "--hidden", "64", "--heads", "4", "--batch", "2", "--prompt", "33", "--chunk", "8",
+    "--layers", "2", "--hidden", "64", "--heads", "4", "--batch", "2", "--group", "1", "--prompt", "33", "--new", "7",
+    "--chunk", "8", "--links", str(LINK), "--repeats", "1", "--least-repeats", "1",
 ]  # fmt: skip
-METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "cpu_rank", "auto"]
+METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "cpu_rank", "auto", "stream_4bit"]
+MEASURED = ("links", "latency", "throughput", "batches", "hiding")
+SHAPES = {"opt": Shape("opt", 2, 64, 4, 4, 256, 512), "gqa": Shape("llama", 2, 64, 4, 1, 256, 512)}
 
 
-def run(*argv: str | Path, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
-
-
-def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
-    path = tmp_path / "offload.json"
-    done = run("--links", "0.002,0.02", "--repeats", "2", "--new", "7", "--json", path, *TINY)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that measured some parts."""
+    path = tmp_path_factory.mktemp("offload") / "offload.json"
+    done = run("--only", ",".join(MEASURED), "--json", path, *TINY, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "The link is emulated" in done.stdout
-    report: dict[str, Any] = json.loads(path.read_text())
-    cases = [(shape, link) for shape in ("opt", "gqa") for link in (0.002, 0.02)]
-    rows = {(row["shape"], row["link_gb_s"], row["method"]): row for row in report["rows"]}
-    assert list(rows) == [(*case, method) for case in cases for method in METHODS]
-    assert report["summary"]["tokens_equal"] and report["summary"]["link"] == "emulated"
-    assert report["summary"]["auto_over_best"] > 0 and report["summary"]["prediction_median_error"] >= 0
-    token = {"opt": 2 * 64 * 4, "gqa": 2 * 16 * 4}
-    for (shape, _, method), row in rows.items():
-        if method == "in_memory":
-            assert row["bytes_in"] == 0
-            continue
-        assert row["bytes_in"] > 0
-        if method in ("stream", "cpu_rank") and shape == "gqa":
+    assert "EMULATED link" in done.stdout
+    return path
+
+
+@pytest.fixture
+def rows(results: Path) -> list[dict[str, Any]]:
+    """Rows that a test may change."""
+    return json.loads(results.read_text())["rows"]
+
+
+def test_rows_of_a_real_run(results: Path, rows: list[dict[str, Any]]) -> None:
+    summary = json.loads(results.read_text())["summary"]
+    assert summary["tokens_equal"] and summary["token_agreement"] == 1 and summary["link"] == "emulated"
+    assert 0 <= summary["lossy_token_agreement"] <= 1
+    assert summary["auto_over_best"] > 0 and summary["prediction_median_error"] >= 0
+    assert set(summary["not_measured"]) == set(PARTS) - set(MEASURED)
+    links = {(row["shape"], row["link_gb_s"], row["method"]): row for row in rows if row["part"] == "links"}
+    assert list(links) == [(shape, LINK, method) for shape in SHAPES for method in METHODS]
+    token = {name: shape.row_elements * 4 for name, shape in SHAPES.items()}
+    for (shape, _, method), row in links.items():
+        assert len(row["seconds"]) == 1 and row["cache_bytes"] == 2 * 2 * 40 * token[shape]
+        assert row["device_bytes"] > 0 and (row["bytes_in"] > 0) == (method != "in_memory")
+        assert 0 < row["compute_utilisation"] <= 1
+        if method in ("stream", "cpu_rank"):
             # New tokens only: two sequences, two layers.
-            assert row["bytes_out"] == pytest.approx(2 * 2 * token[shape], rel=0.6)
+            assert row["bytes_out"] == pytest.approx(2 * 2 * token[shape], rel=0.01)
         if method == "transformers":
-            # Everything comes back in every step, and on average so does a prompt longer by half the new tokens.
-            assert row["bytes_out"] == pytest.approx(2 * 2 * token[shape] * 36.5, rel=0.1)
-    assert all(split == 0 for row in report["rows"] if row["method"] == "stream" for _, split in row["split_points"])
-    recomputed = [split for _, split in rows["opt", 0.002, "chunked"]["split_points"]]
-    assert min(recomputed) > 0
-    assert path.with_suffix(".png").is_file() and path.with_name("offload_split.png").is_file()
+            # Everything comes back in every step: in the three that count, 37 to 39 tokens.
+            assert row["bytes_out"] == pytest.approx(2 * 2 * token[shape] * 38, rel=0.01)
+        if method == "stream":
+            assert all(split == 0 for _, split in row["split_points"])
+    assert min(split for _, split in links["opt", LINK, "chunked"]["split_points"]) > 0
+    # In memory, the cache is on the accelerator; otherwise two layers of it are.
+    assert links["opt", LINK, "in_memory"]["bytes_out"] == 0
+
+
+def test_rows_of_columns(rows: list[dict[str, Any]]) -> None:
+    found = {row["method"]: row for row in rows if row["part"] == "throughput"}
+    weights = found["stream"]["weight_bytes"]
+    assert weights == 2 * 4 * SHAPES["opt"].layer_elements
+    # Two groups, each of which brings all weights for itself.
+    assert found["row_stream"]["weight_bytes"] == 2 * weights and found["row_stream"]["groups"] == 1
+    assert found["stream"]["groups"] == 2 and found["stream_4bit"]["lossy"]
+    for row in found.values():
+        steps = len(row["timeline"]["seconds"])
+        assert steps == 3 == len(row["timeline"]["device_bytes"]) == len(row["timeline"]["compute_utilisation"])
+        assert tuple(row["breakdown_s"]) == TASKS and min(row["breakdown_s"].values()) >= 0
+        # Some of what is loaded in the first and the last step belongs to steps beyond them.
+        loads = sum(row["breakdown_s"][task] for task in TASKS[:3])
+        assert loads == pytest.approx(row["bytes_in"] / LINK / 1e9, rel=0.2)
+    for task in ("load activations", "store activations"):
+        assert found["stream"]["breakdown_s"][task] == 0 < found["kvpr"]["breakdown_s"][task]
+    hiding = [row for row in rows if row["part"] == "hiding"]
+    assert [row["method"] for row in hiding] == ["stream", "kvpr_coarse", "kvpr"]
+    assert all(row["tokens_equal"] for row in hiding)
+
+
+def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    made = tables(rows, SHAPES, 4)
+    report = json.loads(results.read_text())
+    assert [table["title"] for table in report["summary"]["tables"]] == [table.title for table in made]
+    # Both models in one table each, Table 2, Tables 3 and 4, Table 5 with Figure 10, and Figure 6's second row.
+    assert len(made) == 7
+    for table in made:
+        assert "EMULATED" in table.title and len({len(line) for line in table.lines}) == 1
+    names = ["links.opt", "links.gqa", "split", "latency", "throughput", "compression", "utilisation", "breakdown"]
+    names += ["batches", "hiding", "predictions"]
+    assert {path.name for path in results.parent.glob("*.png")} == {f"offload.{name}.png" for name in names}
+    # Two links, and two settings of one part.
+    some = [row for row in rows if row["part"] == "links"]
+    more = some + [{**row, "context": 77} for row in some] + [{**row, "link_gb_s": 0.1} for row in some]
+    drawn = Charts(tmp_path / "x.json", dtype="fp32", threads=1).draw(more)
+    assert [path.name for path in drawn].count("x.links.opt.2.png") == 1 and all(path.is_file() for path in drawn)
+    assert len(settings(more)) == 4 and len(tables(more, SHAPES, 4)) == 4
+
+
+def test_verdicts(rows: list[dict[str, Any]]) -> None:
+    some = [row for row in rows if (row["part"], row["shape"], row["link_gb_s"]) == ("links", "opt", LINK)]
+    times = {"stream": 1.0, "kvpr": 0.8, "chunked": 0.5, "cpu_rank": 0.51, "auto": 0.6, "transformers": 2.0}
+    for row in some:
+        row["seconds"] = [times.get(row["method"], 0.1) * drift for drift in (1.0, 1.5, 0.7)]
+        if "predicted_s" in row:
+            row["predicted_s"] = 1.05 * times.get(row["method"], 0.1)
+    found = summarise(some, exact_type=True)
+    assert found["auto_over_best"] == pytest.approx(1.2)
+    (speedups,) = found["speedup_over_transformers"].values()
+    assert speedups["chunked"] == pytest.approx(4)
+    assert found["predictions"]["within_10_percent"] == found["predictions"]["cases"] == 6
+    # All pairs of the six but chunked and cpu_rank, which differ by 2%.
+    assert found["ordering"] == {"pairs": 14, "right": 14, "wrong": []}
+    next(row for row in some if row["method"] == "kvpr")["predicted_s"] = 0.3
+    found = summarise(some, exact_type=True)
+    assert found["ordering"]["right"] == 11 and found["predictions"]["worst"]["case"].endswith("kvpr")
+    next(row for row in some if row["method"] == "stream_4bit")["tokens_equal"] = False
+    assert summarise(some, exact_type=True)["tokens_equal"]
+    next(row for row in some if row["method"] == "kvpr")["tokens_equal"] = False
+    assert not summarise(some, exact_type=True)["tokens_equal"]
+    assert summarise(some, exact_type=False)["tokens_equal"] is None
+
+
+def test_processes_are_averaged(rows: list[dict[str, Any]]) -> None:
+    mine = [row for row in rows if row["part"] == "links" and row["method"] == "auto"][:1]
+    other = copy.deepcopy(mine)
+    mine[0] |= {"seconds": [1.0, 3.0], "on_host": 10.0, "part": "processes", "processes": 2}
+    other[0] |= {"seconds": [2.0, 5.0], "on_host": 20.0, "part": "processes", "processes": 2}
+    (row,) = merged([mine, other])
+    assert row["seconds"] == [1.5, 4.0] and row["process_seconds"] == [[1.0, 2.0], [3.0, 5.0]] and row["on_host"] == 15
+    assert row["tokens_per_s"] == pytest.approx(2 / 2.75)
+    assert len(row["prediction_errors"]) == 2 * len(mine[0]["prediction_errors"])
+    # What shares a host is shown, and judged apart.
+    assert summarise([row], exact_type=True)["auto_over_best"] is None
+    assert "tokens on the host" in str(tables([row], SHAPES, 4)[0])
+
+
+@pytest.mark.full
+def test_processes_of_their_own_are_added(results: Path, rows: list[dict[str, Any]]) -> None:
+    done = run("--only", "links,processes", "--processes", "1,2", "--json", results, *TINY, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(results.read_text())["rows"]
+    # Nothing was measured again.
+    assert found[: len(rows)] == rows
+    found = found[len(rows) :]
+    assert [(row["processes"], row["method"]) for row in found] == [
+        (count, method) for count in (1, 2) for method in ("stream", "kvpr", "cpu_rank", "auto")
+    ]
+    assert all(row["tokens_equal"] and len(row["process_seconds"][0]) == row["processes"] for row in found)
+
+
+def test_names() -> None:
+    assert variant("row_stream").rows and variant("row_stream").method == "stream"
+    assert variant("kvpr_4bit").kv_bits == 4 and variant("kvpr_coarse").coarse
+    assert variant("in_memory").method == "in_memory" and "lossy" in variant("stream_4bit").title
+
+
+def test_large_models_fit_their_machine() -> None:
+    asked = Namespace(
+        gpu=True, quick=False, only=list(GPU), links=[None], shapes=None, batches=None, prompts=None, new=None,
+        group=None, processes=None, layers=None, hidden=0, heads=0,
+    )  # fmt: skip
+    found = cases(asked)
+    assert len({case.name for case in found}) == len(found)
+    for case in found:
+        shape = shape_of(case.model, asked)
+        assert case.host_bytes(shape, 2) < 110 << 30
+        assert case.groups * (GPU[case.part].group or case.batch) == case.batch
+    # The published sizes, embeddings apart: 6.4, 12.6 and 29.6, 6.5 and 7.0 billion.
+    sizes = {name: shape.layers * shape.layer_elements / 1e9 for name, shape in LARGE.items()}
+    expected = {"opt-6.7b": 6.44, "opt-13b": 12.58, "opt-30b": 29.6, "llama-2-7b": 6.48, "llama-3-8b": 6.98}
+    assert sizes == pytest.approx(expected, rel=0.01)
+
+
+def test_time_that_kernels_cover() -> None:
+    assert covered([]) == 0 and covered([(1.0, 4.0), (2.0, 3.0), (6.0, 7.0)]) == 4
+    ticks = [(first, first + random.randint(1, 30)) for first in random.choices(range(200), k=40)]
+    assert covered(ticks) == len({tick for first, last in ticks for tick in range(first, last)})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--links", "0"], "--links: allowed: numbers above 0"),
-        (["--shapes", "bert"], "--shapes bert: allowed: opt, gqa"),
+        (["--links", "0"], "--links 0: allowed: numbers above 0"),
+        (["--shapes", "bert"], "--shapes bert: allowed: each of opt, mha, gqa once"),
+        (["--only", "long"], "--only long: allowed: each of links, latency"),
         (["--new", "3"], "--new 3: allowed: 6 or more"),
         (["--heads", "6"], "--heads 6: allowed: multiples of 4"),
+        (["--batch", "3"], "--batch 3: allowed for part throughput: multiples of --group 2"),
+        (["--gpu", "--links", "1"], "with --gpu the GPU's own is measured"),
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:

@@ -1,0 +1,269 @@
+"""What `offload.py` measures: its parts, their cases, and the names of its methods. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+IN_MEMORY, OTHERS = "in_memory", "transformers"
+CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")
+"""What `auto` chooses from."""
+ROW, FOUR_BITS, COARSE = "row_", "_4bit", "_coarse"
+NAMES = {
+    IN_MEMORY: "in memory",
+    OTHERS: "transformers offloaded",
+    "stream": "streaming",
+    "kvpr": "KVPR",
+    "chunked": "KVPR, chunked",
+    "cpu_rank": "CPU rank",
+    "auto": "auto",
+}
+PARTS = {
+    "links": "every method over links of several bandwidths; Figure 12",
+    "long": "every method at a long context with few KV heads (--gpu)",
+    "latency": "weights resident: Tables 3 and 4, Figure 7",
+    "llama": "the same for a Llama with as many KV heads as query heads: Figure 13",
+    "throughput": "weights offloaded, column-by-column: Table 5, Figures 6 (first row), 8, 9, 10",
+    "batches": "the same by batch size: Figure 6 (second row)",
+    "hiding": "weights offloaded, a small cache, row-by-row: Table 2",
+    "processes": "several processes that share the host: Figure 14",
+}
+PAGE_KIB = 512
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a method's name says.
+
+    Parameters
+    ----------
+    method : str
+        Of ``megakv.offload``, or `IN_MEMORY`, or `OTHERS`.
+    rows : bool
+        Whether the groups of a case are decoded one after the other, in calls of their own.
+    kv_bits : int, optional
+        Of keys and values off the accelerator; lossy.
+    coarse : bool
+        Whether recomputation waits for all weights of a layer's attention (Figure 5a).
+    """
+
+    method: str
+    rows: bool
+    kv_bits: Literal[4] | None
+    coarse: bool
+
+    @property
+    def title(self) -> str:
+        """As it stands in tables and charts."""
+        title = NAMES[self.method] + (", 4 bits (lossy)" if self.kv_bits else "")
+        return ("row-by-row " if self.rows else "") + title + (" without hiding" if self.coarse else "")
+
+
+def variant(name: str) -> Variant:
+    """Of a method's name, such as ``row_stream``, ``kvpr_4bit`` or ``kvpr_coarse``."""
+    method = name.removeprefix(ROW).removesuffix(FOUR_BITS).removesuffix(COARSE)
+    return Variant(method, name.startswith(ROW), 4 if name.endswith(FOUR_BITS) else None, name.endswith(COARSE))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes.
+
+    Parameters
+    ----------
+    family : {"opt", "llama"}
+    layers, hidden, heads, kv_heads, intermediate, vocab : int
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def row_elements(self) -> int:
+        """Of a token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.hidden // self.heads
+
+    @property
+    def attention_elements(self) -> int:
+        """Of the weights of a layer's attention."""
+        return self.hidden * (2 * self.hidden + self.row_elements)
+
+    @property
+    def layer_elements(self) -> int:
+        """Of the weights of a decoder layer."""
+        matrices = 2 if self.family == "opt" else 3
+        return self.attention_elements + matrices * self.hidden * self.intermediate
+
+
+LARGE = {
+    "opt-6.7b": Shape("opt", 32, 4096, 32, 32, 16384, 50272),
+    "opt-13b": Shape("opt", 40, 5120, 40, 40, 20480, 50272),
+    "opt-30b": Shape("opt", 48, 7168, 56, 56, 28672, 50272),
+    "llama-2-7b": Shape("llama", 32, 4096, 32, 32, 11008, 32000),
+    "llama-3-8b": Shape("llama", 32, 4096, 32, 8, 14336, 128256),
+}
+SMALL = ("opt", "mha", "gqa")
+"""Of the sizes on the command line: OPT, a Llama like it, and one with a KV head for four query heads."""
+
+
+def shape_of(model: str, arguments: argparse.Namespace) -> Shape:
+    """The sizes of a model."""
+    if model in LARGE:
+        return replace(LARGE[model], layers=arguments.layers or LARGE[model].layers)
+    hidden, heads = arguments.hidden, arguments.heads
+    kv_heads = heads // 4 if model == "gqa" else heads
+    return Shape("opt" if model == "opt" else "llama", arguments.layers, hidden, heads, kv_heads, 4 * hidden, 512)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured side by side, its methods in turns.
+
+    Parameters
+    ----------
+    part, model : str
+    batch, prompt, new : int
+        Sequences, tokens of each prompt, and tokens to generate.
+    link_gb_s : float, optional
+        Of the emulated link; None for the accelerator's own.
+    methods : tuple of str
+    weights : bool
+        Whether decoder layers' weights are offloaded too.
+    groups : int
+        Of the batch, column-by-column.
+    processes : int
+        That do the same at once.
+    """
+
+    part: str
+    model: str
+    batch: int
+    prompt: int
+    new: int
+    link_gb_s: float | None
+    methods: tuple[str, ...]
+    weights: bool = False
+    groups: int = 1
+    processes: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the file that it is kept in."""
+        link = "" if self.link_gb_s is None else f"-{self.link_gb_s:g}gb"
+        size = f"b{self.batch}x{self.groups}-p{self.prompt}-n{self.new}"
+        return f"{self.part}-{self.model}-{size}{link}" + (f"-x{self.processes}" if self.processes > 1 else "")
+
+    def host_bytes(self, shape: Shape, element_bytes: int) -> int:
+        """Host memory that any of its methods needs: keys, values, activations, and weights if they are offloaded."""
+        page = PAGE_KIB << 10
+        needed = 0
+        for elements in (shape.row_elements, shape.hidden):
+            per_page = page // (elements * element_bytes)
+            # One page more for each sequence: while it grows, and for what the link is measured with.
+            needed += (-(-(self.prompt + self.new) // per_page) + 1) * page * self.batch * shape.layers
+        weights = shape.layers * shape.layer_elements * element_bytes if self.weights else 0
+        return needed + int(1.02 * weights) + (64 << 20)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cases of a part: all combinations.
+
+    Parameters
+    ----------
+    methods, models : tuple of str
+    batches, prompts, news : tuple of int
+    links : {"all", "middle", "last"}
+        Which of the links asked for.
+    weights : bool
+    group : int, optional
+        Sequences of a group, column-by-column.
+    processes : tuple of int
+    """
+
+    methods: tuple[str, ...]
+    models: tuple[str, ...]
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    news: tuple[int, ...]
+    links: str = "middle"
+    weights: bool = False
+    group: int | None = None
+    processes: tuple[int, ...] = (1,)
+
+
+_ALL = (IN_MEMORY, OTHERS, *CHOICES, "auto", "stream_4bit")
+_LATENCY = (OTHERS, "stream", "kvpr", "chunked", "auto")
+_COLUMNS = ("row_stream", "stream", "kvpr", "chunked", "auto", "stream_4bit", "kvpr_4bit")
+_COLUMN = {"links": "last", "weights": True}
+FULL = {
+    "links": Plan(_ALL, ("opt", "gqa"), (4,), (256,), (20,), links="all"),
+    "latency": Plan(_LATENCY, ("opt",), (2,), (128, 256, 512), (12, 32)),
+    "llama": Plan(_LATENCY, ("mha",), (2,), (128, 256, 512), (12,)),
+    "throughput": Plan(_COLUMNS, ("opt",), (8,), (128, 256, 512), (9,), group=2, **_COLUMN),
+    "batches": Plan(("stream", "kvpr", "auto"), ("opt",), (2, 4, 8, 16), (128,), (9,), group=2, **_COLUMN),
+    "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
+    "processes": Plan(("stream", "kvpr", "cpu_rank", "auto"), ("opt",), (2,), (256,), (16,), processes=(1, 2, 4)),
+}
+QUICK = {
+    "links": replace(FULL["links"], news=(14,)),
+    "latency": replace(FULL["latency"], prompts=(128, 256), news=(12,)),
+    "llama": replace(FULL["llama"], prompts=(128, 256)),
+    "throughput": replace(FULL["throughput"], prompts=(128,), news=(8,)),
+    "batches": replace(FULL["batches"], batches=(4, 8), news=(8,)),
+    "hiding": replace(FULL["hiding"], batches=(1, 4), news=(9,)),
+    "processes": replace(FULL["processes"], news=(12,), processes=(1, 2)),
+}
+GPU = {
+    "links": Plan(_ALL, ("opt-6.7b",), (64,), (512,), (32,)),
+    "long": Plan(_ALL, ("llama-3-8b",), (8,), (32768,), (32,)),
+    "latency": Plan(_LATENCY, ("opt-6.7b",), (64,), (128, 256, 512), (32, 128)),
+    "llama": Plan(_LATENCY, ("llama-2-7b",), (64,), (256, 512), (32,)),
+    "throughput": Plan(_COLUMNS, ("opt-13b",), (128,), (256,), (32,), group=32, weights=True),
+    "batches": Plan(("stream", "kvpr", "auto"), ("opt-13b",), (32, 64, 128), (256,), (32,), group=32, weights=True),
+    "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt-6.7b",), (1, 4, 16, 32), (256,), (64,), weights=True),
+}
+
+
+def plans(arguments: argparse.Namespace) -> Mapping[str, Plan]:
+    """By part, before the command line narrows them."""
+    if arguments.gpu:
+        return GPU
+    return QUICK if arguments.quick else FULL
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """All that is asked for, part by part; lists on the command line take the place of every part's own."""
+    found = []
+    for part in arguments.only:
+        plan = plans(arguments)[part]
+        links = arguments.links
+        if plan.links != "all":
+            links = [links[-1] if plan.links == "last" else links[len(links) // 2]]
+        group = plan.group and (arguments.group or plan.group)
+        found += [
+            Case(
+                part, model, batch, prompt, new, link, plan.methods, plan.weights,
+                groups=batch // group if group else 1, processes=processes,
+            )
+            for link in links
+            for model in arguments.shapes or plan.models
+            for batch in arguments.batches or plan.batches
+            for prompt in arguments.prompts or plan.prompts
+            for new in arguments.new or plan.news
+            for processes in (arguments.processes or plan.processes if part == "processes" else (1,))
+        ]  # fmt: skip
+    return found
+
+
+def identity(arguments: argparse.Namespace) -> dict[str, object]:
+    """What must be the same for cases to be reported together."""
+    names = ("gpu", "quick", "layers", "hidden", "heads", "dtype", "chunk", "threads")
+    return {name: getattr(arguments, name) for name in names}

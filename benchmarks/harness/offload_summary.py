@@ -1,0 +1,156 @@
+"""Verdicts on the rows of `offload.py`: tokens, `auto`, predictions and speed-ups."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .offload_plan import CHOICES, IN_MEMORY, LARGE, OTHERS, PARTS, SMALL
+from .statistics import Interval, paired_ratio
+
+DIFFERING = 0.05
+"""Two measured times closer than this have no order."""
+CLOSE = 0.1
+"""Predictions are to be this close."""
+Row = Mapping[str, Any]
+_SIZE = ("batch", "context", "new_tokens")
+FIXED = {
+    "links": ("shape", *_SIZE),
+    "long": ("shape", *_SIZE),
+    "latency": ("shape", "batch", "link_gb_s"),
+    "llama": ("shape", "batch", "link_gb_s"),
+    "throughput": ("shape", "batch", "link_gb_s"),
+    "batches": ("shape", "context", "new_tokens", "link_gb_s"),
+    "hiding": ("shape", "context", "new_tokens", "link_gb_s"),
+    "processes": ("shape", *_SIZE, "link_gb_s"),
+}
+"""What all rows of one table or chart of a part have in common."""
+
+
+def case_of(row: Row) -> str:
+    """What a row was measured with, beside its method, in words."""
+    link = f"{row['link_gb_s']:g} GB/s {row['link']}"
+    size = f"{row['batch']} x {row['context']}+{row['new_tokens']}"
+    processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
+    return f"{row['part']}: {row['shape']}, {size}, {link}{processes}"
+
+
+def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Rows by case and method."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(case_of(row), {})[row["method"]] = row
+    return found
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows by part and setting; methods of a case stay as they were measured."""
+    parts, models = list(PARTS), [*SMALL, *LARGE]
+    axes = ("link_gb_s", *_SIZE, "processes")
+    return sorted(
+        rows, key=lambda row: (parts.index(row["part"]), models.index(row["shape"]), *(row[axis] for axis in axes))
+    )
+
+
+def settings(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Parts with the rows of one table or chart each."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["part"], *(row[name] for name in FIXED[row["part"]])), []).append(row)
+    return [(key[0], own) for key, own in found.items()]
+
+
+def step_s(row: Row) -> float:
+    """Seconds of a step."""
+    return statistics.median(row["seconds"])
+
+
+def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
+    """What the rows show.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+    exact_type : bool
+        Whether recomputed keys and values equal the stored ones in the type that was measured in: in float32.
+    """
+    cases = by_case(rows)
+    exact = [row for row in rows if not row["lossy"]]
+    apart = [row for row in rows if row["lossy"]]
+    auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
+    regrets = {name: regret(found) for name, found in auto.items()}
+    alone = [name for name, found in auto.items() if found["auto"]["processes"] == 1]
+    return {
+        "link": ", ".join(sorted({row["link"] for row in rows})),
+        "tokens_equal": all(row["tokens_equal"] for row in exact) if exact_type else None,
+        "token_agreement": min((row["token_agreement"] for row in exact), default=None),
+        "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
+        "auto_over_best": max((regrets[name].value for name in alone), default=None),
+        "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
+        "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
+        "predictions": predictions(rows),
+        "ordering": ordering(cases.values()),
+        "speedup_over_stream": _speedups(cases, "stream"),
+        "speedup_over_row_stream": _speedups(cases, "row_stream"),
+        "speedup_over_transformers": _speedups(cases, OTHERS),
+        "time_over_in_memory": {
+            name: {method: 1 / ratio for method, ratio in found.items()}
+            for name, found in _speedups(cases, IN_MEMORY).items()
+        },
+    }
+
+
+def regret(found: Mapping[str, Row]) -> Interval:
+    """The time of `auto` over that of the best of what it chooses from: the median of the ratios within rounds."""
+    best = min((found[method] for method in CHOICES if method in found), key=step_s)
+    return paired_ratio(found["auto"]["seconds"], best["seconds"])
+
+
+def predictions(rows: Sequence[Row]) -> dict[str, Any]:
+    """How near a case's median step was to what was predicted, over all cases and methods of one process."""
+    known = [row for row in rows if "predicted_s" in row and row["processes"] == 1]
+    errors = {f"{case_of(row)}, {row['method']}": row["predicted_s"] / step_s(row) - 1 for row in known}
+    worst = max(errors, key=lambda name: abs(errors[name]), default=None)
+    return {
+        "cases": len(known),
+        "within_10_percent": sum(abs(error) <= CLOSE for error in errors.values()),
+        "median_error": _median(map(abs, errors.values())),
+        "worst": None if worst is None else {"case": worst, "error": errors[worst]},
+        "by_part": {
+            part: _median(abs(errors[f"{case_of(row)}, {row['method']}"]) for row in known if row["part"] == part)
+            for part in dict.fromkeys(row["part"] for row in known)
+        },
+        # Without what the steps before showed of each plan.
+        "cost_model_median_error": _median(error for row in known for error in row["cost_model_errors"]),
+    }
+
+
+def ordering(cases: Iterable[Mapping[str, Row]]) -> dict[str, Any]:
+    """Of every two methods of a case that differ by more than 5%, whether the faster one was predicted to be."""
+    pairs: list[bool] = []
+    wrong = []
+    for found in cases:
+        known = [row for row in found.values() if "predicted_s" in row and row["processes"] == 1]
+        for one, other in itertools.combinations(known, 2):
+            times = step_s(one), step_s(other)
+            if abs(times[0] - times[1]) > DIFFERING * min(times):
+                pairs.append((times[0] < times[1]) == (one["predicted_s"] < other["predicted_s"]))
+                if not pairs[-1]:
+                    wrong.append(f"{case_of(one)}: {one['method']} and {other['method']}")
+    return {"pairs": len(pairs), "right": sum(pairs), "wrong": wrong}
+
+
+def _speedups(cases: Mapping[str, Mapping[str, Row]], base: str) -> dict[str, dict[str, float]]:
+    """A method's time over those of all others, by case."""
+    return {
+        name: {method: step_s(found[base]) / step_s(row) for method, row in found.items() if method != base}
+        for name, found in cases.items()
+        if base in found
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return statistics.median(listed) if listed else None
