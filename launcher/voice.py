@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megakv.errors import MegaKVError, PeerLostError
+from megakv.launcher.ending import leave, orderly_end
 from megakv.launcher.environment import own_rank
 
 PATIENCE_SECONDS = 10.0
@@ -24,34 +24,28 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(level)
 
 
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Ending the interpreter the usual way would wait for connections to peers that may be gone.
-    os._exit(code)
-
-
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Report a user's error once.
+    """Report a user's error once; with or without one, end as `orderly_end` says.
 
     Wrong settings are seen by every rank alike, so rank 0 reports them. A lost peer is reported by whoever sees it.
     What only another rank knows is reported by it when rank 0 has stayed silent.
     """
-    try:
-        yield
-    except PeerLostError as error:
-        sys.stderr.write(f"megakv: error: {error}\n")
-        _leave(1)
-    except (ValueError, MegaKVError, OSError) as error:
-        rank = own_rank()
-        if rank != 0:
-            # The launcher's SIGTERM is expected now: no word about rank 0 being lost.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(PATIENCE_SECONDS)
-        sys.stderr.write(f"megakv: error: {f'rank {rank}: ' if rank else ''}{error}\n")
-        _leave(1)
-    except KeyboardInterrupt:
-        if own_rank() == 0:
-            sys.stderr.write("megakv: interrupted\n")
-        _leave(130)
+    with orderly_end():
+        try:
+            yield
+        except PeerLostError as error:
+            sys.stderr.write(f"megakv: error: {error}\n")
+            leave(1)
+        except (ValueError, MegaKVError, OSError) as error:
+            rank = own_rank()
+            if rank != 0:
+                # The launcher's SIGTERM is expected now: no word about rank 0 being lost.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(PATIENCE_SECONDS)
+            sys.stderr.write(f"megakv: error: {f'rank {rank}: ' if rank else ''}{error}\n")
+            leave(1)
+        except KeyboardInterrupt:
+            if own_rank() == 0:
+                sys.stderr.write("megakv: interrupted\n")
+            leave(130)

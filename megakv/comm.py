@@ -76,6 +76,7 @@ class Communicator:
         except MegaKVError:
             raise
         except RuntimeError as error:
+            self.watch.lost = True
             dead = self.watch.dead(grace=GRACE_SECONDS)
             others = sorted({rank for rank in peers if rank != self.mesh.rank})
             named = ", ".join(self.watch.describe(rank) for rank in (dead or others))

@@ -57,6 +57,14 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
         accelerator.set_device(dist.get_rank() % max(1, accelerator.device_count()))
 
 
+def end_deepspeed_distributed() -> None:
+    """End the world and all groups, and what DeepSpeed holds of them."""
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+
+
 def _unlink_shared_memory() -> None:
     """Let the op's buffer go with its processes: DeepSpeed leaves 66 MiB per rank in /dev/shm after every run.
 

@@ -235,7 +235,7 @@ class MegaKVEngine(InferenceEngine):
         return self._record.run_report(self._comm, self._config, self._name, self._mapping)
 
     def destroy(self) -> None:
-        """Give back hooks and signal handlers; the engine and its sessions cannot be used afterwards."""
+        """Give back hooks, signal handlers and groups; the engine and its sessions cannot be used afterwards."""
         if getattr(self, "_hooks", None) is not None:
             assert self._hooks is not None
             self._hooks.remove()
@@ -244,6 +244,10 @@ class MegaKVEngine(InferenceEngine):
                 self._offloader.close()
             self._comm.watch.uninstall()
             self.tracker.close()
+            self.mp_group = None
+            # What is still expected from a lost peer would be waited for.
+            if not self._comm.watch.lost:
+                self.mesh.end()
 
     def check_open(self) -> None:
         """Refuse to work after `destroy`.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megakv.compat import init_deepspeed_distributed, shared_memory_available
+from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
+from megakv.errors import MegaKVError
 
+GroupName = Literal["cp", "tp", "chain"]
 
 @dataclass(frozen=True)
 class Mesh:
@@ -28,11 +33,9 @@ class Mesh:
         Degrees and indices.
     cp_ranks, tp_ranks : tuple of int
         World ranks of this rank's groups, by index.
-    cp_group, tp_group : ProcessGroup
-        None where the degree is 1.
-    chain_group : ProcessGroup
-        The ranks of `cp_group` again, with connections of their own: what one rank sends another there keeps an order
-        that nothing else they exchange disturbs. None where the degree is 1.
+    groups : dict
+        This rank's process groups, for `cp_group`, `tp_group` and `chain_group`. Torch alone holds them, so that ending
+        them ends their threads and connections, whoever still holds the mesh.
     device : torch.device
         Where this rank computes.
     shared_memory : bool
@@ -50,12 +53,45 @@ class Mesh:
     tp_rank: int
     cp_ranks: tuple[int, ...]
     tp_ranks: tuple[int, ...]
-    cp_group: dist.ProcessGroup | None
-    tp_group: dist.ProcessGroup | None
-    chain_group: dist.ProcessGroup | None
+    groups: Mapping[GroupName, ReferenceType[dist.ProcessGroup]]
     device: torch.device
     shared_memory: bool
     timeout_s: float
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The context-parallel group; None where the degree is 1."""
+        return self._group("cp")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel group; None where the degree is 1."""
+        return self._group("tp")
+
+    @property
+    def chain_group(self) -> dist.ProcessGroup | None:
+        """The ranks of `cp_group` again, with connections of their own; None where the degree is 1.
+
+        What one rank sends another there keeps an order that nothing else they exchange disturbs.
+        """
+        return self._group("chain")
+
+    def _group(self, name: GroupName) -> dist.ProcessGroup | None:
+        if name not in self.groups:
+            return None
+        group = self.groups[name]()
+        # None would be taken for a degree of 1: a sum over this rank for the sum over all.
+        if group is None:
+            raise MegaKVError("the process groups of this engine have ended; make a new one with megakv.init_inference")
+        return group
+
+    def end(self) -> None:
+        """End this rank's groups: their threads are joined and their connections closed. The world stands."""
+        for reference in self.groups.values():
+            group = reference()
+            # A world that has ended has ended them, though somebody may hold them.
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
 
 
 def check_mesh(cp_size: int, tp_size: int, world_size: int) -> None:
@@ -87,6 +123,19 @@ def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
     init_deepspeed_distributed(shared_memory=tp_only, timeout=timedelta(seconds=timeout_s))
 
 
+def stop_distributed() -> None:
+    """End the world and every group in it, if one stands; engines cannot be used afterwards.
+
+    For whoever owns the process, once nothing is exchanged any more. A process that does not may abort at its end:
+    torch's communication threads let go of tensors, and so of Python objects, a moment after an operation counts as
+    done, and the interpreter must still be there then. After a `PeerLostError` leave the process instead, as
+    ``megakv.launcher.ending`` does: whatever is still expected from the lost rank would be waited for here, for up to
+    ``megakv.timeout_s``.
+    """
+    if dist.is_initialized():
+        end_deepspeed_distributed()
+
+
 def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     """Create the groups of a mesh. Every rank must call it.
 
@@ -99,17 +148,19 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     check_mesh(cp_size, tp_size, world_size)
     timeout = timedelta(seconds=timeout_s)
     cp_rank, tp_rank = divmod(rank, tp_size)
-    cp_group = tp_group = chain_group = None
+    groups: dict[GroupName, ReferenceType[dist.ProcessGroup]] = {}
     # new_group is collective over the world: every rank creates every group, in one order.
     if cp_size > 1:
         for index in range(tp_size):
             ranks = [index + tp_size * step for step in range(cp_size)]
             group, chain = dist.new_group(ranks, timeout=timeout), dist.new_group(ranks, timeout=timeout)
-            cp_group, chain_group = (group, chain) if index == tp_rank else (cp_group, chain_group)
+            if index == tp_rank:
+                groups["cp"], groups["chain"] = ref(group), ref(chain)
     if tp_size > 1:
         for index in range(cp_size):
             group = dist.new_group([index * tp_size + step for step in range(tp_size)], timeout=timeout)
-            tp_group = group if index == cp_rank else tp_group
+            if index == cp_rank:
+                groups["tp"] = ref(group)
     accelerator = get_accelerator()
     return Mesh(
         rank=rank,
@@ -120,9 +171,7 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
         tp_rank=tp_rank,
         cp_ranks=tuple(tp_rank + tp_size * step for step in range(cp_size)),
         tp_ranks=tuple(cp_rank * tp_size + step for step in range(tp_size)),
-        cp_group=cp_group,
-        tp_group=tp_group,
-        chain_group=chain_group,
+        groups=groups,
         device=torch.device(accelerator.current_device_name()),
         shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
         timeout_s=timeout_s,

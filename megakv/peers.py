@@ -68,12 +68,18 @@ class PeerWatch:
         All ranks, this one included.
     timeout_s : float
         How long a silent peer is waited for.
+
+    Attributes
+    ----------
+    lost : bool
+        Whether an exchange with a peer has failed.
     """
 
     def __init__(self, rank: int, peers: list[Peer], timeout_s: float):
         self.rank = rank
         self._peers = peers
         self._timeout_s = timeout_s
+        self.lost = False
         self._previous: Any = None
         self._spin: _Spin | None = None
         self._stop: threading.Event | None = None

@@ -1,12 +1,17 @@
-"""What every test shares: the `--full` option, the markers, one thread per process."""
+"""What every test shares: the `--full` option, the markers, one thread per process, random numbers that come back."""
 
 import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+SEED = "MEGAKV_TEST_SEED"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +30,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="needs --full"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers() -> int:
+    """Other random numbers in every run; a test that fails shows the variable that brings its own back.
+
+    Generators of a test's own must be seeded from these.
+    """
+    seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
+    print(f"{SEED}={seed}")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import deepspeed.comm
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megakv.groups import start_distributed
+from megakv.groups import start_distributed, stop_distributed
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ class World:
     def leave(self) -> None:
         """End together, so that no rank takes an early end of another for a failure."""
         self.barrier()
-        deepspeed.comm.destroy_process_group()
+        stop_distributed()
 
 
 def join_world(threads: int, *, shared_memory: bool, timeout_s: float) -> World:

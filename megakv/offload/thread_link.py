@@ -8,7 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megakv.errors import MegaKVError
@@ -16,6 +17,9 @@ from megakv.offload.link import Direction, MemoryRows, Move, Ticket, Traffic
 
 PIECE_BYTES = 1 << 20
 """An emulated link copies that much before it looks at the clock."""
+
+EXIT_SECONDS = 5.0
+"""How long the end of the interpreter waits for copies of a link that nobody closed."""
 
 
 @dataclass
@@ -56,6 +60,17 @@ def _written(direction: Direction, moves: Sequence[Move]) -> tuple[int, int]:
     return min(begins), max(ends)
 
 
+def _finish(
+    queues: Mapping[Direction, queue.SimpleQueue[_ThreadTicket | None]],
+    threads: Sequence[threading.Thread],
+    timeout: float | None = None,
+) -> None:
+    for transfers in queues.values():
+        transfers.put(None)
+    for thread in threads:
+        thread.join(timeout)
+
+
 class ThreadLink:
     """An emulated link: a thread for each direction that makes real copies and keeps to a bandwidth.
 
@@ -85,6 +100,8 @@ class ThreadLink:
             thread = threading.Thread(target=self._work, args=(direction,), name=f"link-{direction}", daemon=True)
             self._threads.append(thread)
             thread.start()
+        # An interpreter that ends while a thread is in the middle of a copy aborts the process.
+        self._at_exit = weakref.finalize(self, _finish, self._queues, self._threads, EXIT_SECONDS)
 
     def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket] = ()) -> Ticket:
         written = _written(direction, moves)
@@ -99,11 +116,8 @@ class ThreadLink:
         return ticket
 
     def close(self) -> None:
-        for direction in self._queues:
-            self._queues[direction].put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+        self._at_exit.detach()
+        _finish(self._queues, self._threads)
 
     def _work(self, direction: Direction) -> None:
         # The moment from which the emulated wire is free: oversleeping is made good by what follows at once.

@@ -20,6 +20,7 @@ from task import MODEL_DIR, Document, document, is_correct, load_tokenizer, ques
 from transformers import PreTrainedTokenizerBase
 
 import megakv
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.environment import adopt_single_process
 from megakv.launcher.voice import quiet_libraries
 
@@ -236,4 +237,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

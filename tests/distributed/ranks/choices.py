@@ -32,6 +32,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.stopwatch import Pool
 from megakv.costmodel.trial import TrialLayer
 from megakv.groups import make_mesh, start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.ledger import Ledger
 from megakv.planning import PassPlanner
@@ -162,4 +163,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 Answer = tuple[Tensor, Tensor]
@@ -152,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.errors import MegaKVError
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 LENGTHS = {1: [171], 5: [171, 40, 163, 3, 101]}
@@ -233,4 +234,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

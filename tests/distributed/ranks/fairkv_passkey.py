@@ -18,6 +18,7 @@ from prose import SEPARATOR
 from task import MODEL_DIR, document, is_correct, load_tokenizer, question
 
 import megakv
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 PEAK = {"observe": "prompt", "reduce": "peak"}
@@ -64,4 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.errors import MegaKVError
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -133,4 +134,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -16,6 +16,7 @@ import torch
 from task import MODEL_DIR, conversation, is_correct, load_tokenizer
 
 import megakv
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 ANSWER_TOKENS = 8
@@ -53,4 +54,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.errors import MegaKVError
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.placement import head_counts
 
@@ -116,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -276,4 +277,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

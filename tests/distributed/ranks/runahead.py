@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.tracking import peak_memory_bytes, reset_peak_memory
 
@@ -197,4 +198,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import megakv
 from megakv.errors import MegaKVError
 from megakv.groups import start_distributed
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.session import Session
 
@@ -197,4 +198,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

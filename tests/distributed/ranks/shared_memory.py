@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 import megakv.comm
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 # Above and below the size at which the shared-memory op changes its algorithm (1 MiB of float32 here).
@@ -91,4 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

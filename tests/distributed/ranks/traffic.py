@@ -17,6 +17,7 @@ from families import llama
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 METHODS = [
@@ -70,4 +71,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import megakv
+from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
 NEW_TOKENS = 16
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with orderly_end():
+        main()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from functools import partial
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -
 
 
 def noisy(seconds: float, rounds: int = 9, spread: float = 0.002) -> list[float]:
-    return list(seconds * np.random.default_rng().uniform(1 - spread, 1 + spread, rounds))
+    return list(seconds * np.random.default_rng(random.getrandbits(32)).uniform(1 - spread, 1 + spread, rounds))
 
 
 def cell(miss_rate: float, kv: float, q: float, chosen: str) -> Cell:

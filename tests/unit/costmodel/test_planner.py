@@ -86,11 +86,12 @@ def test_known_plans_take_no_time() -> None:
         plans.partition(tokens)
         plans.seconds(Workload((tokens,), (0,), 4), plans.partition)
     made = len(calls)
-    start = time.perf_counter()
+    # This thread's own time: what others run meanwhile is not the planner's.
+    start = time.thread_time()
     for tokens in lengths:
         plans.partition(tokens)
         plans.seconds(Workload((tokens,), (0,), 4), plans.partition)
-    assert (time.perf_counter() - start) / len(lengths) < 1e-3
+    assert (time.thread_time() - start) / len(lengths) < 1e-3
     assert len(calls) == made == 2
 
 

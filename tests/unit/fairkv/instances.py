@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-RANDOM = np.random.default_rng()
+RANDOM = np.random.default_rng(0)
+"""Seeded anew before every test."""
 
 
 def budgets(heads: int, sigma: float = 0.8) -> list[float]:

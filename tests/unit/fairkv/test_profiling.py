@@ -16,8 +16,7 @@ from megakv.launcher.budget_tables import print_tables
 from megakv.launcher.command import main
 from megakv.placement import contiguous_head_map
 from megakv.tracking import RankReport, RunReport
-
-RANDOM = np.random.default_rng()
+from tests.unit.fairkv.instances import RANDOM
 
 
 def report(kept: np.ndarray, cp: int, tp: int, n_heads: int) -> RunReport:

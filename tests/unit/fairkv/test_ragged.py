@@ -217,12 +217,11 @@ def test_time_goes_with_what_was_kept() -> None:
     assert ragged is not None and full is not None
     q = torch.randn(32, 1, 64)
 
-    def fastest(body: RaggedBody) -> float:
-        times = []
-        for _ in range(15):
-            start = time.perf_counter()
-            paged_attention(q, body, 0.125)
-            times.append(time.perf_counter() - start)
-        return min(times)
+    def seconds(body: RaggedBody) -> float:
+        start = time.thread_time()
+        paged_attention(q, body, 0.125)
+        return time.thread_time() - start
 
-    assert fastest(ragged) < 0.5 * fastest(full)
+    # By turns, and this thread's own time: whatever else the machine does comes to both.
+    times = [(seconds(ragged), seconds(full)) for _ in range(15)]
+    assert min(one for one, _ in times) < 0.5 * min(other for _, other in times)

@@ -15,7 +15,7 @@ from tests.unit.runahead.chains import SimulatedChain
 def test_pictures_are_drawn(tmp_path: Path, full_grid: bool) -> None:
     results = []
     for tokens, size in ((96, 2), (96, 4)):
-        ask = SimulatedChain.any(tokens, random.Random()).evaluator()
+        ask = SimulatedChain.any(tokens, random.Random(random.getrandbits(32))).evaluator()
         search = PartitionSearch(Grid(tokens, size, 2), ask, full_grid=full_grid, finalists=2, rounds=2)
         results.append(search.run())
     path = tmp_path / "search.png"

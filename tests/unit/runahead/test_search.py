@@ -72,7 +72,7 @@ def test_many_ranks_cost_few_evaluations() -> None:
 
 def test_seeds_are_measured_first_and_never_lost() -> None:
     for _ in range(10):
-        chain = SimulatedChain.any(96, random.Random())
+        chain = SimulatedChain.any(96, random.Random(random.getrandbits(32)))
         plain = PartitionSearch(PAPER, chain.evaluator()).run()
         seeded = PartitionSearch(PAPER, chain.evaluator(), seeds=[plain.partition]).run()
         assert seeded.seconds <= plain.seconds
@@ -82,7 +82,7 @@ def test_seeds_are_measured_first_and_never_lost() -> None:
 def test_noise_is_measured_again() -> None:
     slower = []
     for _ in range(20):
-        rng = random.Random()
+        rng = random.Random(random.getrandbits(32))
         chain = SimulatedChain.any(96, rng)
         ask = chain.evaluator(0.03, rng)
         result = PartitionSearch(PAPER, ask, finalists=3, rounds=3).run()
@@ -129,7 +129,7 @@ class Bench:
 
 @pytest.mark.parametrize("full_grid", [False, True])
 def test_a_stopped_search_goes_on_where_it_was(full_grid: bool) -> None:
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(32))
     ask = SimulatedChain.any(96, rng).evaluator(0.02, rng)
     bench = Bench(ask, rng)
     stops = 0
@@ -151,7 +151,7 @@ def test_a_stopped_search_goes_on_where_it_was(full_grid: bool) -> None:
 
 def test_what_is_left_is_estimated() -> None:
     left: list[int] = []
-    chain = SimulatedChain.any(96, random.Random())
+    chain = SimulatedChain.any(96, random.Random(random.getrandbits(32)))
     for full_grid in (False, True):
         left.clear()
         PartitionSearch(

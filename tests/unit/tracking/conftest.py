@@ -8,9 +8,7 @@ from tests.unit.tracking.reports import random_report
 
 @pytest.fixture
 def random_source() -> random.Random:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")  # shown by pytest when the test fails
-    return random.Random(seed)
+    return random.Random(random.getrandbits(32))
 
 
 @pytest.fixture
