@@ -17,6 +17,7 @@ from megakv.errors import MegaKVError
 
 GroupName = Literal["cp", "tp", "chain"]
 
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place among all ranks.

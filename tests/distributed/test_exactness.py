@@ -117,9 +117,7 @@ class Launches:
         plan, out = folder / "plan.json", folder / "out.json"
         keys = ("family", "mesh", "cases", "decoded", "section")
         plan.write_text(json.dumps([{key: getattr(run, key) for key in keys} for run in runs]))
-        run_ranks(
-            SCRIPT, plan, out, folder, ranks=ranks, timeout=3000 if self._full else 400, launcher="deepspeed"
-        ).check()
+        run_ranks(SCRIPT, plan, out, folder, ranks=ranks, timeout=3000 if self._full else 400).check()
         return {run.name: row["result"] for run, row in zip(ordered(runs), json.loads(out.read_text()), strict=True)}
 
 

@@ -49,15 +49,22 @@ def test_users_own_text(tmp_path: Path) -> None:
     text.write_text(prose * 20 + "The pass key is 71946. Remember it. 71946 is the pass key. " + prose * 15)
     out = tmp_path / "out.json"
     arguments = ["--config", RECIPE / "cp2_tp1.json", "--prompt-file", text, "--json", out]
-    run_ranks(RECIPE / "ask.py", *arguments, ranks=2, timeout=120, launcher="deepspeed").check()
+    run_ranks(RECIPE / "ask.py", *arguments, ranks=2, timeout=120).check()
     assert json.loads(out.read_text())["answer"].strip().startswith("71946")
 
 
-@pytest.mark.parametrize("mesh", ["2x1", "4x1", pytest.param("2x2", marks=pytest.mark.full)])
-def test_a_number_of_turn_one_is_found_in_turn_four(tmp_path: Path, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "launcher"),
+    [
+        ("2x1", "forked"),
+        ("4x1", "deepspeed"),
+        pytest.param("2x2", "deepspeed", marks=pytest.mark.full),
+    ],
+)
+def test_a_number_of_turn_one_is_found_in_turn_four(tmp_path: Path, mesh: str, launcher: Launcher) -> None:
     cp, tp = (int(part) for part in mesh.split("x"))
     out = tmp_path / "out.json"
-    run_ranks(RANKS / "passkey.py", out, mesh, "1024", "5", ranks=cp * tp, timeout=180, launcher="deepspeed").check()
+    run_ranks(RANKS / "passkey.py", out, mesh, "1024", "5", ranks=cp * tp, timeout=180, launcher=launcher).check()
     answers = json.loads(out.read_text())
     assert len(answers) == 10
     # The model itself is right in more than 99 of 100 conversations.

@@ -47,7 +47,7 @@ class Launches:
             folder.mkdir()
             out = folder / "out.json"
             cp, tp = (int(part) for part in mesh.split("x"))
-            run_ranks(SCRIPT, out, folder, meshes, ranks=cp * tp, timeout=400, launcher="deepspeed").check()
+            run_ranks(SCRIPT, out, folder, meshes, ranks=cp * tp, timeout=400).check()
             self._figures[meshes] = json.loads(out.read_text())
         assert mesh in self._figures[meshes], f"the launch of {meshes} failed, see the first test that needed it"
         return self._figures[meshes][mesh]

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "ranks" / "sessions.py"
 def launch(folder: Path, mesh: str, stage: str, decoded: int) -> dict[str, Any]:
     cp, tp = (int(part) for part in mesh.split("x"))
     out = folder / f"{stage}-{mesh}.json"
-    run_ranks(SCRIPT, out, folder, mesh, stage, str(decoded), ranks=cp * tp, timeout=420, launcher="deepspeed").check()
+    run_ranks(SCRIPT, out, folder, mesh, stage, str(decoded), ranks=cp * tp, timeout=420).check()
     return json.loads(out.read_text())
 
 

@@ -71,7 +71,7 @@ def judge(row: dict[str, Any], cp: int, tp: int) -> None:
 def test_bytes_are_those_of_the_paper(tmp_path: Path, mesh: str) -> None:
     cp, tp = (int(part) for part in mesh.split("x"))
     out = tmp_path / "out.json"
-    run_ranks(SCRIPT, out, mesh, ranks=cp * tp, timeout=120, launcher="deepspeed").check()
+    run_ranks(SCRIPT, out, mesh, ranks=cp * tp, timeout=120).check()
     rows = json.loads(out.read_text())
     assert len(rows) == 10
     for row in rows:
