@@ -42,7 +42,6 @@ def fresh_numbers() -> int:
     print(f"{SEED}={seed}")
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
     return seed
 
 
