@@ -85,8 +85,8 @@ def _config(choice: Choice, machine: Hardware, model: ModelShape, demand: Demand
     if choice.fit.offload:
         tokens = -(-demand.total * demand.batch // choice.mesh.cp_size)
         host_gb = max(1.0, round(host_bytes(model, tokens, tp_size=choice.mesh.tp_size) / GIB + 0.5))
-    divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None
-    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, divided=divided)
+    recomputed = recomputes(model, tp_size=choice.mesh.tp_size)
+    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, recomputed=recomputed)
 
 
 def _values(

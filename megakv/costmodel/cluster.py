@@ -243,8 +243,7 @@ class ClusterPlanner:
 
         def seconds(method: str) -> float:
             if fit.offload and link is not None:
-                sharers = min(mesh.ranks * mesh.replicas, profile.devices_per_host or 1)
-                return offloaded_ttit(profile, link, model, workload, method, tp_size=mesh.tp_size, sharers=sharers)
+                return offloaded_ttit(profile, link, model, workload, method, tp_size=mesh.tp_size)
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
 
         times = {method: seconds(method) for method in methods}

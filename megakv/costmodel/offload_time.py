@@ -6,9 +6,8 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
+from megakv.costmodel.offload import LayerCosts
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.division import Division
 from megakv.offload.scheduler import divide
 
 CHUNK_TOKENS = 256
@@ -16,13 +15,7 @@ CHUNK_TOKENS = 256
 
 
 def layer_costs(
-    profile: HardwareProfile,
-    link: Curve,
-    model: ModelShape,
-    *,
-    tp_size: int = 1,
-    device_s: float = 0.0,
-    sharers: int = 1,
+    profile: HardwareProfile, link: Curve, model: ModelShape, *, tp_size: int = 1, device_s: float = 0.0
 ) -> LayerCosts:
     """Costs of one layer on one rank, per cached token.
 
@@ -35,34 +28,21 @@ def layer_costs(
     tp_size : int
     device_s : float
         All other work of the layer.
-    sharers : int
-        Ranks of a host, which divide the bandwidth of its memory: for their links, and for attending there (KVPR, A.7).
     """
     shape = model.attention(tp_size=tp_size)
     width = shape.kv_heads * (shape.key_dim + shape.value_dim)
-    most, bandwidth, host_attend_s = profile.matmul.sizes[-1], link.bandwidth, 0.0
-    if profile.host_memory_bandwidth is not None:
-        bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
-        host_attend_s = shared_attend_seconds(shape.kv_row_bytes / profile.host_memory_bandwidth, sharers)
+    most = profile.matmul.sizes[-1]
     return LayerCosts(
-        kv_s=shape.kv_row_bytes / bandwidth,
-        activation_s=model.hidden * model.element_bytes / bandwidth,
+        kv_s=shape.kv_row_bytes / link.bandwidth,
+        activation_s=model.hidden * model.element_bytes / link.bandwidth,
         recompute_s=model.hidden * width * profile.matmul.at(most) / most,
         transfer_s=link.latency,
         device_s=device_s,
-        host_attend_s=host_attend_s,
     )
 
 
 def offloaded_ttit(
-    profile: HardwareProfile,
-    link: Curve,
-    model: ModelShape,
-    workload: Workload,
-    method: str,
-    *,
-    tp_size: int = 1,
-    sharers: int = 1,
+    profile: HardwareProfile, link: Curve, model: ModelShape, workload: Workload, method: str, *, tp_size: int = 1
 ) -> float:
     """Seconds of one decoding step whose layers divide their tokens as the scheduler would.
 
@@ -71,18 +51,11 @@ def offloaded_ttit(
     profile, model, workload, method, tp_size
         As `ttit_seconds`.
     link : Curve
-    sharers : int
-        As for `layer_costs`.
     """
     resident = ttit_seconds(profile, model, workload, method, tp_size=tp_size)
     layers = len(model.layers)
-    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=resident / layers, sharers=sharers)
-    return layers * divided(costs, -(-workload.total // workload.size)).seconds
-
-
-def divided(costs: LayerCosts, tokens: int) -> Division:
-    """A layer's tokens as the scheduler divides them, with the host where it may attend."""
-    return divide(costs, tokens, chunk=CHUNK_TOKENS, host=tokens if costs.host_attend_s else 0)
+    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=resident / layers)
+    return layers * divide(costs, -(-workload.total // workload.size), chunk=CHUNK_TOKENS).seconds
 
 
 def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int = 1) -> float:

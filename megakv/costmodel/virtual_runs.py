@@ -16,7 +16,7 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import rank_memory
 from megakv.costmodel.offload_pipeline import group_times, step_seconds
 from megakv.costmodel.offload_time import CHUNK_TOKENS as ACTIVATION_CHUNK
-from megakv.costmodel.offload_time import divided, layer_costs
+from megakv.costmodel.offload_time import layer_costs
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -25,6 +25,7 @@ from megakv.costmodel.simulation import Schedule
 from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import PrefillProgram
 from megakv.costmodel.simulation_program import Program
+from megakv.offload.scheduler import divide
 from megakv.runahead.partition import check_partition, from_fractions
 from megakv.tracking.metrics import RunReport
 
@@ -196,9 +197,9 @@ class DecodingRun(VirtualRun):
         layers = len(model.layers)
         methods = ("pass_q", "replicated") if cp_size > 1 else ("pass_q",)
         step_s = min(ttit_seconds(self.profile, model, decoding, name, tp_size=tp_size) for name in methods)
-        sharers = min(cp_size * tp_size, self.profile.devices_per_host or 1)
-        costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers, sharers=sharers)
-        division = divided(costs, -(-sum(held) // cp_size))
+        costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers)
+        tokens = -(-sum(held) // cp_size)
+        division = divide(costs, tokens, chunk=ACTIVATION_CHUNK)
         self._times = group_times(
             costs,
             division.recomputed,
