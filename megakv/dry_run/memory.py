@@ -11,7 +11,6 @@ from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import tokens_per_head
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.scoring import check_budget
-from megakv.offload.pages import page_bytes
 from megakv.offload.prefetch import BUFFERS
 from megakv.offload.quantization import group_size, packed_bytes
 from megakv.offload.weight_stream import BUFFERS as WEIGHT_BUFFERS
@@ -36,7 +35,7 @@ class VirtualRank:
         the one layer that is not yet, where they are offloaded only staging buffers and what stays; tensors of the
         layer under way and the shards that a ring keeps on their way, as the cost model estimates them.
     host_bytes, host_weight_bytes : int
-        Off the accelerator: pages of keys, values and activations, and offloaded weights; the latter by themselves.
+        Off the accelerator: keys, values, activations and weights; the latter by themselves.
     """
 
     rank: int
@@ -135,18 +134,15 @@ class MemoryCount:
         return offload.host_bytes if offload.enabled else 0
 
     def _offloaded(self, share: Share, tokens: int) -> tuple[int, int]:
-        """Bytes on the accelerator, and in pages off it, of so many tokens' keys, values and activations."""
-        offload, page = self._section.offload, self._section.offload.page_kib << 10
-        longest = -(-tokens // self._batch)
+        """Bytes on the accelerator and off it of so many tokens' keys, values and activations."""
+        offload = self._section.offload
         inputs = self._shape.hidden * self._shape.element_bytes
         host = staged = 0
         for row in share.row_bytes:
             stored = self._stored(row)
             keeps = offload.method in ("kvpr", "chunked") or (offload.method == "auto" and inputs < stored)
-            widths = (stored, inputs) if keeps else (stored,)
-            host += self._batch * sum(page_bytes(longest, width, page) for width in widths)
-            unpacked = 0 if offload.kv_bits is None else row
-            staged = max(staged, unpacked + sum(widths))
+            host += tokens * (stored + keeps * inputs)
+            staged = max(staged, row + (0 if offload.kv_bits is None else stored))
         group = -(-tokens // min(offload.num_gpu_batches, self._batch))
         resident = min(int(offload.device_gb * GIB), sum(share.row_bytes) * tokens)
         return BUFFERS * staged * group + resident, host

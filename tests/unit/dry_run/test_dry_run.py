@@ -17,6 +17,7 @@ from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run import dry_run
 from megakv.dry_run.coverage import check_coverage
+from megakv.dry_run.memory import VirtualRank
 from megakv.dry_run.passage import ShapeRuntime, run_shapes
 from megakv.dry_run.rehearsal import token_counts
 from megakv.errors import MegaKVError
@@ -217,11 +218,21 @@ def test_mapped_and_copied_heads(tmp_path: Path) -> None:
         dry_run(folder, other, context=400)
 
 
-def test_buffers_and_pages_of_an_offloaded_cache(tmp_path: Path) -> None:
+def test_buffers_and_rows_of_an_offloaded_cache(tmp_path: Path) -> None:
     folder, config = saved(llama(), tmp_path), llama()
+
+    def first(**offload: Any) -> VirtualRank:
+        return dry_run(folder, settings(offload={"enabled": True, **offload}), context=1000).ranks[0]
+
     row = dry_run(folder, settings(), context=1).ranks[0].kv_bytes // config.num_hidden_layers
-    streamed = dry_run(folder, settings(offload={"enabled": True, "method": "stream"}), context=1000).ranks[0]
-    kept = dry_run(folder, settings(offload={"enabled": True, "method": "kvpr", "device_gb": 1e-4}), context=1000)
-    assert streamed.kv_bytes == 2 * 1000 * row
-    inputs = 2 * 1000 * config.hidden_size * 2
-    assert kept.ranks[0].kv_bytes == streamed.kv_bytes + inputs + int(1e-4 * (1 << 30))
+    streamed, packed = first(method="stream"), first(method="stream", kv_bits=4)
+    assert (streamed.host_bytes, streamed.kv_bytes) == (config.num_hidden_layers * 1000 * row, 2 * 1000 * row)
+    inputs = config.num_hidden_layers * 1000 * config.hidden_size * 2
+    recomputed = first(method="kvpr", device_gb=1e-4)
+    assert recomputed.host_bytes == streamed.host_bytes + inputs
+    assert recomputed.kv_bytes == streamed.kv_bytes + int(1e-4 * (1 << 30))
+    # Half a byte for each element, and a step and a smallest value in float32 for each head's keys and values.
+    bits = row // 4 + 2 * 2 * config.num_key_value_heads * 4
+    assert (packed.host_bytes, packed.kv_bytes) == (config.num_hidden_layers * 1000 * bits, 2 * 1000 * (row + bits))
+    heavy = dry_run(folder, settings(offload={"enabled": True, "weights": True, "host_gb": 1e-5}), context=9)
+    assert "of weights, which lie in host memory alone" in str(heavy.problem)

