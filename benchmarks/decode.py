@@ -243,6 +243,7 @@ def run(arguments: argparse.Namespace) -> None:
         model,
         seconds=arguments.profile_seconds,
         timeout_s=arguments.timeout,
+        results=arguments.json,
         idle=any(name.endswith("_idle") for name in arguments.methods),
     )
     rows: list[dict[str, Any]] = []

@@ -121,7 +121,7 @@ def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[t
     Every rank must call it.
     """
     from harness.predictions import predictions_of
-    from harness.profiles import measured_profile
+    from harness.profiles import keep_profile, measured_profile
     from harness.rated import set_rate
 
     found: dict[tuple[str, str], float | None] = {}
@@ -135,6 +135,7 @@ def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[t
         )
         with measuring as profile:
             predictions = predictions_of(profile, world, model, tp_size=inside)
+        keep_profile(world, predictions.profile, arguments.json, f"{world.size}-{rate}")
         found[OWN, rate] = predictions.prefill("pass_kv", arguments.context)
         found[PEER, rate] = predictions.prefill("tp_gloo", arguments.context)
     return found

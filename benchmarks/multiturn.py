@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.models import random_ids, random_llama, twin
     from harness.policies import Policies
     from harness.predictions import predictions_of
-    from harness.profiles import measured_profile
+    from harness.profiles import keep_profile, measured_profile
     from harness.report import describe_machine
     from harness.sampling import measure
     from harness.turns import Turn
@@ -128,6 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
         with measuring as profile:
             policies.use_profile(profile)
             predictions = predictions_of(profile, world, model)
+        keep_profile(world, predictions.profile, arguments.json, f"{world.size}-{arguments.rate}")
     rows: list[dict[str, Any]] = []
     for rate in arguments.miss_rates:
         new = new_tokens(arguments.context, rate)

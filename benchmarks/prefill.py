@@ -137,7 +137,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_llama(arguments, positions=arguments.context, device=world.device)
-    predictions = measured_predictions(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
+    predictions = measured_predictions(
+        world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout, results=arguments.json
+    )
     prefills = Prefills(model, world)
     methods = [prefills.make(name, ids) for name in arguments.methods]
     agreement = Agreement(world, arguments.dtype)

@@ -119,7 +119,9 @@ def run(arguments: argparse.Namespace) -> None:
     )
     sharded = tensor_parallel(model, world) if world.size > 1 else None
     weights = {"cp": weight_bytes(engine.module), "tp": weight_bytes(model if sharded is None else sharded.module)}
-    predictions = measured_predictions(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
+    predictions = measured_predictions(
+        world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout, results=arguments.json
+    )
     rows: list[dict[str, Any]] = []
     for context in arguments.contexts:
         ids = random_ids(arguments.vocab, context, world.device)

@@ -15,7 +15,7 @@ from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 
-from .profiles import lone_profile, measured_profile
+from .profiles import keep_profile, lone_profile, measured_profile
 from .world import World
 
 TENSOR_PARALLEL = ("tp", "tp_gloo")
@@ -108,23 +108,37 @@ class Predictions:
 
 
 def measured_predictions(
-    world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float, idle: bool = False
+    world: World,
+    model: PreTrainedModel,
+    *,
+    seconds: float,
+    timeout_s: float,
+    results: str | None = None,
+    idle: bool = False,
 ) -> Predictions | None:
     """Predictions from profiles that are measured now; None without a time to do so. Every rank calls it.
 
     Parameters
     ----------
+    results : str, optional
+        Where the benchmark's results go: the profiles are kept beside them.
     idle : bool
         Whether also one rank is measured while the others stand idle, for half as long.
     """
     if not seconds:
         return None
-    if world.size < 2:
-        profile = lone_profile(world, model, seconds=seconds, timeout_s=timeout_s)
-        return Predictions(profile, _shape(model), world.size, profile)
-    lone = lone_profile(world, model, seconds=seconds / 2, timeout_s=timeout_s) if idle else None
+    alone = world.size < 2
+    lone = None
+    if idle or alone:
+        part = seconds if alone else seconds / 2
+        lone = lone_profile(world, model, seconds=part, timeout_s=timeout_s)
+        keep_profile(world, lone, results, f"1-of-{world.size}")
+        if alone:
+            return Predictions(lone, _shape(model), world.size, lone)
     with measured_profile(world, model, seconds=seconds, timeout_s=timeout_s) as path:
-        return predictions_of(path, world, model, lone=lone)
+        found = predictions_of(path, world, model, lone=lone)
+    keep_profile(world, found.profile, results, str(world.size))
+    return found
 
 
 def predictions_of(

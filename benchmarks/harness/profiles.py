@@ -102,6 +102,15 @@ def lone_profile(world: World, model: PreTrainedModel, *, seconds: float, timeou
     return found
 
 
+def keep_profile(world: World, profile: HardwareProfile, results: str | None, name: str) -> None:
+    """Keep a profile in FILE.profiles, beside the results FILE if there are any, for who wants to predict anew."""
+    if results is None or world.rank != 0:
+        return
+    folder = Path(results).with_suffix(".profiles")
+    folder.mkdir(parents=True, exist_ok=True)
+    profile.save(folder / f"{name}.json")
+
+
 def _whole_world(world: World, timeout_s: float) -> list[Communicator]:
     """Sums over all ranks, as DeepSpeed's tensor parallelism forms them: by every way that there is."""
     if world.size < 2:
