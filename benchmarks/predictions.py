@@ -32,6 +32,7 @@ SETTINGS = (
     "cached_tokens",
     "batch",
     "kept",
+    "processes",
 )
 """What a row was measured with, beside the method."""
 MEASURES = (("", "seconds", "predicted_s"), ("TTIT, ", "ttit_seconds", "predicted_ttit_s"))
