@@ -9,7 +9,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,7 +17,7 @@ import megakv
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.costmodel.chain_search import best_partition
-from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
+from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.shape import ModelShape
 from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.passes import TimedPasses
@@ -37,10 +36,11 @@ from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
 from megakv.runahead.journal import JournalFile
 from megakv.runahead.partition import Partition, from_fractions, to_fractions
-from megakv.runahead.search import PartitionSearch, SearchResult, Trial
-from megakv.runahead.table import ChainIdentity, LookupTable, ModelIdentity, TableEntry, load_table
+from megakv.runahead.search import PartitionSearch
+from megakv.runahead.table import ChainIdentity, LookupTable, TableEntry, load_table
+from megakv.runahead.trials import SearchResult, Trial
 
-FINALISTS, ROUNDS = 2, 3
+FINALISTS, ROUNDS = 4, 3
 
 
 class Desk:
@@ -53,8 +53,6 @@ class Desk:
         What is searched.
     shape : ModelShape
     passes : TimedPasses
-    chunk_tokens : int
-        As ``megakv.runahead.chunk_tokens``, for the cost model.
 
     Raises
     ------
@@ -68,10 +66,8 @@ class Desk:
         chain: ChainIdentity,
         shape: ModelShape,
         passes: TimedPasses,
-        chunk_tokens: int,
     ):
         self._arguments = arguments
-        self._chunk_tokens = chunk_tokens
         self._chain = chain
         self._shape = shape
         self._passes = passes
@@ -100,7 +96,7 @@ class Desk:
             picture_path(self._arguments), results, title=f"Partition search, {self._arguments.model}, "
             f"{self._chain.ranks} ranks, kv {self._chain.kv}",
         )  # fmt: skip
-        self._journal.remove()
+        self._journal.remove(contexts)
         return results
 
     def _search(self, context: int, name: str) -> SearchResult:
@@ -144,7 +140,7 @@ class Desk:
                     chain.ranks,
                     tp_size=chain.tp,
                     kv=chain.kv,
-                    chunk_tokens=self._chunk_tokens,
+                    chunk_tokens=chain.chunk_tokens,
                 )
             )
         if self._table is not None:
@@ -196,21 +192,14 @@ def main() -> None:
 def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argparse.Namespace) -> None:
     """Search on an engine, and print what was found. Every rank must call it."""
     comm = Communicator(engine.mesh, Ledger())
-    dtype: Any = engine.module.dtype
-    shape = ModelShape.from_config(engine.module.config, dtype=dtype)
-    chain = ChainIdentity(
-        model=ModelIdentity.of(shape),
-        fingerprint=fingerprint(comm, dtype),
-        ranks=engine.mesh.cp_size,
-        tp=engine.mesh.tp_size,
-        kv=config.megakv.runahead.kv,
-        chunk_tokens=config.megakv.runahead.chunk_tokens,
-    )
+    shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
+    section = config.megakv.runahead
+    chain = ChainIdentity.of(comm, shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
     passes = TimedPasses(engine, comm, arguments.repeats)
     if own_rank() != 0:
         passes.follow()
         return
-    desk = Desk(arguments, chain, shape, passes, config.megakv.runahead.chunk_tokens)
+    desk = Desk(arguments, chain, shape, passes)
     results = desk.run(read_contexts(arguments.contexts))
     passes.end()
     print_results(results)

@@ -125,6 +125,8 @@ def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
         folder = Path(path).resolve().parent
         if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"--{name} {path}: cannot be written: the folder must exist and be writable")
+    if Path(picture_path(arguments)).resolve() == Path(arguments.table).resolve():
+        raise ValueError(f"--table {arguments.table}: the picture would overwrite it: give --png another name")
     if arguments.profile is not None:
         load_profile(arguments.profile, setting="--profile")
     if Path(arguments.table).exists():

@@ -9,15 +9,14 @@ from typing import Any
 
 import megakv
 from megakv.comm import Communicator
-from megakv.costmodel.hardware import fingerprint
 from megakv.costmodel.shape import ModelShape
 from megakv.launcher.passes import TimedPasses
 from megakv.launcher.search import Desk
 from megakv.launcher.search_arguments import add_search_arguments
 from megakv.ledger import Ledger
 from megakv.runahead.partition import Partition, from_fractions
-from megakv.runahead.search import SearchResult
-from megakv.runahead.table import ChainIdentity, LookupTable, ModelIdentity, load_table
+from megakv.runahead.table import ChainIdentity, LookupTable, load_table
+from megakv.runahead.trials import SearchResult
 
 from .world import World
 
@@ -52,15 +51,8 @@ class Searches:
     ):
         comm = self._comm = Communicator(engine.mesh, Ledger())
         self._shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
-        self._chunk_tokens = engine._config.megakv.runahead.chunk_tokens
-        self._chain = ChainIdentity(
-            model=ModelIdentity.of(self._shape),
-            fingerprint=fingerprint(comm, self._shape.dtype),
-            ranks=world.size,
-            tp=1,
-            kv="sharded",
-            chunk_tokens=self._chunk_tokens,
-        )
+        section = engine._config.megakv.runahead
+        self._chain = ChainIdentity.of(comm, self._shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
         self._passes = TimedPasses(engine, comm, repeats)
         self._world = world
         self._path = table
@@ -86,7 +78,7 @@ class Searches:
             self._passes.follow()
         else:
             try:
-                desk = Desk(self._arguments(context), self._chain, self._shape, self._passes, self._chunk_tokens)
+                desk = Desk(self._arguments(context), self._chain, self._shape, self._passes)
                 (result,) = desk.run([context])
             except Exception as error:
                 failure = error

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record
 from megakv.runahead.partition import Partition
-from megakv.runahead.search import Trial
 from megakv.runahead.table import ChainIdentity, load_short_record
+from megakv.runahead.trials import Trial
 
 SUFFIX = ".journal"
 
@@ -33,6 +34,11 @@ class ContextTrials(BaseModel):
     seeds: tuple[Partition, ...] = ()
     trials: tuple[Trial, ...] = ()
 
+    @property
+    def partitions(self) -> list[Partition]:
+        """All that are named."""
+        return [*self.seeds, *(trial.partition for trial in self.trials)]
+
 
 class Journal(Record):
     """All measurements of a search that is not finished.
@@ -48,6 +54,14 @@ class Journal(Record):
     version: Literal[1] = 1
     chain: ChainIdentity
     contexts: tuple[ContextTrials, ...] = ()
+
+    @model_validator(mode="after")
+    def _of_this_chain(self) -> Self:
+        for entry in self.contexts:
+            for partition in entry.partitions:
+                if len(partition) != self.chain.ranks or min(partition) < 0 or sum(partition) != entry.context:
+                    raise ValueError(f"{list(partition)} is no partition of {entry.context} tokens")
+        return self
 
 
 class JournalFile:
@@ -89,8 +103,16 @@ class JournalFile:
         """Note a measurement, and write it."""
         entry = self._contexts[context]
         self._contexts[context] = entry.model_copy(update={"trials": (*entry.trials, trial)})
-        Journal(chain=self._chain, contexts=tuple(self._contexts.values())).save(self.path)
+        self._save()
 
-    def remove(self) -> None:
-        """The search is finished: its results are in the table."""
-        self.path.unlink(missing_ok=True)
+    def remove(self, contexts: Iterable[int]) -> None:
+        """These lengths are finished, their results are in the table. The file goes with the last."""
+        for context in contexts:
+            self._contexts.pop(context, None)
+        if any(entry.trials for entry in self._contexts.values()):
+            self._save()
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        Journal(chain=self._chain, contexts=tuple(self._contexts.values())).save(self.path)

@@ -4,22 +4,23 @@ A hierarchical grid search: the best of a coarse grid, then the cell around it a
 unit. As published it measures every point of every cell (``full_grid``), 5^(N-1) a level, which is more than a machine
 can afford from 8K tokens on. By default a cell is pruned: its points are measured in the order of what the measurements
 so far promise (`megakv.runahead.trend`), and the cell is left when nothing in it promises to be better.
+
+Times of a machine are noisy, and the shortest of many was lucky too. So with ``rounds`` a partition is worth what all
+measurements together say of it, its own and those near it, and the best are measured again in turn at the end.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
-from megakv.costmodel.curves import Positive
 from megakv.runahead.grid import Bounds, Grid
 from megakv.runahead.partition import Partition, even
 from megakv.runahead.trend import Floats, Trend
+from megakv.runahead.trials import SearchResult, Trial, Trials
 
 MARGIN = 0.1
 """A point that promises to be slower than the best by more than this is not measured."""
@@ -27,56 +28,11 @@ GAIN = 0.002
 """What a new best must gain to count as progress."""
 LEANINGS = ((0.25, 0.5, 0.75), (-0.5, -0.9))
 """Shares of attention to balance the ranks for, in the two directions away from even."""
+FINER_LEANINGS = (0.125, 0.0625)
+"""How far from the best of them others are tried."""
 DOWNHILL_STEPS = 8
 RECENT, DISTRUST = 8, 20.0
 """Patience grows with the mean relative error of the last promises: by all of itself for an error of 5%."""
-
-
-class Trial(BaseModel):
-    """One measured partition.
-
-    Parameters
-    ----------
-    partition : tuple of int
-        Tokens of each rank.
-    seconds : float
-    stride : int
-        Of the level that it was measured in; 0 for the partitions that a search begins with.
-    round : int
-        How often the partition had been measured before.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    partition: tuple[int, ...]
-    seconds: Positive
-    stride: int = Field(ge=0)
-    round: int = Field(0, ge=0)
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search came to.
-
-    Parameters
-    ----------
-    partition : tuple of int
-        The best.
-    seconds : float
-        Its time: the median of the last rounds, if there were any.
-    even_seconds : float
-        The same of the even partition.
-    evaluations : int
-        Partitions measured, each counted once.
-    trials : tuple of Trial
-        In order.
-    """
-
-    partition: Partition
-    seconds: float
-    even_seconds: float
-    evaluations: int
-    trials: tuple[Trial, ...]
 
 
 @dataclass
@@ -97,8 +53,8 @@ class PartitionSearch:
         Measurements of a level without progress after which it is left; four for each bound if None. It grows where
         measurements turn out otherwise than expected.
     finalists, rounds : int
-        So many of the best, and even, are measured again so many times, in turn, before one is chosen. Without rounds
-        times are taken as exact; with them the best is also measured again after every level, until it stays the best.
+        So many of the best, and even, are measured again, then fewer and fewer of them, in so many rounds before one is
+        chosen. Without rounds times are taken as exact; with them the best is also measured again after every level.
     known : iterable of Trial
         Of an earlier run of the same search that was stopped: it is followed without measuring.
     record : callable, optional
@@ -116,10 +72,9 @@ class PartitionSearch:
     record: Callable[[Trial, int], None] | None = None
 
     def __post_init__(self) -> None:
-        self._known = {(trial.partition, trial.round): trial.seconds for trial in self.known}
-        self._trials: list[Trial] = []
-        self._times: dict[Partition, list[float]] = {}
-        self._seconds: dict[Partition, float] = {}
+        self._trials = Trials(self.evaluate, self.known, self.record)
+        self._values: dict[Partition, float] = {}
+        self._judged = (0, 0)
         self._broken: list[float] = []
         self._trend = Trend(self.grid.tokens, self.grid.size)
         self._calm = 4 * (self.grid.size - 1) if self.patience is None else self.patience
@@ -140,15 +95,9 @@ class PartitionSearch:
         self._promising()
         if self.full_grid:
             self._all_round()
-        again = self._repeat(first)
-        best = min(again or self._seconds, key=lambda partition: (again or self._seconds)[partition])
-        return SearchResult(
-            partition=best,
-            seconds=(again or self._seconds)[best],
-            even_seconds=(again or self._seconds)[first],
-            evaluations=len(self._seconds),
-            trials=tuple(self._trials),
-        )
+        return self._chosen(first)
+
+    # The published way
 
     def _every_cell(self) -> None:
         strides = self.grid.strides
@@ -160,7 +109,7 @@ class PartitionSearch:
                 # At the edge of its cell, the best may have better neighbours outside.
                 if np.abs(self._best() - center).max() < self.grid.reach * stride:
                     break
-            self._challenge()
+            self._challenge(self._ahead(level + 1))
 
     def _all_round(self) -> None:
         """Whole cells of the finest stride around the best, then around the next best outside of them.
@@ -170,79 +119,91 @@ class PartitionSearch:
         stride = self.grid.unit
         most = len(self.grid.coarse()) + (len(self.grid.strides) + 2) * self.grid.points_around
         centers: list[Bounds] = []
-        while True:
-            ranked = sorted(self._seconds, key=lambda partition: self._seconds[partition])
-            bounds = (self.grid.bounds(self.grid.nearest(partition)) for partition in ranked)
-            best = self._best()
-            center = (
-                best
-                if not any((best == other).all() for other in centers)
-                else next(
-                    (
-                        row
-                        for row in bounds
-                        if all(np.abs(row - other).max() > self.grid.reach * stride for other in centers)
-                    ),
-                    None,
-                )
-            )
-            if center is None:
-                return
-            cell = [row for row in self.grid.around(center, stride) if self.grid.partition(row) not in self._seconds]
-            if len(self._seconds) + len(cell) > most:
+        while (center := self._unvisited(centers)) is not None:
+            measured = self._trials.seconds
+            cell = [row for row in self.grid.around(center, stride) if self.grid.partition(row) not in measured]
+            if len(measured) + len(cell) > most:
                 return
             centers.append(center)
             self._measure_all(np.array(cell), stride, ())
+
+    def _unvisited(self, centers: Sequence[Bounds]) -> Bounds | None:
+        """The best, if it is no centre yet; else the best outside of the cells around the centres."""
+        best = self._best()
+        if not any((best == other).all() for other in centers):
+            return best
+        reach = self.grid.reach * self.grid.unit
+        for partition in self._ranked():
+            row = self.grid.bounds(self.grid.nearest(partition))
+            if all(np.abs(row - other).max() > reach for other in centers):
+                return row
+        return None
 
     def _measure_all(self, rows: Bounds, stride: int, below: Sequence[int]) -> None:
         for index, row in enumerate(rows):
             left = len(rows) - index - 1 + len(below) * self.grid.points_around + self._repeats
             self._measure(self.grid.partition(row), stride, left=left)
 
+    # Pruned
+
     def _promising(self) -> None:
         self._lean()
         strides = self.grid.strides
         for level, stride in enumerate(strides):
             self._cell([stride], MARGIN, self._ahead(level + 1))
-            self._challenge()
+            self._challenge(self._ahead(level + 1))
         # Whatever a level overlooked: points near and far that promise to be better than the best.
         self._cell(strides, -GAIN, self._repeats)
 
     def _lean(self) -> None:
-        """Balances for more and more attention, or for less and less, as long as they get better."""
+        """Balances for more and more attention, or for less and less, as long as they get better; then between them."""
+        found = {0.0: self._trials.seconds[even(self.grid.tokens, self.grid.size)]}
         for shares in LEANINGS:
+            before = found[0.0]
             for share in shares:
-                before = min(self._seconds.values())
-                self._measure(self.grid.balance(share), 0, left=self._ahead(0))
-                if min(self._seconds.values()) >= before:
+                found[share] = self._leaning(share)
+                if found[share] >= before:
                     break
+                before = found[share]
+            if before < found[0.0]:
+                break
+        for step in FINER_LEANINGS:
+            best = min(found, key=lambda share: found[share])
+            for share in (max(-1.0, best - step), best + step):
+                found[share] = self._leaning(share)
+
+    def _leaning(self, share: float) -> float:
+        partition = self.grid.balance(share)
+        self._measure(partition, 0, left=self._ahead(0))
+        return self._trials.seconds[partition]
 
     def _cell(self, strides: Sequence[int], margin: float, ahead: int) -> None:
         """Measure what promises most around the best, until nothing promises enough or nothing is gained."""
         calm = 0
         while calm < self._patience() and (found := self._next(strides, margin)) is not None:
-            before, (partition, stride, promised) = min(self._seconds.values()), found
+            before, (partition, stride, promised) = min(self._values.values()), found
             self._measure(partition, stride, left=max(0, self._calm - calm - 1) + ahead)
-            self._broken.append(abs(promised / self._seconds[partition] - 1))
-            calm = 0 if min(self._seconds.values()) < (1 - GAIN) * before else calm + 1
+            self._broken.append(abs(promised / self._trials.seconds[partition] - 1))
+            self._judge(strides[-1])
+            calm = 0 if min(self._values.values()) < (1 - GAIN) * before else calm + 1
 
     def _patience(self) -> float:
-        """More where promises have lately been broken: then the trend does not know this chain."""
+        """More where promises have lately been broken by more than noise: then the trend does not know this chain."""
         recent = self._broken[-RECENT:]
-        return self._calm * (1 + DISTRUST * sum(recent) / max(1, len(recent)))
+        off = sum(recent) / max(1, len(recent)) - (self._trials.noise() if self.rounds else 0.0)
+        return self._calm * (1 + DISTRUST * max(0.0, off))
 
     def _next(self, strides: Sequence[int], margin: float) -> tuple[Partition, int, float] | None:
         """The most promising partition around the best that was not measured yet, if any promises enough."""
-        measured = np.array([self.grid.bounds(partition) for partition in self._seconds])
-        self._trend.fit(measured, list(self._seconds.values()))
-        best, found = (1 + margin) * min(self._seconds.values()), None
+        self._judge(strides[-1])
+        best, found = (1 + margin) * min(self._values.values()), None
         for stride in strides:
             rows, promised = self._downhill(stride)
             for index in promised.argsort(kind="stable"):
                 if promised[index] >= best:
                     break
                 partition = self.grid.partition(rows[index])
-                if partition not in self._seconds:
+                if partition not in self._trials.seconds:
                     best = float(promised[index])
                     found = partition, stride, best
                     break
@@ -263,54 +224,65 @@ class PartitionSearch:
                 break
         return rows, promised
 
-    def _challenge(self) -> None:
-        """Measure the best again, until it stays the best: the fastest of many noisy times was lucky too."""
-        for _ in range(self.rounds):
-            best = min(self._seconds, key=lambda partition: self._seconds[partition])
-            self._time(best, self.grid.unit, self._repeats)
-            if self._seconds[best] <= min(self._seconds.values()):
-                break
+    # What noise may have done
 
-    def _repeat(self, first: Partition) -> dict[Partition, float]:
-        """Medians of measuring the best again."""
-        if not self._repeats:
-            return {}
-        ranked = sorted(self._seconds, key=lambda partition: self._seconds[partition])
-        chosen = list(dict.fromkeys([*ranked[: self.finalists], first]))
-        left = len(chosen) * self.rounds
-        for _ in range(self.rounds):
-            for partition in chosen:
-                left -= 1
-                self._time(partition, self.grid.unit, left)
-        return {partition: statistics.median(self._times[partition][-self.rounds :]) for partition in chosen}
+    def _judge(self, stride: int) -> None:
+        """Fit the trend anew; what each measured partition is worth: its time, or what all times say of it."""
+        if self._judged == (known := (len(self._trials.made), stride)):
+            return
+        self._judged, seconds = known, self._trials.seconds
+        measured = np.array([self.grid.bounds(partition) for partition in seconds])
+        counts = [len(self._trials.times[partition]) for partition in seconds]
+        noise = self._trials.noise() if self.rounds else 0.0
+        self._trend.fit(measured, list(seconds.values()), counts=counts, noise=noise)
+        smoothed = self._trend.smoothed(stride).tolist() if self.rounds else seconds.values()
+        self._values = dict(zip(seconds, smoothed, strict=True))
 
-    def _measure(self, partition: Partition, stride: int, *, left: int) -> None:
-        if partition not in self._seconds:
-            self._time(partition, stride, left)
-
-    def _time(self, partition: Partition, stride: int, left: int) -> None:
-        times = self._times.setdefault(partition, [])
-        number = len(times)
-        seconds = self._known.get((partition, number))
-        if seconds is None:
-            seconds = float(self.evaluate(partition))
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"partition {partition} took {seconds} seconds: a positive time was expected")
-        trial = Trial(partition=partition, seconds=seconds, stride=stride, round=number)
-        times.append(seconds)
-        self._seconds[partition] = statistics.median(times)
-        self._trials.append(trial)
-        if self.record is not None:
-            self.record(trial, left)
+    def _ranked(self) -> list[Partition]:
+        """Measured partitions, best first."""
+        if len(self._values) < len(self._trials.seconds):
+            self._judge(self.grid.unit)
+        return sorted(self._values, key=lambda partition: self._values[partition])
 
     def _best(self) -> Bounds:
         """``[N - 1]`` bounds of the best partition, on the grid."""
-        best = min(self._seconds, key=lambda partition: self._seconds[partition])
-        return self.grid.bounds(self.grid.nearest(best))
+        return self.grid.bounds(self.grid.nearest(self._ranked()[0]))
+
+    def _challenge(self, ahead: int) -> None:
+        """Measure the best again, unless it was: one lucky time must not lead the search astray."""
+        if self.rounds:
+            best = self._ranked()[0]
+            if len(self._trials.times[best]) == 1:
+                self._trials.add(best, self.grid.unit, ahead)
+                self._judge(self.grid.unit)
+
+    def _chosen(self, first: Partition) -> SearchResult:
+        """The best, of those measured again if there are rounds."""
+        trials, contenders = self._trials, self._ranked()
+        numbers = list(self._contenders())
+        for index, number in enumerate(numbers):
+            contenders, later = contenders[:number], sum(more + 1 for more in numbers[index + 1 :])
+            turns = list(dict.fromkeys([*contenders, first]))
+            for place, partition in enumerate(turns, start=1):
+                trials.add(partition, self.grid.unit, len(turns) - place + later)
+            self._judge(self.grid.unit)
+            contenders.sort(key=lambda partition: self._values[partition])
+        best = contenders[0]
+        shown = {partition: statistics.median(trials.times[partition][-self.rounds :]) for partition in (best, first)}
+        return SearchResult(best, shown[best], shown[first], len(trials.seconds), tuple(trials.made))
+
+    def _contenders(self) -> Iterator[int]:
+        """How many are measured again in each round: half as many as in the one before, two at least."""
+        if self.finalists:
+            yield from (max(min(2, self.finalists), self.finalists >> number) for number in range(self.rounds))
+
+    def _measure(self, partition: Partition, stride: int, *, left: int) -> None:
+        if partition not in self._trials.seconds:
+            self._trials.add(partition, stride, left)
 
     @property
     def _repeats(self) -> int:
-        return (self.finalists + 1) * self.rounds if self.finalists else 0
+        return sum(number + 1 for number in self._contenders())
 
     def _ahead(self, level: int) -> int:
         """About how many measurements the levels from this one on take."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megakv.comm import Communicator
-from megakv.costmodel.hardware import fingerprint
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
-from megakv.runahead.table import SETTING, ChainIdentity, KVEnd, LookupTable, ModelIdentity, load_table
+from megakv.runahead.table import SETTING, ChainIdentity, KVEnd, LookupTable, load_table
 
 logger = logging.getLogger(__name__)
 
@@ -206,13 +205,6 @@ def check_chain(table: LookupTable, settings: PartitionSettings, comm: Communica
     remedy = "search here with megakv search-partition --table FILE, or set megakv.runahead.accept_foreign_table = true"
     if model is None:
         raise ValueError(f"{named}: whether it is of this model is not known, for its config names no sizes; {remedy}")
-    here = ChainIdentity(
-        model=ModelIdentity.of(model),
-        fingerprint=fingerprint(comm, model.dtype),
-        ranks=size,
-        tp=comm.mesh.tp_size,
-        kv=settings.kv,
-        chunk_tokens=settings.chunk_tokens,
-    )
+    here = ChainIdentity.of(comm, model, kv=settings.kv, chunk_tokens=settings.chunk_tokens)
     if differences := table.chain.differences(here):
         raise ValueError(f"{named} was searched elsewhere: {'; '.join(differences)}; {remedy}")

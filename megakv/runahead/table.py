@@ -10,8 +10,9 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.attention.runahead import CHUNK_TOKENS
+from megakv.comm import Communicator
 from megakv.costmodel.curves import Positive
-from megakv.costmodel.hardware import Fingerprint, Share
+from megakv.costmodel.hardware import Fingerprint, Share, fingerprint
 from megakv.costmodel.records import R, Record, load_record
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import TOLERANCE
@@ -96,6 +97,18 @@ class ChainIdentity(BaseModel):
     tp: int = Field(ge=1)
     kv: KVEnd
     chunk_tokens: int = Field(default=CHUNK_TOKENS, ge=1)
+
+    @classmethod
+    def of(cls, comm: Communicator, model: ModelShape, *, kv: KVEnd, chunk_tokens: int) -> ChainIdentity:
+        """The chain of these ranks. Every rank must call it."""
+        return cls(
+            model=ModelIdentity.of(model),
+            fingerprint=fingerprint(comm, model.dtype),
+            ranks=comm.mesh.cp_size,
+            tp=comm.mesh.tp_size,
+            kv=kv,
+            chunk_tokens=chunk_tokens,
+        )
 
     def differences(self, here: ChainIdentity) -> list[str]:
         """What another chain has otherwise, in words."""

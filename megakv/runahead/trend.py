@@ -1,4 +1,4 @@
-"""What the partitions measured so far say about those not measured: it orders the search and prunes it."""
+"""What the partitions measured so far say about all others and about each other: it orders and prunes the search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ BEGINNINGS = ((0.45, 0.45, 0.0), (0.9, 0.0, 0.0), (0.05, 0.85, 0.0), (0.5, 0.2, 
 """Shares of weights, attention and the last hop that a fit may begin with; the first is what it leans to."""
 NEAR_STRIDES = 1.5
 TRUST = 0.3
-"""Weight of the fitted lines against one measured neighbour."""
+"""Weight of the fitted lines against one measured neighbour whose time is exact."""
+MOST_TRUST = 4.0
+"""The same against one neighbour whose time is noise beside what lines leave unexplained."""
+FAST = 1.1
+"""What lines leave unexplained is judged by partitions that take up to so many times the shortest time."""
+OUTLIER, LEAST_WEIGHT = 4.0, 0.2
+"""Beyond so many deviations a single time counts half as much, for something else may have run on the machine; but
+never less than this: it may as well be the lines that are wrong."""
 
 
 class Trend:
@@ -31,7 +38,7 @@ class Trend:
     of 0 or more: of tokens through the weights, of query-key pairs, of received tokens, of all tokens on the hops
     before, of a rank. Where several lines are long at once they wait for each other, so that their norm is taken rather
     than their maximum: it also tells what else to shorten where the longest line cannot be. Near measured points, what
-    they deviate by is taken over.
+    they deviate by is taken over: the less, the more of it may be noise.
 
     Parameters
     ----------
@@ -44,9 +51,11 @@ class Trend:
         self._size = size
         self._bounds: Bounds = np.empty((0, size - 1), dtype=np.int64)
         self._ratios: Floats = np.empty(0)
+        self._weights: Floats = np.empty(0)
+        self._trust = TRUST
         self._constants: Floats | None = None
 
-    def fit(self, bounds: Bounds, seconds: Sequence[float]) -> None:
+    def fit(self, bounds: Bounds, seconds: Sequence[float], *, counts: Sequence[int] = (), noise: float = 0.0) -> None:
         """Fit to all measurements, those of fast partitions above all.
 
         Parameters
@@ -55,10 +64,15 @@ class Trend:
             ``[n, N - 1]``.
         seconds : sequence of float
             ``[n]``, positive.
+        counts : sequence of int
+            ``[n]`` how many times each was measured; once if it is empty.
+        noise : float
+            Relative standard deviation of one time; 0 where times are exact.
         """
         features, times = self._features(bounds), np.asarray(seconds)
         scale = times.min()
-        relative, weights = times / scale, (scale / times) ** 2
+        often = np.asarray(counts, dtype=np.float64) if len(counts) else np.ones(len(times))
+        relative, weights = times / scale, often * (scale / times) ** 2
         own = np.zeros(self._size)
         candidates = [self._size * np.array([a, b, 0.0, 0.0, e / self._size, *own]) for a, b, e in BEGINNINGS]
         prior = candidates[0]
@@ -82,6 +96,14 @@ class Trend:
         self._constants = best * scale
         self._bounds = bounds
         self._ratios = relative / _norm(features @ best)
+        self._weights = often
+        self._trust = TRUST
+        if noise:
+            off = self._ratios - 1
+            unexplained = float(np.mean(off[relative <= FAST] ** 2)) - noise**2
+            self._trust = min(MOST_TRUST, TRUST + noise**2 / max(unexplained, (noise / MOST_TRUST) ** 2))
+            single = np.maximum(LEAST_WEIGHT, 1 / (1 + (np.maximum(off, 0.0) / (OUTLIER * noise)) ** 2))
+            self._weights = np.where(often == 1, single, often)
 
     def predict(self, bounds: Bounds, stride: int) -> Floats:
         """``[m]`` seconds of the partitions ``[m, N - 1]``; measured neighbours within some strides count."""
@@ -91,10 +113,14 @@ class Trend:
             bounds.T / (NEAR_STRIDES * stride), self._bounds.T / (NEAR_STRIDES * stride), strict=True
         ):
             np.maximum(distance, np.abs(ours[:, None] - theirs), out=distance)
-        nearness = np.exp(-(distance**2))
-        deviation = nearness @ (self._ratios - 1) / (TRUST + nearness.sum(axis=1))
+        nearness = np.exp(-(distance**2)) * self._weights
+        deviation = nearness @ (self._ratios - 1) / (self._trust + nearness.sum(axis=1))
         found: Floats = _norm(self._features(bounds) @ self._constants) * (1 + deviation)
         return found
+
+    def smoothed(self, stride: int) -> Floats:
+        """``[n]`` seconds of the measured partitions themselves, by all measurements together."""
+        return self.predict(self._bounds, stride)
 
     def _features(self, bounds: Bounds) -> Floats:
         """``[n, N + 1, 5 + N]`` the lines of all ranks and of the last hop, by constant."""

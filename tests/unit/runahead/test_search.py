@@ -7,7 +7,8 @@ import pytest
 
 from megakv.runahead.grid import Grid
 from megakv.runahead.partition import Partition, even
-from megakv.runahead.search import PartitionSearch, SearchResult, Trial
+from megakv.runahead.search import PartitionSearch
+from megakv.runahead.trials import SearchResult, Trial
 from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
 
 PAPER = Grid(96, 4, 2)
@@ -56,7 +57,7 @@ def test_other_numbers_of_ranks(size: int) -> None:
         seed = random.randrange(10**9)
         chain = SimulatedChain.usual(tokens, random.Random(seed))
         result = PartitionSearch(Grid(tokens, size, unit), chain.evaluator()).run()
-        assert excess(chain, result, every) <= 0.02, seed
+        assert excess(chain, result, every) <= 0.01, seed
 
 
 def test_many_ranks_cost_few_evaluations() -> None:
@@ -85,14 +86,27 @@ def test_noise_is_measured_again() -> None:
         rng = random.Random(random.getrandbits(32))
         chain = SimulatedChain.any(96, rng)
         ask = chain.evaluator(0.03, rng)
-        result = PartitionSearch(PAPER, ask, finalists=3, rounds=3).run()
-        assert len(ask.asked) == len(result.trials) > result.evaluations + 9
-        finalists = {trial.partition for trial in result.trials[-9:]}
-        assert result.partition in finalists and (24, 24, 24, 24) in finalists and len(finalists) in (3, 4)
+        result = PartitionSearch(PAPER, ask, finalists=4, rounds=3).run()
+        assert len(ask.asked) == len(result.trials) >= result.evaluations + 3 + 2 + 2
+        # Four of the best, then two of them twice, and even each time unless it is one of them.
+        rounds = [trial.partition for trial in result.trials if trial.round]
+        assert rounds.count((24, 24, 24, 24)) >= 3 and rounds.count(result.partition) >= 3
         times = [trial.seconds for trial in result.trials if trial.partition == result.partition]
         assert len(times) >= 4 and result.seconds == sorted(times[-3:])[1]
         slower.append(excess(chain, result, EVERY))
     assert np.mean(slower) < 0.03
+
+
+def test_noise_does_not_choose() -> None:
+    """Times that scatter by 3% cost the partition less than 1%: neighbours vouch for each other."""
+    slower = []
+    for _ in range(20):
+        rng = random.Random()
+        chain = SimulatedChain.usual(96, rng)
+        result = PartitionSearch(PAPER, chain.evaluator(0.03, rng), finalists=4, rounds=3).run()
+        assert len(result.trials) <= 81
+        slower.append(excess(chain, result, EVERY))
+    assert np.mean(slower) < 0.01
 
 
 class StoppedError(Exception):
@@ -164,6 +178,8 @@ def test_what_is_left_is_estimated() -> None:
         ).run()
         assert left[-1] == 0 and min(left) == 0
         assert 10 < left[0] < 810
+        # What is found makes a level longer, by its patience at most; nothing else does.
+        assert full_grid or max(np.diff(left)) <= 12
 
 
 def test_impossible_times_are_refused() -> None:

@@ -55,6 +55,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         (["--profile", "/no/such"], "--profile = '/no/such' cannot be read"),
         (["--png", "/no/such/folder/a.png"], "--png /no/such/folder/a.png: cannot be written"),
         (["--table", "/no/such/folder/a.json"], "--table /no/such/folder/a.json: cannot be written"),
+        (["--table", "table.png"], "--table table.png: the picture would overwrite it: give --png another name"),
         (["--config", "/no/such"], "config /no/such cannot be read"),
     ],
 )

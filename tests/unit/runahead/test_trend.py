@@ -1,0 +1,53 @@
+"""The trend knows a chain from few measurements, and what noise did to them."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megakv.runahead.grid import Grid
+from megakv.runahead.trend import Trend
+from tests.unit.runahead.chains import SimulatedChain
+
+GRID = Grid(8192, 4, 64)
+NOISE = 0.03
+
+
+def measured(chain: SimulatedChain, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds ``[n, 3]`` and true seconds ``[n]`` of some partitions, most of them near a good one."""
+    balances = np.array([GRID.bounds(GRID.balance(share)) for share in np.linspace(-0.5, 0.9, 15)])
+    truth = chain.seconds(np.diff(balances, axis=1, prepend=0, append=GRID.tokens))
+    near = GRID.around(balances[truth.argmin()], 2 * GRID.unit)
+    bounds = np.unique(np.concatenate([balances, rng.permutation(near)[:40]]), axis=0)
+    return bounds, chain.seconds(np.diff(bounds, axis=1, prepend=0, append=GRID.tokens))
+
+
+def test_all_measurements_together_say_more_than_each() -> None:
+    alone, together = [], []
+    for _ in range(10):
+        rng = np.random.default_rng()
+        bounds, truth = measured(SimulatedChain.usual(8192, random.Random()), rng)
+        noisy = truth * (1 + NOISE * rng.standard_normal(len(truth)))
+        # Something else ran on the machine.
+        noisy[rng.integers(len(noisy))] *= 1.3
+        trend = Trend(GRID.tokens, GRID.size)
+        trend.fit(bounds, noisy.tolist(), noise=NOISE)
+        near = truth <= 1.1 * truth.min()
+        alone.append(np.abs(noisy / truth - 1)[near].mean())
+        together.append(np.abs(trend.smoothed(GRID.unit) / truth - 1)[near].mean())
+    assert np.mean(together) < 0.7 * np.mean(alone)
+
+
+def test_exact_times_are_believed() -> None:
+    bounds, truth = measured(SimulatedChain.usual(8192, random.Random()), np.random.default_rng())
+    trend = Trend(GRID.tokens, GRID.size)
+    trend.fit(bounds, truth.tolist())
+    assert trend.smoothed(1) == pytest.approx(truth, rel=0.1)
+    # A time that was taken often counts for more than one that was taken once.
+    apart = []
+    for counts in ([], [1000] + [1] * (len(truth) - 1)):
+        shifted = truth.copy()
+        shifted[0] *= 1.2
+        trend.fit(bounds, shifted.tolist(), counts=counts)
+        apart.append(abs(trend.smoothed(1)[0] / shifted[0] - 1))
+    assert apart[1] < apart[0]
