@@ -81,10 +81,18 @@ class Grid:
         Where the combinations are too many, from 9 ranks on, at most three bounds move at a time, or neighbouring ones
         together.
         """
-        moved = center + stride * self._offsets
-        rising = np.diff(moved, axis=1, prepend=0, append=self.tokens)
+        return self._possible(center + stride * self._offsets)
+
+    def beside(self, center: Bounds) -> Bounds:
+        """Partitions with one bound a unit away from that of `center`."""
+        unit = np.eye(self.size - 1, dtype=np.int64) * self.unit
+        return self._possible(center + np.concatenate([unit, -unit]))
+
+    def _possible(self, rows: Bounds) -> Bounds:
+        """Those with a unit or more for each rank."""
+        rising = np.diff(rows, axis=1, prepend=0, append=self.tokens)
         rising[:, -1] += self.unit - 1  # the last part takes what the units leave over
-        return moved[(rising >= self.unit).all(axis=1)]
+        return rows[(rising >= self.unit).all(axis=1)]
 
     @cached_property
     def reach(self) -> int:

@@ -19,7 +19,8 @@ import numpy as np
 
 from megakv.runahead.grid import Bounds, Grid
 from megakv.runahead.partition import Partition, even
-from megakv.runahead.trend import Floats, Trend
+from megakv.runahead.ranking import Ranking
+from megakv.runahead.trend import Floats
 from megakv.runahead.trials import SearchResult, Trial, Trials
 
 MARGIN = 0.1
@@ -33,6 +34,10 @@ FINER_LEANINGS = (0.125, 0.0625)
 DOWNHILL_STEPS = 8
 RECENT, DISTRUST = 8, 20.0
 """Patience grows with the mean relative error of the last promises: by all of itself for an error of 5%."""
+FEW_UNITS = 16
+"""Where ranks have no more units than this, one more or less changes their times by more than the trend is sure of."""
+FINE_STRIDES, COARSE_PATIENCE = 2, 0.5
+"""Before the last strides half the patience will do: what they overlook the finer ones find."""
 
 
 @dataclass
@@ -73,10 +78,8 @@ class PartitionSearch:
 
     def __post_init__(self) -> None:
         self._trials = Trials(self.evaluate, self.known, self.record)
-        self._values: dict[Partition, float] = {}
-        self._judged = (0, 0)
+        self._ranking = Ranking(self.grid, self._trials, noisy=self.rounds > 0)
         self._broken: list[float] = []
-        self._trend = Trend(self.grid.tokens, self.grid.size)
         self._calm = 4 * (self.grid.size - 1) if self.patience is None else self.patience
 
     def run(self) -> SearchResult:
@@ -104,10 +107,10 @@ class PartitionSearch:
         self._measure_all(self.grid.coarse(), strides[0], strides[1:])
         for level, stride in enumerate(strides[1:], start=1):
             while True:
-                center = self._best()
+                center = self._ranking.center()
                 self._measure_all(self.grid.around(center, stride), stride, strides[level + 1 :])
                 # At the edge of its cell, the best may have better neighbours outside.
-                if np.abs(self._best() - center).max() < self.grid.reach * stride:
+                if np.abs(self._ranking.center() - center).max() < self.grid.reach * stride:
                     break
             self._challenge(self._ahead(level + 1))
 
@@ -129,11 +132,11 @@ class PartitionSearch:
 
     def _unvisited(self, centers: Sequence[Bounds]) -> Bounds | None:
         """The best, if it is no centre yet; else the best outside of the cells around the centres."""
-        best = self._best()
+        best = self._ranking.center()
         if not any((best == other).all() for other in centers):
             return best
         reach = self.grid.reach * self.grid.unit
-        for partition in self._ranked():
+        for partition in self._ranking.best():
             row = self.grid.bounds(self.grid.nearest(partition))
             if all(np.abs(row - other).max() > reach for other in centers):
                 return row
@@ -150,10 +153,23 @@ class PartitionSearch:
         self._lean()
         strides = self.grid.strides
         for level, stride in enumerate(strides):
-            self._cell([stride], MARGIN, self._ahead(level + 1))
+            share = 1.0 if level >= len(strides) - FINE_STRIDES else COARSE_PATIENCE
+            self._cell([stride], MARGIN, self._ahead(level + 1), share)
             self._challenge(self._ahead(level + 1))
         # Whatever a level overlooked: points near and far that promise to be better than the best.
         self._cell(strides, -GAIN, self._repeats)
+        if self.grid.tokens <= FEW_UNITS * self.grid.size * self.grid.unit:
+            self._polish()
+
+    def _polish(self) -> None:
+        """Move each bound of the best by a unit, until none makes it better."""
+        while True:
+            rows = map(self.grid.partition, self.grid.beside(self._ranking.center()))
+            unknown = [partition for partition in rows if partition not in self._trials.seconds]
+            if not unknown:
+                return
+            for index, partition in enumerate(unknown, start=1):
+                self._measure(partition, self.grid.unit, left=len(unknown) - index + self._repeats)
 
     def _lean(self) -> None:
         """Balances for more and more attention, or for less and less, as long as they get better; then between them."""
@@ -177,26 +193,26 @@ class PartitionSearch:
         self._measure(partition, 0, left=self._ahead(0))
         return self._trials.seconds[partition]
 
-    def _cell(self, strides: Sequence[int], margin: float, ahead: int) -> None:
+    def _cell(self, strides: Sequence[int], margin: float, ahead: int, share: float = 1.0) -> None:
         """Measure what promises most around the best, until nothing promises enough or nothing is gained."""
         calm = 0
-        while calm < self._patience() and (found := self._next(strides, margin)) is not None:
-            before, (partition, stride, promised) = min(self._values.values()), found
+        while calm < share * self._patience() and (found := self._next(strides, margin)) is not None:
+            before, (partition, stride, promised) = self._ranking.seconds, found
             self._measure(partition, stride, left=max(0, self._calm - calm - 1) + ahead)
             self._broken.append(abs(promised / self._trials.seconds[partition] - 1))
-            self._judge(strides[-1])
-            calm = 0 if min(self._values.values()) < (1 - GAIN) * before else calm + 1
+            self._ranking.judge(strides[-1])
+            calm = 0 if self._ranking.seconds < (1 - GAIN) * before else calm + 1
 
     def _patience(self) -> float:
         """More where promises have lately been broken by more than noise: then the trend does not know this chain."""
         recent = self._broken[-RECENT:]
-        off = sum(recent) / max(1, len(recent)) - (self._trials.noise() if self.rounds else 0.0)
+        off = sum(recent) / max(1, len(recent)) - self._ranking.noise
         return self._calm * (1 + DISTRUST * max(0.0, off))
 
     def _next(self, strides: Sequence[int], margin: float) -> tuple[Partition, int, float] | None:
         """The most promising partition around the best that was not measured yet, if any promises enough."""
-        self._judge(strides[-1])
-        best, found = (1 + margin) * min(self._values.values()), None
+        self._ranking.judge(strides[-1])
+        best, found = (1 + margin) * self._ranking.seconds, None
         for stride in strides:
             rows, promised = self._downhill(stride)
             for index in promised.argsort(kind="stable"):
@@ -211,14 +227,14 @@ class PartitionSearch:
 
     def _downhill(self, stride: int) -> tuple[Bounds, Floats]:
         """Points with what they promise: the cell around the best, and those around ever more promising points."""
-        rows = self.grid.around(self._best(), stride)
+        rows = self.grid.around(self._ranking.center(), stride)
         if stride == self.grid.strides[0]:
             rows = np.concatenate([rows, self.grid.coarse()])
-        promised = self._trend.predict(rows, stride)
+        promised = self._ranking.promised(rows, stride)
         for _ in range(DOWNHILL_STEPS):
             index = int(promised.argmin())
             cell = self.grid.around(rows[index], stride)
-            values = self._trend.predict(cell, stride)
+            values = self._ranking.promised(cell, stride)
             rows, promised = np.concatenate([rows, cell]), np.concatenate([promised, values])
             if values.min() >= promised[index]:
                 break
@@ -226,47 +242,25 @@ class PartitionSearch:
 
     # What noise may have done
 
-    def _judge(self, stride: int) -> None:
-        """Fit the trend anew; what each measured partition is worth: its time, or what all times say of it."""
-        if self._judged == (known := (len(self._trials.made), stride)):
-            return
-        self._judged, seconds = known, self._trials.seconds
-        measured = np.array([self.grid.bounds(partition) for partition in seconds])
-        counts = [len(self._trials.times[partition]) for partition in seconds]
-        noise = self._trials.noise() if self.rounds else 0.0
-        self._trend.fit(measured, list(seconds.values()), counts=counts, noise=noise)
-        smoothed = self._trend.smoothed(stride).tolist() if self.rounds else seconds.values()
-        self._values = dict(zip(seconds, smoothed, strict=True))
-
-    def _ranked(self) -> list[Partition]:
-        """Measured partitions, best first."""
-        if len(self._values) < len(self._trials.seconds):
-            self._judge(self.grid.unit)
-        return sorted(self._values, key=lambda partition: self._values[partition])
-
-    def _best(self) -> Bounds:
-        """``[N - 1]`` bounds of the best partition, on the grid."""
-        return self.grid.bounds(self.grid.nearest(self._ranked()[0]))
-
     def _challenge(self, ahead: int) -> None:
         """Measure the best again, unless it was: one lucky time must not lead the search astray."""
         if self.rounds:
-            best = self._ranked()[0]
+            best = self._ranking.best()[0]
             if len(self._trials.times[best]) == 1:
                 self._trials.add(best, self.grid.unit, ahead)
-                self._judge(self.grid.unit)
+                self._ranking.judge(self.grid.unit)
 
     def _chosen(self, first: Partition) -> SearchResult:
         """The best, of those measured again if there are rounds."""
-        trials, contenders = self._trials, self._ranked()
+        trials, contenders = self._trials, self._ranking.best()
         numbers = list(self._contenders())
         for index, number in enumerate(numbers):
             contenders, later = contenders[:number], sum(more + 1 for more in numbers[index + 1 :])
             turns = list(dict.fromkeys([*contenders, first]))
             for place, partition in enumerate(turns, start=1):
                 trials.add(partition, self.grid.unit, len(turns) - place + later)
-            self._judge(self.grid.unit)
-            contenders.sort(key=lambda partition: self._values[partition])
+            self._ranking.judge(self.grid.unit)
+            contenders = self._ranking.best(contenders)
         best = contenders[0]
         shown = {partition: statistics.median(trials.times[partition][-self.rounds :]) for partition in (best, first)}
         return SearchResult(best, shown[best], shown[first], len(trials.seconds), tuple(trials.made))

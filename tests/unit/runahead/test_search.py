@@ -98,15 +98,15 @@ def test_noise_is_measured_again() -> None:
 
 
 def test_noise_does_not_choose() -> None:
-    """Times that scatter by 3% cost the partition less than 1%: neighbours vouch for each other."""
-    slower = []
+    """Times that scatter by 3% cost the partition less than half a percent: neighbours vouch for each other."""
+    slower, trials = [], []
     for _ in range(20):
         rng = random.Random()
         chain = SimulatedChain.usual(96, rng)
         result = PartitionSearch(PAPER, chain.evaluator(0.03, rng), finalists=4, rounds=3).run()
-        assert len(result.trials) <= 81
         slower.append(excess(chain, result, EVERY))
-    assert np.mean(slower) < 0.01
+        trials.append(len(result.trials))
+    assert np.mean(slower) < 0.005 and np.mean(trials) < 81
 
 
 class StoppedError(Exception):
