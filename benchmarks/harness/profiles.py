@@ -45,9 +45,7 @@ class Alone(Communicator):
             tp_rank=0,
             cp_ranks=(0,),
             tp_ranks=(0,),
-            cp_group=None,
-            tp_group=None,
-            chain_group=None,
+            groups={},
             device=world.device,
             shared_memory=False,
             timeout_s=timeout_s,
@@ -86,6 +84,10 @@ def measured_profile(
     profile = _measure(Communicator(mesh, Ledger()), model, seconds, sums=sums)
     for comm in sums:
         comm.watch.uninstall()
+    mesh.end()
+    # Both ways to sum have the same groups.
+    for comm in sums[:1]:
+        comm.mesh.end()
     with tempfile.TemporaryDirectory(prefix="megakv-profile-") as folder:
         path = Path(folder) / "profile.json"
         profile.save(path)
