@@ -144,6 +144,7 @@ def measure_attention(
                 kept=arguments.kept,
                 busy=busy,
                 busy_rates=[median(rates).value for rates in busy],
+                layer_seconds=world.gather(method.layer_seconds[1:]),
                 **load_facts(division),
             )
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .chart import draw_bars
+from .expectation import Costs, expected_seconds, page_count
 from .head_division import CONTIGUOUS, UNIFORM, Division
 from .report import align
 from .statistics import Interval, median, paired_ratio
@@ -17,10 +19,12 @@ Rows = Sequence[Mapping[str, Any]]
 def load_facts(division: Division) -> dict[str, Any]:
     """What a row says about who attends to how much."""
     loads = division.loads()
+    counts = [[[piece.stop - piece.start for piece in rank] for rank in layer] for layer in division.pieces]
     return {
         "utilisation": division.utilisation,
         "slowest_tokens": division.slowest,
         "loads": loads,
+        "pages": [[sum(map(page_count, rank)) for rank in layer] for layer in counts],
         "rank_tokens": [sum(column) for column in zip(*loads, strict=True)],
     }
 
@@ -34,7 +38,8 @@ def summarise(rows: Rows) -> dict[str, Any]:
         From method to value: ``speedup`` over contiguous heads and ``over_uniform``, the time over that of equal
         budgets, each with its interval; ``predicted``, contiguous heads' slowest ranks' tokens over the method's;
         ``off``, the speedup over that, less 1; ``busy``, the mean over ranks of the median part of the time that a rank
-        computes.
+        computes. Where layers were timed, also ``costs``, what the latency model is made of, ``expected``, contiguous
+        heads' expected seconds over the method's, and ``off_expected``, the speedup over that, less 1.
     """
     by_name = {row["method"]: row for row in rows}
     base, uniform = by_name.get(CONTIGUOUS), by_name.get(UNIFORM)
@@ -50,16 +55,27 @@ def summarise(rows: Rows) -> dict[str, Any]:
             found["over_uniform"][name] = paired_ratio(row["seconds"], uniform["seconds"]).to_json()
         if "busy" in row:
             found["busy"][name] = sum(row["busy_rates"]) / len(row["busy_rates"])
+    if base is not None and uniform is not None and all("layer_seconds" in row for row in rows):
+        costs = Costs.fit(rows)
+        seconds = expected_seconds(rows, uniform, costs)
+        found["costs"] = asdict(costs)
+        found["expected"] = {name: seconds[CONTIGUOUS] / seconds[name] for name in found["speedup"]}
+        found["off_expected"] = {
+            name: found["speedup"][name]["value"] / value - 1 for name, value in found["expected"].items()
+        }
     return found
 
 
 def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
     """Print a setting's table."""
-    lines = [["method", "ms per step", "busy", "tokens say", "gain [95%]", "predicted", "over uniform"]]
+    heads = ["method", "ms per step", "busy", "tokens say", "gain [95%]", "by tokens", "off"]
+    timed = "expected" in summary
+    lines = [[*heads, *(["expected", "off"] if timed else []), "over uniform"]]
     for row in rows:
         name = row["method"]
         gain = summary["speedup"].get(name)
         over = summary["over_uniform"].get(name)
+        expected = [_value(summary["expected"], name), _percent(summary["off_expected"], name)] if timed else []
         lines.append(
             [
                 name,
@@ -67,11 +83,24 @@ def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
                 f"{summary['busy'][name]:.3f}" if name in summary["busy"] else "-",
                 f"{row['utilisation']:.3f}",
                 "-" if gain is None else str(Interval(**gain)),
-                f"{summary['predicted'][name]:.3f}" if gain is not None else "-",
+                _value(summary["predicted"], name),
+                _percent(summary["off"], name),
+                *expected,
                 "-" if over is None else f"{over['value']:.3f}",
             ]
         )
     print(f"\n{title}\n{align(lines)}")
+    if timed:
+        costs = summary["costs"]
+        print(f"latency model: {1e9 * costs['token']:.1f} ns a token, {1e6 * costs['page']:.2f} us a page")
+
+
+def _value(figures: Mapping[str, float], name: str) -> str:
+    return f"{figures[name]:.3f}" if name in figures else "-"
+
+
+def _percent(figures: Mapping[str, float], name: str) -> str:
+    return f"{figures[name]:+.1%}" if name in figures else "-"
 
 
 def draw(path: Path, title: str, subtitle: str, rows: Rows) -> Path:

@@ -32,6 +32,8 @@ class RaggedDecode(Method):
     ----------
     busy : list of float
         Of every run, the part of the time in which this rank computed.
+    layer_seconds : list of list of float
+        Of every run, the seconds that it computed in each layer, the mean over the steps.
     """
 
     def __init__(self, division: Division, pool: TokenPool, comm: Communicator, *, batch: int, steps: int):
@@ -44,28 +46,30 @@ class RaggedDecode(Method):
         self._layers = [RankLayer(pool, division, layer, rank, batch) for layer in range(len(division.budgets))]
         self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
         self.busy: list[float] = []
-        self._computed = 0.0
+        self.layer_seconds: list[list[float]] = []
+        self._computed: list[float] = []
 
     @torch.inference_mode()
     def run(self) -> Tensor:
         """``[layers, B, K, G, D]`` outputs of the last step."""
-        self._computed = 0.0
+        self._computed = [0.0] * len(self._layers)
         start = time.perf_counter()
         for _ in range(self._steps):
-            outputs = [self._layer(*pair) for pair in zip(self._layers, self._divided, strict=True)]
-        self.busy.append(self._computed / (time.perf_counter() - start))
+            outputs = [self._layer(number) for number in range(len(self._layers))]
+        self.busy.append(sum(self._computed) / (time.perf_counter() - start))
+        self.layer_seconds.append([seconds / self._steps for seconds in self._computed])
         return torch.stack(outputs)
 
     def duration(self, elapsed: float) -> float:
         return elapsed / self._steps
 
-    def _layer(self, layer: RankLayer, divided: bool) -> Tensor:
-        shape, mesh = self._shape, self._comm.mesh
+    def _layer(self, number: int) -> Tensor:
+        shape, mesh, layer = self._shape, self._comm.mesh, self._layers[number]
         start = time.perf_counter()
         out, lse = layer.attend()
         whole = out.new_zeros(self._batch * shape.kv_heads, shape.group, shape.dim)
-        self._computed += time.perf_counter() - start
-        if divided:
+        self._computed[number] += time.perf_counter() - start
+        if self._divided[number]:
             parts = lse.new_zeros(mesh.tp_size, self._batch * shape.kv_heads, shape.group)
             # Ranks without a part count as nothing: their row stays -inf.
             parts[mesh.tp_rank] = -torch.inf
