@@ -19,8 +19,8 @@ METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp
 PARTS = ("attention", "engine")
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
-QUICK = {"kept": 1024, "repeats": 9}
-FULL = {"kept": 4096, "repeats": 25}
+QUICK = {"kept": 2048, "engine_kept": 1024, "repeats": 9}
+FULL = {"kept": 16384, "engine_kept": 4096, "repeats": 25}
 USABLE = 0.6
 """Share of the machine's memory that the caches may take."""
 
@@ -32,7 +32,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help=f"smaller and fewer: {QUICK} instead of {FULL}")
     parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences decoded together (default 4)")
-    parser.add_argument("--kept", type=int, help=f"mean tokens that a KV head keeps (default {FULL['kept']})")
+    parser.add_argument("--kept", type=int, help=f"mean tokens that a KV head keeps (default {FULL['kept']:,})")
+    parser.add_argument(
+        "--engine-kept", type=int, help=f"the same for the part `engine`, whose caches all stay ({FULL['engine_kept']:,})"
+    )
     parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
     parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")
     parser.add_argument("--layers", type=int, default=8, help="layers of a step (default 8)")
@@ -55,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(arguments, name, value)
     arguments.heads = arguments.kv_heads * arguments.group
     check_rank_arguments(parser, arguments)
-    sizes = ("batch", "kept", "sigma", "layers", "kv-heads", "group", "head-dim", "hidden", "intermediate", "vocab")
+    sizes = ("batch", "kept", "engine-kept", "sigma", "layers", "kv-heads", "group", "head-dim", "hidden", "intermediate", "vocab")
     check_positive(parser, arguments, *sizes, "steps", "tokens", "repeats", "cell-seconds")
     arguments.parts = method_names(parser, arguments.parts, PARTS, name="--parts")
     arguments.methods = method_names(parser, arguments.methods, METHODS)
@@ -72,28 +75,38 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def make_divisions(arguments: argparse.Namespace) -> list[Division]:
+def make_divisions(arguments: argparse.Namespace, methods: Sequence[str], kept: int) -> list[Division]:
     """Every method's, of the same budgets."""
     from harness.head_division import make_division, skewed_budgets
 
-    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
-    return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in arguments.methods]
+    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
+    return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in methods]
+
+
+def engine_methods(arguments: argparse.Namespace) -> list[str]:
+    """Those of the part `engine`: whole sequences for a replica are not what an engine does, its replicas share them."""
+    return [name for name in arguments.methods if not name.startswith("dp")]
 
 
 def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with a message if the caches of all methods do not fit into the machine's memory."""
+    """End with a message if the caches of a part do not fit into the machine's memory."""
     import psutil
 
     element = 4 if arguments.dtype == "fp32" else 2
-    tokens = arguments.batch * arguments.kept * arguments.kv_heads * arguments.layers
-    needed = tokens * 2 * arguments.head_dim * element * len(arguments.methods)
+    token_bytes = 2 * arguments.head_dim * element * arguments.batch * arguments.kv_heads * arguments.layers
     available = USABLE * psutil.virtual_memory().total
-    if needed > available:
-        parser.error(
-            f"--batch {arguments.batch} with --kept {arguments.kept} and --layers {arguments.layers} needs "
-            f"{needed / 2**30:.1f} GiB for {len(arguments.methods)} --methods; at most {available / 2**30:.1f} GiB are "
-            "taken here: ask for fewer"
-        )
+    # Attention alone has one method's cache in memory at a time, and what building a layer takes.
+    attention = token_bytes * arguments.kept * (1 + 2 / arguments.layers)
+    engine = token_bytes * arguments.engine_kept * len(engine_methods(arguments))
+    for part, option, kept, needed in (
+        ("attention", "--kept", arguments.kept, attention),
+        ("engine", "--engine-kept", arguments.engine_kept, engine),
+    ):
+        if part in arguments.parts and needed > available:
+            parser.error(
+                f"--batch {arguments.batch} with {option} {kept} and --layers {arguments.layers} needs "
+                f"{needed / 2**30:.1f} GiB; at most {available / 2**30:.1f} GiB are taken here: ask for fewer"
+            )
 
 
 def measure_attention(
@@ -110,7 +123,7 @@ def measure_attention(
     from harness.fairkv_report import load_facts
     from harness.head_division import UNIFORM
     from harness.models import DTYPES as TYPES
-    from harness.ragged_decode import RaggedDecode
+    from harness.ragged_decode import RaggedDecode, Room
     from harness.ragged_heads import HeadShape, TokenPool
     from harness.sampling import measure
     from harness.statistics import median
@@ -123,7 +136,8 @@ def measure_attention(
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], world.device)
     pool = TokenPool(shape, max(max(row) for division in divisions for row in division.budgets), arguments.seed)
     size = {"batch": arguments.batch, "steps": arguments.steps}
-    methods = [RaggedDecode(division, pool, comm, **size) for division in divisions]
+    room = Room()
+    methods = [RaggedDecode(division, pool, comm, room, **size) for division in divisions]
     agreement = Agreement(world, arguments.dtype)
 
     def inspect(name: str, outputs: Any) -> dict[str, Any]:
@@ -159,19 +173,20 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.world import join_world
 
     machine = describe_machine()
-    divisions = make_divisions(arguments)
     world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
     parts: dict[str, list[dict[str, Any]]] = {}
     if "attention" in arguments.parts:
+        divisions = make_divisions(arguments, arguments.methods, arguments.kept)
         parts["attention"] = measure_attention(arguments, world, divisions)
-    # Whole sequences for a replica are not what an engine does: its replicas share every sequence.
-    mapped = [division for division in divisions if not division.name.startswith("dp")]
-    if "engine" in arguments.parts and mapped:
-        parts["engine"] = measure_engines(arguments, world, mapped)
+    if "engine" in arguments.parts and engine_methods(arguments):
+        divisions = make_divisions(arguments, engine_methods(arguments), arguments.engine_kept)
+        parts["engine"] = measure_engines(arguments, world, divisions)
     if world.rank == 0:
         summary = {part: summarise(rows) for part, rows in parts.items()}
-        size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
-        titles = {part: f"{TITLES[part]} {size}" for part in parts}
+        titles = {
+            part: f"{TITLES[part]} on {arguments.ranks} ranks, {arguments.batch} x {rows[0]['kept']:,} kept tokens"
+            for part, rows in parts.items()
+        }
         subtitle = (
             f"{arguments.layers} layers of {arguments.kv_heads} KV heads, log-normal budgets with sigma "
             f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"

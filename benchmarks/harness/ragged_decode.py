@@ -14,6 +14,21 @@ from .ragged_heads import RankLayer, TokenPool
 from .sampling import Method
 
 
+class Room:
+    """Memory for the cache of one method at a time: the next one's takes its place."""
+
+    def __init__(self) -> None:
+        self._guest: RaggedDecode | None = None
+
+    def take(self, method: RaggedDecode) -> None:
+        """Let a method have its cache here."""
+        if self._guest is not method:
+            if self._guest is not None:
+                self._guest.leave()
+            self._guest = method
+            method.build()
+
+
 class RaggedDecode(Method):
     """A decode step's attention, several times.
 
@@ -26,6 +41,8 @@ class RaggedDecode(Method):
     pool : TokenPool
     comm : Communicator
         Over the tensor-parallel ranks.
+    room : Room
+        The cache is built before a run, and not timed.
     batch, steps : int
 
     Attributes
@@ -36,18 +53,34 @@ class RaggedDecode(Method):
         Of every run, the seconds that it computed in each layer, the mean over the steps.
     """
 
-    def __init__(self, division: Division, pool: TokenPool, comm: Communicator, *, batch: int, steps: int):
+    def __init__(
+        self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int
+    ):
         super().__init__(division.name)
-        self._comm = comm
+        self._division, self._pool, self._comm, self._room = division, pool, comm, room
         self._steps = steps
         self._shape = pool.shape
         self._batch = batch
-        rank = comm.mesh.tp_rank
-        self._layers = [RankLayer(pool, division, layer, rank, batch) for layer in range(len(division.budgets))]
+        self._layers: list[RankLayer] = []
         self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
         self.busy: list[float] = []
         self.layer_seconds: list[list[float]] = []
         self._computed: list[float] = []
+
+    def prepare(self) -> None:
+        """Have the cache in memory."""
+        self._room.take(self)
+
+    def build(self) -> None:
+        """Fill the cache of all layers."""
+        rank, division = self._comm.mesh.tp_rank, self._division
+        self._layers = [
+            RankLayer(self._pool, division, layer, rank, self._batch) for layer in range(len(division.budgets))
+        ]
+
+    def leave(self) -> None:
+        """Free the cache."""
+        self._layers.clear()
 
     @torch.inference_mode()
     def run(self) -> Tensor:

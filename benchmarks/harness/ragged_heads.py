@@ -42,6 +42,10 @@ class HeadShape:
         return 2 * self.dim * self.dtype.itemsize
 
 
+MOST_OFFSETS = 1 << 16
+"""Where in the row of random tokens a head's may begin."""
+
+
 class TokenPool:
     """Random keys and values that every rank draws alike: a head's tokens are a stretch of one long row.
 
@@ -56,7 +60,7 @@ class TokenPool:
     def __init__(self, shape: HeadShape, longest: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.shape = shape
-        self._offsets = 4 * longest
+        self._offsets = min(4 * longest, MOST_OFFSETS)
         rows = torch.randn(longest + self._offsets, 2 * shape.dim, generator=generator)
         self._rows = rows.to(shape.device, shape.dtype)
 

@@ -19,6 +19,7 @@ run = partial(run_benchmark, "fairkv.py")
 SHAPE = {
     "batch": 6,
     "kept": 37,
+    "engine-kept": 37,
     "layers": 2,
     "kv-heads": 6,
     "group": 2,
@@ -136,6 +137,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
         (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
         (["--ranks", "2", "--kept", "-1"], "--kept -1"),
         (["--ranks", "2", "--kept", "1000000"], "--kept 1000000 and --layers 8 needs"),
+        (["--ranks", "2", "--engine-kept", "200000"], "--engine-kept 200000 and --layers 8 needs"),
     ],
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
