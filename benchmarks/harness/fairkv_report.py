@@ -92,7 +92,10 @@ def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
     print(f"\n{title}\n{align(lines)}")
     if timed:
         costs = summary["costs"]
-        print(f"latency model: {1e9 * costs['token']:.1f} ns a token, {1e6 * costs['page']:.2f} us a page")
+        print(
+            f"latency model: {1e9 * costs['token']:.1f} ns a token, {1e9 * costs['crowding']:.1f} ns more for every other "
+            f"rank at work, {1e6 * costs['page']:.2f} us a page"
+        )
 
 
 def _value(figures: Mapping[str, float], name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.expectation import Costs, expected_seconds, page_count
+from benchmarks.harness.expectation import Costs, crowded_tokens, expected_seconds, page_count
 from benchmarks.harness.fairkv_report import load_facts, summarise
 from benchmarks.harness.head_division import METHODS, make_division, skewed_budgets
 from benchmarks.harness.statistics import paired_ratio
@@ -75,7 +76,7 @@ def timed_row(name: str, costs: Costs, jitter: np.ndarray, rest: float) -> dict[
 def test_expected_times_are_those_of_the_work_and_the_jitter() -> None:
     """Where every method jitters as equal budgets do, the measured gain is the expected one, and less than tokens say."""
     rng = np.random.default_rng()
-    costs = Costs(2e-7, 5e-6)
+    costs = Costs(2e-7, 3e-8, 5e-6)
     still, jitter = np.ones((21, 4, 4)), np.exp(0.1 * rng.standard_normal((21, 4, 4)))
     for factor in (still, jitter):
         rows = [timed_row(name, costs, factor, 1e-3) for name in ("uniform", "contiguous", "nodp", "dp1", "split3")]
@@ -87,13 +88,16 @@ def test_expected_times_are_those_of_the_work_and_the_jitter() -> None:
         assert set(summary["expected"]) == {"nodp", "dp1", "split3"}
         if factor is still:
             fitted = Costs.fit(rows)
-            assert (fitted.token, fitted.page) == pytest.approx((costs.token, costs.page))
+            assert astuple(fitted) == pytest.approx(astuple(costs))
         else:
             assert summary["expected"]["split3"] < summary["predicted"]["split3"]
     assert summary["costs"]["token"] == pytest.approx(costs.token, rel=0.1)
     # No page makes a rank faster, whatever noise says.
-    odd = {"loads": [[1000, 2000]], "pages": [[300, 10]], "layer_seconds": [[[1.0e-3]], [[2.2e-3]]]}
-    assert Costs.fit([odd]).page == 0 and Costs.fit([odd]).token == pytest.approx(1.08e-6)
+    odd = {"loads": [[1000], [2000]], "pages": [[300], [10]], "layer_seconds": [[[1.0e-3, 2.2e-3]]]}
+    assert astuple(Costs.fit([odd])) == pytest.approx((1.08e-6, 0, 0))
+    # The rank with 10 tokens has three others at work all the time, the next one two for 20 more.
+    crowded = crowded_tokens(np.array([[40.0, 10.0, 30.0, 40.0]]))
+    assert crowded.tolist() == [[80.0, 30.0, 70.0, 80.0]]
     assert [page_count(tokens) for tokens in (1, 7, 8, 512, 1023)] == [1, 7, 1, 1, 22]
 
 
