@@ -148,6 +148,11 @@ def compression_table() -> str:
     return (ROOT / "recipes" / "passkey" / "results" / "compression.md").read_text().rstrip() + "\n"
 
 
+def balance_table() -> str:
+    """How even mapped heads are on documents unlike the profile's, as its experiment wrote it."""
+    return (ROOT / "recipes" / "passkey" / "results" / "balance.md").read_text().rstrip() + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families_table,
     "accuracy": accuracy_table,
@@ -155,6 +160,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runahead": runahead_table,
     "recipes": recipes_table,
     "compression": compression_table,
+    "balance": balance_table,
 }
 
 
