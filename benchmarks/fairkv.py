@@ -21,6 +21,7 @@ TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
 QUICK = {"kept": 2048, "engine_kept": 1024, "repeats": 9}
 FULL = {"kept": 16384, "engine_kept": 4096, "repeats": 25}
+ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 USABLE = 0.6
 """Share of the machine's memory that the caches may take."""
 
@@ -33,17 +34,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences decoded together (default 4)")
     parser.add_argument("--kept", type=int, help=f"mean tokens that a KV head keeps (default {FULL['kept']:,})")
-    parser.add_argument(
-        "--engine-kept", type=int, help=f"the same for the part `engine`, whose caches all stay ({FULL['engine_kept']:,})"
-    )
     parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
     parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")
     parser.add_argument("--layers", type=int, default=8, help="layers of a step (default 8)")
     parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of a layer (default 8)")
-    parser.add_argument("--group", type=int, default=4, help="query heads to a KV head (default 4)")
+    parser.add_argument("--group", type=int, default=16, help="query heads to a KV head (default 16, Llama 3.1 405B)")
     parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of queries, keys, values (default fp32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: both, %(default)s)")
+    full = FULL["engine_kept"]
+    parser.add_argument("--engine-kept", type=int, help=f"--kept of the part engine, whose caches all stay ({full:,})")
+    parser.add_argument("--engine-group", type=int, default=4, help="--group of the part engine (default 4)")
+    parser.add_argument("--engine-dtype", choices=DTYPES, default="fp32", help="--dtype of the part engine (fp32)")
     for name, value in (("hidden", 1024), ("intermediate", 2816), ("vocab", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"of the engine's Llama (default {value})")
     parser.add_argument("--steps", type=int, default=1, help="attention steps of a sample, of which it is the mean (1)")
@@ -56,10 +58,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (QUICK if arguments.quick else FULL).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    arguments.heads = arguments.kv_heads * arguments.group
     check_rank_arguments(parser, arguments)
-    sizes = ("batch", "kept", "engine-kept", "sigma", "layers", "kv-heads", "group", "head-dim", "hidden", "intermediate", "vocab")
-    check_positive(parser, arguments, *sizes, "steps", "tokens", "repeats", "cell-seconds")
+    sizes = ("batch", "kept", "engine-kept", "sigma", "layers", "kv-heads", "group", "head-dim")
+    check_positive(parser, arguments, *sizes, "engine-group", "hidden", "intermediate", "vocab")
+    check_positive(parser, arguments, "steps", "tokens", "repeats", "cell-seconds")
     arguments.parts = method_names(parser, arguments.parts, PARTS, name="--parts")
     arguments.methods = method_names(parser, arguments.methods, METHODS)
     if arguments.ranks > arguments.kv_heads:
@@ -69,8 +71,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--kv-heads {arguments.kv_heads}: allowed: multiples of --ranks {arguments.ranks}, which plain tensor "
             "parallelism divides evenly; or --parts attention"
         )
-    if arguments.hidden % arguments.heads:
-        parser.error(f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}")
+    heads = arguments.kv_heads * arguments.engine_group
+    if "engine" in arguments.parts and arguments.hidden % heads:
+        parser.error(f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --engine-group = {heads}")
     check_memory(parser, arguments)
     return arguments
 
@@ -83,6 +86,13 @@ def make_divisions(arguments: argparse.Namespace, methods: Sequence[str], kept: 
     return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in methods]
 
 
+def engine_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The command line as the part `engine` has it."""
+    group = arguments.engine_group
+    own = {"kept": arguments.engine_kept, "group": group, "dtype": arguments.engine_dtype}
+    return argparse.Namespace(**{**vars(arguments), **own, "heads": arguments.kv_heads * group})
+
+
 def engine_methods(arguments: argparse.Namespace) -> list[str]:
     """Those of the part `engine`: whole sequences for a replica are not what an engine does, its replicas share them."""
     return [name for name in arguments.methods if not name.startswith("dp")]
@@ -92,12 +102,11 @@ def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     """End with a message if the caches of a part do not fit into the machine's memory."""
     import psutil
 
-    element = 4 if arguments.dtype == "fp32" else 2
-    token_bytes = 2 * arguments.head_dim * element * arguments.batch * arguments.kv_heads * arguments.layers
+    elements = 2 * arguments.head_dim * arguments.batch * arguments.kv_heads * arguments.layers
     available = USABLE * psutil.virtual_memory().total
     # Attention alone has one method's cache in memory at a time, and what building a layer takes.
-    attention = token_bytes * arguments.kept * (1 + 2 / arguments.layers)
-    engine = token_bytes * arguments.engine_kept * len(engine_methods(arguments))
+    attention = elements * ITEM[arguments.dtype] * arguments.kept * (1 + 2 / arguments.layers)
+    engine = elements * ITEM[arguments.engine_dtype] * arguments.engine_kept * len(engine_methods(arguments))
     for part, option, kept, needed in (
         ("attention", "--kept", arguments.kept, attention),
         ("engine", "--engine-kept", arguments.engine_kept, engine),
@@ -180,17 +189,21 @@ def run(arguments: argparse.Namespace) -> None:
         parts["attention"] = measure_attention(arguments, world, divisions)
     if "engine" in arguments.parts and engine_methods(arguments):
         divisions = make_divisions(arguments, engine_methods(arguments), arguments.engine_kept)
-        parts["engine"] = measure_engines(arguments, world, divisions)
+        parts["engine"] = measure_engines(engine_arguments(arguments), world, divisions)
     if world.rank == 0:
         summary = {part: summarise(rows) for part, rows in parts.items()}
         titles = {
             part: f"{TITLES[part]} on {arguments.ranks} ranks, {arguments.batch} x {rows[0]['kept']:,} kept tokens"
             for part, rows in parts.items()
         }
-        subtitle = (
-            f"{arguments.layers} layers of {arguments.kv_heads} KV heads, log-normal budgets with sigma "
-            f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
-        )
+        subtitles = {
+            part: f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {group} query heads each, log-normal "
+            f"budgets with sigma {arguments.sigma:g}, {dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
+            for part, group, dtype in (
+                ("attention", arguments.group, arguments.dtype),
+                ("engine", arguments.engine_group, arguments.engine_dtype),
+            )
+        }
         for part, rows in parts.items():
             show(titles[part], rows, summary[part])
         publish(
@@ -200,7 +213,8 @@ def run(arguments: argparse.Namespace) -> None:
             rows=[row for rows in parts.values() for row in rows],
             summary=summary,
             draw=lambda path: [
-                draw(path.with_suffix(f".{part}.png"), titles[part], subtitle, rows) for part, rows in parts.items()
+                draw(path.with_suffix(f".{part}.png"), titles[part], subtitles[part], rows)
+                for part, rows in parts.items()
             ],
         )
     world.leave()

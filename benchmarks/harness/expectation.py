@@ -2,8 +2,9 @@
 
 Kept tokens alone, as in FairKV's Section 3.2, promise too much. A token costs more while other ranks are at work, with
 which it shares memory and caches, a page costs something whatever it holds, every layer ends in a sum, and ranks with
-equal work are not done at the same moment. The last is measured on equal budgets, where nothing else makes a rank wait, and put on every method's work:
-equal loads wait for the slowest of all ranks, contiguous heads mostly for the one that has most to do.
+equal work are not done at the same moment. The last is measured on equal budgets, where nothing else makes a rank wait,
+and put on every method's work: equal loads wait for the slowest of all ranks, contiguous heads mostly for the one that
+has most to do.
 """
 
 from __future__ import annotations

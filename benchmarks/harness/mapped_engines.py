@@ -147,7 +147,7 @@ def measure_engines(arguments: argparse.Namespace, world: World, divisions: Sequ
                 part="engine",
                 ranks=arguments.ranks,
                 batch=arguments.batch,
-                kept=arguments.engine_kept,
+                kept=arguments.kept,
                 tokens_per_sample=arguments.tokens,
                 busy=busy,
                 busy_rates=[median(rates).value for rates in busy],

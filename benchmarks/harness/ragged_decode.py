@@ -53,9 +53,7 @@ class RaggedDecode(Method):
         Of every run, the seconds that it computed in each layer, the mean over the steps.
     """
 
-    def __init__(
-        self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int
-    ):
+    def __init__(self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int):
         super().__init__(division.name)
         self._division, self._pool, self._comm, self._room = division, pool, comm, room
         self._steps = steps

@@ -24,11 +24,12 @@ SHAPE = {
     "layers": 2,
     "kv-heads": 6,
     "group": 2,
+    "engine-group": 2,
     "head-dim": 16,
     "hidden": 48,
     "intermediate": 48,
 }
-TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
+TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))] + ["--dtype", "fp32"]
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (3, 6), (4, 12)])
@@ -135,7 +136,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     [
         (["--ranks", "2", "--methods", "contiguous,dp9"], "--methods contiguous,dp9"),
         (["--ranks", "2", "--parts", "attention,all"], "--parts attention,all"),
-        (["--ranks", "2", "--hidden", "100"], "--hidden 100: allowed: multiples of --kv-heads x --group = 32"),
+        (["--ranks", "2", "--hidden", "100"], "--hidden 100: allowed: multiples of --kv-heads x --engine-group = 32"),
         (["--ranks", "3"], "--kv-heads 8: allowed: multiples of --ranks 3"),
         (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
         (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
