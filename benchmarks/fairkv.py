@@ -94,7 +94,7 @@ def engine_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def engine_methods(arguments: argparse.Namespace) -> list[str]:
-    """Those of the part `engine`: whole sequences for a replica are not what an engine does, its replicas share them."""
+    """Those of the part `engine`, whose replicas share every sequence and never have whole ones."""
     return [name for name in arguments.methods if not name.startswith("dp")]
 
 
@@ -197,8 +197,8 @@ def run(arguments: argparse.Namespace) -> None:
             for part, rows in parts.items()
         }
         subtitles = {
-            part: f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {group} query heads each, log-normal "
-            f"budgets with sigma {arguments.sigma:g}, {dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
+            part: f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {group} query heads each, sigma "
+            f"{arguments.sigma:g}, {dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
             for part, group, dtype in (
                 ("attention", arguments.group, arguments.dtype),
                 ("engine", arguments.engine_group, arguments.engine_dtype),

@@ -93,8 +93,8 @@ def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
     if timed:
         costs = summary["costs"]
         print(
-            f"latency model: {1e9 * costs['token']:.1f} ns a token, {1e9 * costs['crowding']:.1f} ns more for every other "
-            f"rank at work, {1e6 * costs['page']:.2f} us a page"
+            f"latency model: {1e9 * costs['token']:.1f} ns a token, {1e9 * costs['crowding']:.1f} ns more for every "
+            f"other rank at work, {1e6 * costs['page']:.2f} us a page"
         )
 
 

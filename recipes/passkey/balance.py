@@ -1,6 +1,6 @@
 """Measure how evenly mapped KV heads load the ranks on documents that the mapper has not seen.
 
-Usage: ``python recipes/passkey/balance.py``. Half of the documents make the profile; utilisations are of the other half.
+Usage: ``python recipes/passkey/balance.py``. Half of the documents make the profile; the other half is what counts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def cell(profile: BudgetProfile, others: Budgets, tp_size: int, copies: int) -> 
 def table(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     lines = [
-        f"Utilisation on {record['prompts'] // 2} documents of {record['tokens']} tokens, of which the pass-key model keeps "
+        f"Utilisation on {record['prompts'] // 2} documents of {record['tokens']} tokens, of which the model keeps "
         f"{record['budget']:.0%}, mapped by {record['prompts'] - record['prompts'] // 2} others:",
         "",
         "| method | ranks, copies | contiguous | mapped | mapped, on its own profile |",
