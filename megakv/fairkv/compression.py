@@ -15,7 +15,7 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import make_method
-from megakv.fairkv.observation import attention_mass, coarse_peaks, pooled_mass, shares_of_heads
+from megakv.fairkv.observation import attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.scoring import Segment, check_budget
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
@@ -142,19 +142,19 @@ class Compressor:
     def _masses(self, call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment]) -> list[Tensor | None]:
         if not self.method.observed:
             return [None] * len(segments)
-        masses = attention_mass(call, lse_HL, segments, self.method.observed, self.method.reduce)
+        # Every head looks at the next tokens; a question that comes later is far from what it asks for.
+        near = 2 * self.method.pool_radius + 1 if self.method.reduce == "peak" else 0
+        masses = attention_mass(call, lse_HL, segments, self.method.observed, self.method.reduce, near)
         if self._copied(call.layer):
             # Also where every replica has seen it all: they must agree to the last bit on what is kept.
             masses = [self._over_copies(call.layer, mass) for mass in masses]
-        # What is kept anyway neither lends to its neighbours nor counts in its head's total.
+        # What is kept anyway lends nothing to its neighbours.
         for segment, mass in zip(segments, masses, strict=True):
             mass[:, segment.recent(self._protected(segment))] = 0.0
         if self.method.reduce == "peak":
             masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
-        if self.method.heads_compete and self.method.reduce == "peak":
-            masses = shares_of_heads(masses, self._adder("cp", call.layer))
         return list(masses)
 
     def _protected(self, segment: Segment) -> int:

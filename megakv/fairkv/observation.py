@@ -16,19 +16,16 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import visible_pairs
 from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
-from megakv.fairkv.selection import AddUp
 from megakv.sharding import IntArray, TokenBlock
 
 CHUNK_QUERIES = 512
 """Queries of every rank that travel, and are scored, at a time."""
-SHARE_UNITS = 1 << 30
-"""What a peak of 1 counts when peaks are added up."""
 SCORE_ELEMENTS = 4 << 20
 """Attention weights held at a time (16 MiB in float32)."""
 
 
 def attention_mass(
-    call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment], observed: int, reduce: Reduce
+    call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment], observed: int, reduce: Reduce, near: int = 0
 ) -> list[Tensor]:
     """Attention that the observed queries give to each token: its sum, or peak, over queries and heads of a KV group.
 
@@ -44,6 +41,8 @@ def attention_mass(
         The last queries of each sequence of this pass, or `EVERYTHING`.
     reduce : {"mean", "peak"}
         Sum (all means are over equally many) or maximum.
+    near : int
+        Tokens right before a query whose attention from it does not count, nor its own; 0 counts everything.
 
     Returns
     -------
@@ -63,7 +62,7 @@ def attention_mass(
                 run = tokens.run(segment.sequence)
                 if run.stop > run.start and len(segment.slots):
                     with call.comm.ledger.compute("compression", call.layer):
-                        _add_mass(mass, segment, queries[run], tokens.slot[run], call.scoring, reduce)
+                        _add_mass(mass, segment, queries[run], tokens.slot[run], call.scoring, reduce, near)
     return masses
 
 
@@ -87,7 +86,7 @@ def _exchanged(call: AttentionCall, own: Tensor, most: int) -> Tensor:
 
 
 def _add_mass(
-    mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring, reduce: Reduce
+    mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring, reduce: Reduce, near: int
 ) -> None:
     """Count in the weights of ``[L, H, D + 1]`` queries, with their log-sum-exp, in tiles of keys."""
     heads, rows = queries.shape[1], queries.shape[0]
@@ -109,9 +108,13 @@ def _add_mass(
             bias = scoring.alibi_slopes.to(scores)[:, None, None] * distance
             scores = scores + bias.reshape(kv_heads, group * rows, -1)
         weights = scores.sub_(lse).exp_()
-        hidden = slots[-1] > q_slots[0] or (scoring.window is not None and slots[0] <= q_slots[-1] - scoring.window)
-        if hidden:
-            unseen = torch.from_numpy(~visible_pairs(q_slots, slots, scoring.window)).to(weights.device)
+        # The last slot that every query looks at from afar.
+        far = q_slots[0] - near - 1 if near else q_slots[0]
+        if slots[-1] > far or (scoring.window is not None and slots[0] <= q_slots[-1] - scoring.window):
+            counts = visible_pairs(q_slots, slots, scoring.window)
+            if near:
+                counts &= q_slots[:, None] - slots[None, :] > near
+            unseen = torch.from_numpy(~counts).to(weights.device)
             weights.view(kv_heads, group, rows, -1).masked_fill_(unseen, 0.0)
         if reduce == "mean":
             mass_KS[:, keys] += weights.sum(1)
@@ -166,23 +169,6 @@ def coarse_peaks(mass_KS: Tensor) -> Tensor:
     """
     bits = mass_KS.float().contiguous().view(torch.int32)
     return ((bits + 64) & -128).view(torch.float32).to(mass_KS.dtype)
-
-
-def shares_of_heads(masses: Sequence[Tensor], add_up: AddUp) -> list[Tensor]:
-    """Peaks as shares of their head's total, so that heads compare; means add up to the same for every head anyway.
-
-    Totals are sums of whole numbers, so they do not depend on which rank holds which token.
-
-    Parameters
-    ----------
-    masses : sequence of Tensor
-        Per segment ``[K, n]``, at most 1.
-    add_up : callable
-        Sums over the ranks that hold the other tokens.
-    """
-    units = torch.stack([(mass.double() * SHARE_UNITS).round().long().sum(1) for mass in masses])
-    totals = add_up(units).clamp(min=1).double() / SHARE_UNITS
-    return [mass / total[:, None].to(mass.dtype) for mass, total in zip(masses, totals, strict=True)]
 
 
 def _edges(orders: Sequence[IntArray], radius: int) -> list[IntArray]:

@@ -67,9 +67,8 @@ class CompressionMethod(Protocol):
     observed : int
         Last tokens of a prompt whose queries' attention is measured; 0 for none, `EVERYTHING` for all.
     reduce : str
-        Over the observed queries and the query heads of a KV head: ``mean`` of their attention, or the ``peak`` of it.
-    heads_compete : bool
-        Whether budgets depend on how scores of different heads compare.
+        Over the observed queries and the query heads of a KV head: ``mean`` of their attention, or the ``peak`` of it,
+        which leaves out what a query sees of the tokens right before it, as many as are pooled.
     pool_radius : int
         Neighbours on either side whose attention a token may borrow.
     least : int
@@ -77,7 +76,6 @@ class CompressionMethod(Protocol):
     """
 
     name: ClassVar[str]
-    heads_compete: ClassVar[bool]
 
     @property
     def observed(self) -> int: ...

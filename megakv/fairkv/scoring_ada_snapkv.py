@@ -20,7 +20,6 @@ class AdaSnapKV(SnapKV):
     """
 
     name: ClassVar[str] = "ada_snapkv"
-    heads_compete: ClassVar[bool] = True
     safeguard: float = 0.2
 
     def bind(self, layers: int, kv_heads: int) -> None:

@@ -25,7 +25,6 @@ class H2O:
     """
 
     name: ClassVar[str] = "h2o"
-    heads_compete: ClassVar[bool] = False
     observed: ClassVar[int] = EVERYTHING
     reduce: ClassVar[Reduce] = "mean"
     pool_radius: ClassVar[int] = 0

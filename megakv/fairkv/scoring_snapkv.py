@@ -31,7 +31,6 @@ class SnapKV:
     """
 
     name: ClassVar[str] = "snapkv"
-    heads_compete: ClassVar[bool] = False
     window: int = 32
     observe: Literal["window", "prompt"] = "window"
     reduce: Reduce = "mean"

@@ -23,7 +23,6 @@ class StreamingLLM:
     """
 
     name: ClassVar[str] = "streaming_llm"
-    heads_compete: ClassVar[bool] = False
     observed: ClassVar[int] = 0
     reduce: ClassVar[Reduce] = "mean"
     pool_radius: ClassVar[int] = 0

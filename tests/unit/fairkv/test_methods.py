@@ -98,7 +98,11 @@ def coarse(peaks: np.ndarray) -> np.ndarray:
 def snap_scores(weights: np.ndarray, pool: int = 7, peak: bool = False) -> np.ndarray:
     """SnapKV: mean over the window, maximum over neighbours, and the window itself on top."""
     length = weights.shape[-1]
-    seen = coarse(weights.max((1, 2))) if peak else weights[:, :, -WINDOW:].sum((1, 2))
+    if peak:
+        # Looks at the tokens right before a query, as many as are pooled, say nothing of later ones.
+        seen = coarse((weights * np.tri(length, k=-pool - 1)).max((1, 2)))
+    else:
+        seen = weights[:, :, -WINDOW:].sum((1, 2))
     seen[:, -WINDOW:] = 0
     pooled = np.stack([seen[:, max(0, j - pool // 2) : j + pool // 2 + 1].max(1) for j in range(length)], axis=1)
     pooled[:, -WINDOW:] = np.inf
@@ -156,12 +160,11 @@ def test_ada_snapkv() -> None:
         assert found.sum() == 30 * KV_HEADS and len(set(found.sum(1))) > 1
 
 
-def test_ada_snapkv_compares_peaks_as_shares() -> None:
+def test_ada_snapkv_compares_peaks_as_they_are() -> None:
     section = {"method": "ada_snapkv", "budget": 30, "window": WINDOW, "pool": 1, "observe": "prompt", "reduce": "peak"}
     kept, weights = keep(section, LENGTHS, 0, Scoring(0.6))
     for found, each in zip(kept, weights, strict=True):
-        peaks = snap_scores(each, 1, peak=True)
-        scores = peaks / np.where(np.isinf(peaks), 0, peaks).sum(1, keepdims=True)
+        scores = snap_scores(each, 1, peak=True)
         safe = best(scores, 8 + 4)
         rest = np.where(safe, -1.0, scores)
         assert np.array_equal(found, safe | best(rest.reshape(1, -1), 18 * KV_HEADS).reshape(rest.shape))
