@@ -160,7 +160,7 @@ def test_held_out_requests() -> None:
         found = map_heads(profile, tp_size=size, copies=copies)
         static = np.mean([balance(found.layers, rows, size).barrier_utilisation for rows in others])
         contiguous = np.mean([balance(plain, rows, size).barrier_utilisation for rows in others])
-        assert by_request(found) >= static - 1e-9 and static >= contiguous - 0.02
+        assert by_request(found) >= static - 1e-9 and static >= contiguous, (size, copies)
         if (size, copies) == (4, 8):
             assert by_request(found) >= 0.98
             without = map_heads(profile_of(prompts.mean(axis=0).tolist()), tp_size=size, copies=copies)
