@@ -30,8 +30,8 @@ FIXED = {
 
 
 def case_of(row: Row) -> str:
-    """What a row was measured with, beside its method, in words."""
-    link = f"{row['link_gb_s']:g} GB/s {row['link']}"
+    """What a row was measured with, beside its method, in words; without dots, so that documents can quote by it."""
+    link = f"{1e3 * row['link_gb_s']:.0f} MB/s {row['link']}"
     size = f"{row['batch']} x {row['context']}+{row['new_tokens']}"
     processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
     return f"{row['part']}: {row['shape']}, {size}, {link}{processes}"
