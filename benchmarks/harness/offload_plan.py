@@ -200,15 +200,15 @@ class Plan:
 
 
 _ALL = (IN_MEMORY, OTHERS, *CHOICES, "auto", "stream_4bit")
-_LATENCY = (OTHERS, "stream", "kvpr", "chunked", "auto")
-_COLUMNS = ("row_stream", "stream", "kvpr", "chunked", "auto", "stream_4bit", "kvpr_4bit")
+_LATENCY = (OTHERS, *CHOICES, "auto")
+_COLUMNS = ("row_stream", *CHOICES, "auto", "stream_4bit", "kvpr_4bit")
 _COLUMN = {"links": "last", "weights": True}
 FULL = {
     "links": Plan(_ALL, ("opt", "gqa"), (4,), (256,), (20,), links="all"),
     "latency": Plan(_LATENCY, ("opt",), (2,), (128, 256, 512), (12, 32)),
     "llama": Plan(_LATENCY, ("mha",), (2,), (128, 256, 512), (12,)),
     "throughput": Plan(_COLUMNS, ("opt",), (8,), (128, 256, 512), (9,), group=2, **_COLUMN),
-    "batches": Plan(("stream", "kvpr", "auto"), ("opt",), (2, 4, 8, 16), (128,), (9,), group=2, **_COLUMN),
+    "batches": Plan(("stream", "kvpr", "auto"), ("opt",), (4, 8, 16), (128,), (9,), group=2, **_COLUMN),
     "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
     "processes": Plan(("stream", "kvpr", "cpu_rank", "auto"), ("opt",), (2,), (256,), (16,), processes=(1, 2, 4)),
 }

@@ -81,13 +81,13 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
     apart = [row for row in rows if row["lossy"]]
     auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
     regrets = {name: regret(found) for name, found in auto.items()}
-    alone = [name for name, found in auto.items() if found["auto"]["processes"] == 1]
+    judged = [name for name, found in auto.items() if found["auto"]["processes"] == 1 and set(CHOICES) <= set(found)]
     return {
         "link": ", ".join(sorted({row["link"] for row in rows})),
         "tokens_equal": all(row["tokens_equal"] for row in exact) if exact_type else None,
         "token_agreement": min((row["token_agreement"] for row in exact), default=None),
         "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
-        "auto_over_best": max((regrets[name].value for name in alone), default=None),
+        "auto_over_best": max((regrets[name].value for name in judged), default=None),
         "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
         "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
         "predictions": predictions(rows),
