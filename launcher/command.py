@@ -46,7 +46,7 @@ def timeline(arguments: argparse.Namespace) -> dict[str, Any]:
 
     report = load_report(arguments.report)
     if arguments.beside:
-        draw_beside(report, load_report(arguments.beside), arguments.png)
+        draw_beside([report, load_report(arguments.beside)], arguments.png)
     else:
         draw_timeline(report, arguments.png)
     written = {"png": arguments.png}

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megakv.config import load_config
 from megakv.costmodel.choices import Choice, Demand, run_config
 from megakv.costmodel.cluster import ClusterPlanner, Plan
-from megakv.costmodel.offload_time import host_bytes, recomputes
+from megakv.costmodel.offload_time import recomputes
 from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.launcher.model_names import asks_for_fp8, model_shape
@@ -32,6 +32,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, required=True, help="new tokens of every sequence, T")
     parser.add_argument("--cached", type=int, default=0, help="tokens of every sequence cached before, P (default 0)")
     parser.add_argument("--batch", type=int, default=1, help="sequences that a replica serves at a time (default 1)")
+    parser.add_argument("--new-tokens", type=int, default=0, help="tokens to make room for behind each (default 0)")
     parser.add_argument("--gpus", type=int, required=True, help="accelerators there are")
     parser.add_argument("--hardware", required=True, help="a known machine, or a JSON that megakv profile wrote")
     parser.add_argument(
@@ -54,6 +55,7 @@ def plan(arguments: argparse.Namespace) -> None:
         gpus=arguments.gpus,
         cached=arguments.cached,
         batch=arguments.batch,
+        new_tokens=arguments.new_tokens,
         slo_ttft_s=arguments.slo_ttft,
         lossy=arguments.allow_lossy,
         fp8_given=asks_for_fp8(arguments.model),
@@ -67,7 +69,7 @@ def plan(arguments: argparse.Namespace) -> None:
 
         planner = ClusterPlanner(machine, model, progress=progress)
         found = planner.plan(demand)
-    config = _config(found.choices[0], machine, model, demand)
+    config = choice_config(found.choices[0], machine, model)
     load_config(config)
     seconds = time.perf_counter() - begun
     if arguments.config:
@@ -80,11 +82,9 @@ def plan(arguments: argparse.Namespace) -> None:
     print(json.dumps(config, indent=2))
 
 
-def _config(choice: Choice, machine: Hardware, model: ModelShape, demand: Demand) -> dict[str, Any]:
-    host_gb = None
-    if choice.fit.offload:
-        tokens = -(-demand.total * demand.batch // choice.mesh.cp_size)
-        host_gb = max(1.0, round(host_bytes(model, tokens, tp_size=choice.mesh.tp_size) / GIB + 0.5))
+def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[str, Any]:
+    """The JSON of a run that makes a choice, as `megakv.config.load_config` takes it."""
+    host_gb = max(1.0, round(choice.memory.host / GIB + 0.5)) if choice.fit.offload else None
     recomputed = recomputes(model, tp_size=choice.mesh.tp_size)
     return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, recomputed=recomputed)
 
@@ -143,7 +143,8 @@ def _show(arguments: argparse.Namespace, machine: Hardware, demand: Demand, foun
 def _explained(choice: Choice) -> str:
     terms = ", ".join(f"{name.replace('_', '-')} {seconds:.3g} s" for name, seconds in choice.terms.items())
     memory = choice.memory
+    host = f", of the host {memory.host / GB:.1f} GB" if memory.host else ""
     return (
         f"{terms}; decode {choice.decode}; memory: weights {memory.weights / GB:.1f}, KV {memory.cache / GB:.1f}, "
-        f"activations {memory.working / GB:.1f} GB"
+        f"activations {memory.working / GB:.1f} GB{host}"
     )

@@ -45,7 +45,10 @@ else
     where=(--num_accelerators "$ranks" --master_port
         "$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')")
     gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
-    # Ranks that outnumber the GPUs run on the CPU.
-    [ "${gpus:-0}" -ge "$ranks" ] || export DS_ACCELERATOR=cpu
+    # Ranks that outnumber the GPUs run on the CPU, and share its cores.
+    if [ "${gpus:-0}" -lt "$ranks" ]; then
+        cores=$(nproc)
+        export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+    fi
 fi
 exec deepspeed "${where[@]}" --no_local_rank "$root/launcher/run.py" --model "$model" --config "$config" "${rest[@]}"

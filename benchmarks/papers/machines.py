@@ -27,6 +27,6 @@ def changed(preset: str, **values: Any) -> MachineSpec:
     return MachineSpec.model_validate({**PRESETS[preset].model_dump(), **values})
 
 
-def link(bandwidth: float, latency_s: float) -> dict[str, float]:
+def link(bandwidth: float, latency_s: float, *, collective_bandwidth: float | None = None) -> dict[str, float | None]:
     """A link's entry in a machine."""
-    return Link(bandwidth=bandwidth, latency_s=latency_s).model_dump()
+    return Link(bandwidth=bandwidth, latency_s=latency_s, collective_bandwidth=collective_bandwidth).model_dump()

@@ -168,7 +168,8 @@ class LayerTimes:
         # At every step other sequences are at other ranks: together a rank attends to each of them once.
         steps = [_Step(total / self.size)] * self.size
         self._ring(prediction, steps, self.profile.exchange.at(message))
-        self._return(prediction, self._computed, self.workload.total_new - self._computed)
+        # The rank with the fewest queries of its own sends most, and all wait for it.
+        self._return(prediction, self._computed, self.workload.total_new - self.workload.total_new // self.size)
         return prediction
 
     def _replicated(self) -> Prediction:

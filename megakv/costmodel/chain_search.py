@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from megakv.attention.runahead import CHUNK_TOKENS
-from megakv.costmodel.chain import Chain
+from megakv.costmodel.chain import Chain, ChainPrediction
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.grid import Grid
@@ -77,7 +77,7 @@ class _Descent:
         self._cached = cached
         self._size = size
         self._unit = 1 << max(0, (tokens // STEPS).bit_length() - 1)
-        self._known: dict[Partition, float] = {}
+        self._known: dict[Partition, ChainPrediction] = {}
 
     def run(self) -> Partition:
         """Search."""
@@ -112,14 +112,17 @@ class _Descent:
         return best
 
     def _seconds(self, partition: Partition) -> float:
+        return self._predicted(partition).seconds
+
+    def _predicted(self, partition: Partition) -> ChainPrediction:
         if partition not in self._known:
-            self._known[partition] = self._chain.predict((partition,), (self._cached,)).seconds
+            self._known[partition] = self._chain.predict((partition,), (self._cached,))
         return self._known[partition]
 
     def _balanced(self, partition: Partition) -> Iterator[Partition]:
         """Partitions whose ranks have ever more equal work: the best one where links are fast."""
         for _ in range(BALANCINGS):
-            busy = self._chain.predict((partition,), (self._cached,)).busy_s
+            busy = self._predicted(partition).busy_s
             mean = sum(b for b, part in zip(busy, partition, strict=True) if part) / sum(part > 0 for part in partition)
             shares = [part * (mean / b) ** 0.5 if part else 0.0 for part, b in zip(partition, busy, strict=True)]
             partition = from_fractions(shares, self._tokens)

@@ -31,6 +31,8 @@ class Demand:
         Tokens P of every sequence that are cached already.
     batch : int
         Sequences that one replica of the model serves at a time.
+    new_tokens : int
+        Tokens generated for every sequence, which memory must hold.
     slo_ttft_s : float, optional
         Longest time to first token.
     lossy : bool
@@ -48,6 +50,7 @@ class Demand:
     gpus: int
     cached: int = 0
     batch: int = 1
+    new_tokens: int = 0
     slo_ttft_s: float | None = None
     lossy: bool = False
     fp8_given: bool = False
@@ -57,6 +60,7 @@ class Demand:
             "context": (self.context, 1, MOST_TOKENS),
             "cached": (self.cached, 0, MOST_TOKENS),
             "batch": (self.batch, 1, MOST_SEQUENCES),
+            "new-tokens": (self.new_tokens, 0, MOST_TOKENS),
             "gpus": (self.gpus, 1, MOST_GPUS),
         }
         for name, (value, low, high) in allowed.items():
@@ -74,6 +78,11 @@ class Demand:
     def total(self) -> int:
         """Tokens of a sequence behind the prompt."""
         return self.context + self.cached
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at its end."""
+        return self.total + self.new_tokens
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.costmodel.tensor_parallel import all_reduce_seconds
 
-# Passes over memory of a decoder layer as transformers computes it: norms and residuals over the hidden width, rotary
-# embedding over queries and keys, activation and gate over the feed-forward's width.
-HIDDEN_PASSES = 8
-ROTARY_PASSES = 5
-GATE_PASSES = 4
-# Tensors of each width that a layer holds at a time.
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a decoder layer reads and writes tensors beside its matrix products and attention.
+
+    Parameters
+    ----------
+    hidden : float
+        Over the hidden width: norms and residuals.
+    rotary : float
+        Over queries and keys: their rotary embedding.
+    gated, plain : float
+        Over the feed-forward's width: activation and gate; without a gate the activation.
+    """
+
+    hidden: float
+    rotary: float
+    gated: float
+    plain: float
+
+
+TRANSFORMERS = Passes(hidden=8, rotary=5, gated=4, plain=2)
+"""One small operation after the other."""
+FUSED = Passes(hidden=4, rotary=1, gated=1.5, plain=1)
+"""Every input is read once, every output written once; a norm also writes the residual that it adds."""
 HELD_HIDDEN = 3
-HELD_GATE = 3
+"""Tensors of the hidden width that a layer holds at a time."""
 
 
 def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
@@ -48,6 +67,7 @@ class TokenTimes:
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
+        self._counts = FUSED if model.fused else TRANSFORMERS
 
     def before(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention.
@@ -63,9 +83,10 @@ class TokenTimes:
         asked = round(self._inputs * self._query_width / (self._query_width + self._kv_width))
         seconds = self._matrices(layer, asked, self._rows(layer, tokens, wanted))
         seconds += self._matrices(layer, self._inputs - asked, tokens)
-        seconds += self._passes(HIDDEN_PASSES / 2, tokens, self._model.hidden)
+        seconds += self._passes(self._counts.hidden / 2, tokens, self._model.hidden)
         # Of keys and values the keys are rotated; then both are stored.
-        seconds += self._passes(ROTARY_PASSES, tokens, queries) + self._passes(ROTARY_PASSES / 2 + 1, tokens, kv)
+        rotary = self._counts.rotary
+        seconds += self._passes(rotary, tokens, queries) + self._passes(rotary / 2 + 1, tokens, kv)
         return seconds + self._pages(tokens, queries + kv) + self._profile.issue_s
 
     def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
@@ -88,10 +109,11 @@ class TokenTimes:
         if rest.dense or rest.experts:
             seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
         gate = model.intermediate * shape.active_experts / self._tp_size
-        seconds += self._passes(HIDDEN_PASSES / 2, tokens, model.hidden) + self._passes(GATE_PASSES, rows, gate)
+        gates = self._counts.gated if model.feed_forward_tensors == 3 else self._counts.plain
+        seconds += self._passes(self._counts.hidden / 2, tokens, model.hidden) + self._passes(gates, rows, gate)
         seconds += self._passes(1, tokens, self._query_width / self._tp_size)
         seconds += self.sums(layer, tokens, wanted=wanted)
-        return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + GATE_PASSES * gate)
+        return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + gates * gate)
 
     def sums(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """What of `after` is sums over tensor-parallel ranks; parameters as there."""
@@ -153,8 +175,8 @@ class TokenTimes:
         That grows with all that a layer holds at a time: once a C library has handed so much back to the system, every
         page of the next tensor is new, however small the tensor.
         """
-        profile, size = self._profile, self._model.element_bytes
-        widths = HELD_HIDDEN * self._model.hidden + HELD_GATE * self._model.intermediate / self._tp_size
+        profile, model, size = self._profile, self._model, self._model.element_bytes
+        widths = HELD_HIDDEN * model.hidden + model.feed_forward_tensors * model.intermediate / self._tp_size
         held = tokens * widths * size
         new = max(0.0, profile.copy_fresh.at(held) - profile.copy_bytes.at(held))
         return new * width / widths

@@ -122,6 +122,9 @@ class HardwareProfile(Record):
         Per method, seconds of one of its N steps that none of the above explains (Python, bookkeeping).
     exchange_inside : Curve, optional
         Ring steps between ranks of one host, where `exchange` is of a ring between hosts. None: as `exchange`.
+    exchange_collective : Curve, optional
+        Steps of a sum over hosts, whose many connections may fill a link that the one of `exchange` does not. None: as
+        `exchange`.
     matmul_fp8 : Curve, optional
         `matmul` for row-wise FP8 weights. None: as `matmul`.
     launch_s : float
@@ -147,6 +150,8 @@ class HardwareProfile(Record):
         Seconds of moving bytes between host and accelerator. None: not known.
     memory_bytes : int, optional
         Of one rank's accelerator. None: not known.
+    host_memory_bytes : int, optional
+        Of one host. None: not known.
     devices_per_host : int, optional
         Accelerators of one host. None: not known.
     """
@@ -169,6 +174,7 @@ class HardwareProfile(Record):
     all_gather: Curve
     step_overhead_s: dict[str, Overhead]
     exchange_inside: Curve | None = None
+    exchange_collective: Curve | None = None
     matmul_fp8: Curve | None = None
     launch_s: Overhead = 0.0
     layer_s: Overhead = 0.0
@@ -179,6 +185,7 @@ class HardwareProfile(Record):
     sums: tuple[SumTimes, ...] = ()
     host_link: Curve | None = None
     memory_bytes: int | None = Field(default=None, gt=0)
+    host_memory_bytes: int | None = Field(default=None, gt=0)
     devices_per_host: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")

@@ -31,19 +31,28 @@ class Link(BaseModel):
     Parameters
     ----------
     bandwidth : float
-        Bytes per second that one rank reaches, one way.
+        Bytes per second that one rank reaches with one other, one way.
     latency_s : float
         Seconds of an empty message.
+    collective_bandwidth : float, optional
+        Bytes per second that one rank reaches with several others at a time: more connections may fill a link that one
+        does not. None: as `bandwidth`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     bandwidth: Positive
     latency_s: Positive
+    collective_bandwidth: Positive | None = None
 
-    def curve(self, *, messages: int = 1) -> Curve:
-        """Seconds over bytes, sent in so many messages one after another."""
-        return Curve.affine(messages * self.latency_s, self.bandwidth, up_to=HUGE_BYTES)
+    def curve(self) -> Curve:
+        """Seconds of a message over its bytes."""
+        return Curve.affine(self.latency_s, self.bandwidth, up_to=HUGE_BYTES)
+
+    def collective(self, *, messages: int = 1, fixed_s: float = 0.0) -> Curve:
+        """Seconds of a collective over the bytes that a rank sends, in so many messages one after another."""
+        bandwidth = self.collective_bandwidth or self.bandwidth
+        return Curve.affine(fixed_s + messages * self.latency_s, bandwidth, up_to=HUGE_BYTES)
 
 
 class MachineSpec(Record):
@@ -58,6 +67,8 @@ class MachineSpec(Record):
         Accelerators of one host; each is one rank.
     memory_bytes : int
         Of one accelerator.
+    host_memory_bytes : int, optional
+        Of one host; its accelerators share it. None: not known, and offloading is not limited.
     memory_bandwidth : float
         Its peak, bytes per second.
     peak_flops : float
@@ -81,8 +92,10 @@ class MachineSpec(Record):
         Seconds that a kernel takes at least.
     launch_s, layer_s : float
         As in a profile.
-    step_s, step_kernels_s : float
-        Seconds of each of a method's steps that the host takes to issue it, and that its small kernels take.
+    step_s : float
+        Seconds of each of a method's steps that the host takes to issue it.
+    collective_s : float
+        Seconds of a collective beside attention that its link does not take: packing, permuting, waiting for all ranks.
     """
 
     format: Literal["megakv machine"] = "megakv machine"
@@ -92,6 +105,7 @@ class MachineSpec(Record):
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     devices_per_host: int = Field(ge=1)
     memory_bytes: int = Field(gt=0)
+    host_memory_bytes: int | None = Field(default=None, gt=0)
     memory_bandwidth: Positive
     peak_flops: Positive
     fp8_flops: Positive | None = None
@@ -109,13 +123,19 @@ class MachineSpec(Record):
     launch_s: Overhead = 0.0
     layer_s: Overhead = 0.0
     step_s: Overhead = 0.0
-    step_kernels_s: Overhead = 0.0
+    collective_s: Overhead = 0.0
 
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of weights and cache."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype.itemsize
+
+    def host_share(self, accelerators: int) -> int | None:
+        """Host memory of each of so many accelerators, which fill hosts one by one; None: not known."""
+        if self.host_memory_bytes is None:
+            return None
+        return self.host_memory_bytes // min(self.devices_per_host, accelerators)
 
     def hosts(self, ranks: int) -> int:
         """Hosts that so many ranks fill."""
@@ -165,16 +185,18 @@ class MachineSpec(Record):
             combine=Curve.affine(self.kernel_s, bandwidth / COMBINE_BYTES, up_to=HUGE_BYTES),
             exchange=ring.curve(),
             exchange_inside=self.inside.curve(),
+            exchange_collective=self.between.collective(),
             exposed_transfer=self.exposed_transfer,
             exposed_compute=self.exposed_compute,
             straggle=0.0,
-            all_to_all=ring.curve(),
-            all_gather=ring.curve(messages=others),
-            step_overhead_s=dict.fromkeys(METHODS, self.step_kernels_s + (0.0 if captured else self.step_s)),
+            all_to_all=ring.collective(fixed_s=self.collective_s),
+            all_gather=ring.collective(messages=others, fixed_s=self.collective_s),
+            step_overhead_s=dict.fromkeys(METHODS, 0.0 if captured else self.step_s),
             launch_s=0.0 if captured else self.launch_s,
             layer_s=0.0 if captured else self.layer_s,
             host_link=self.host.curve(),
             memory_bytes=self.memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
             devices_per_host=self.devices_per_host,
         )
 
@@ -240,6 +262,7 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         dtype=profile.fingerprint.dtype,  # type: ignore[arg-type]
         devices_per_host=profile.devices_per_host or -(-profile.fingerprint.ranks // profile.fingerprint.hosts),
         memory_bytes=profile.memory_bytes,
+        host_memory_bytes=profile.host_memory_bytes,
         memory_bandwidth=profile.memory_bandwidth,
         peak_flops=peak,
         inside=links[0],

@@ -23,6 +23,7 @@ from megakv.costmodel.kernel_times import (
 from megakv.costmodel.link_times import UNIT_KEYS, UNIT_ROWS, RingCells, exchange, no_links, sum_cells
 from megakv.costmodel.rehearsal import MeetingCells, SmallModelCells
 from megakv.costmodel.stopwatch import ROUNDS, Battery, Cells, Pool, Stopwatch, lower_decile
+from megakv.tracking.machine import machine_info
 
 DEFAULT_SECONDS = 60.0
 DEFAULT_SIZES = (KernelSizes(64, 8, 4), KernelSizes(128, 8, 4))
@@ -98,6 +99,7 @@ def measure_profile(
         sums=meeting.sum_times(times, curves) if meeting else (),
         step_overhead_s={},
         memory_bytes=_memory_bytes(comm, local),
+        host_memory_bytes=min(comm.gather_objects(machine_info()["memory_bytes"])),
         devices_per_host=local,
     )
     # What is left over where all of this is used at once.

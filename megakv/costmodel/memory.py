@@ -8,8 +8,6 @@ from megakv.costmodel.shape import ModelShape
 
 HIDDEN_WIDTHS = 4
 """Tensors of the hidden width at a time: embeddings, a layer's input, its residual, and what was normed."""
-GATE_WIDTHS = 3
-"""Tensors of the feed-forward's width, at its peak: activation, gate and their product."""
 QUERY_WIDTHS = 6
 """Tensors of all query heads, at attention's peak: before and after rotation, and two float32 ones of output."""
 RING_SHARDS = 2
@@ -19,7 +17,8 @@ RING_SHARDS = 2
 def working_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     """Bytes of one token's tensors in one layer."""
     queries = QUERY_WIDTHS * model.heads * model.key_dim
-    widths = HIDDEN_WIDTHS * model.hidden + max(GATE_WIDTHS * model.intermediate, queries) // tp_size
+    gates = model.feed_forward_tensors * model.intermediate * max(layer.active_experts for layer in model.layers)
+    widths = HIDDEN_WIDTHS * model.hidden + max(gates, queries) // tp_size
     return widths * model.element_bytes
 
 
@@ -36,15 +35,19 @@ class RankMemory:
     Parameters
     ----------
     weights, cache, working : int
+        On the accelerator.
+    host : int
+        In host memory: keys and values that are offloaded, and activations that they may be recomputed from.
     """
 
     weights: int
     cache: int
     working: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All that is on the accelerator."""
         return self.weights + self.cache + self.working
 
 

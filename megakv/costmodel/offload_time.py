@@ -7,8 +7,10 @@ from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, group_times, step_seconds
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.scheduler import divide
+from megakv.offload.division import Division
+from megakv.offload.scheduler import divide, split_point
 
 CHUNK_TOKENS = 256
 """Tokens of a chunk of activations, as ``megakv.offload.chunk_tokens``."""
@@ -42,7 +44,16 @@ def layer_costs(
 
 
 def offloaded_ttit(
-    profile: HardwareProfile, link: Curve, model: ModelShape, workload: Workload, method: str, *, tp_size: int = 1
+    profile: HardwareProfile,
+    link: Curve,
+    model: ModelShape,
+    workload: Workload,
+    method: str,
+    *,
+    tp_size: int = 1,
+    plan: str = "auto",
+    weights: bool = False,
+    groups: int = 1,
 ) -> float:
     """Seconds of one decoding step whose layers divide their tokens as the scheduler would.
 
@@ -51,16 +62,58 @@ def offloaded_ttit(
     profile, model, workload, method, tp_size
         As `ttit_seconds`.
     link : Curve
+    plan : str
+        As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is not among them: no data sheet says how
+        fast it is.
+    weights : bool
+        Whether the layers' weights come over the link, too.
+    groups : int
+        Groups of sequences that a layer's weights serve, as ``megakv.offload.num_gpu_batches``.
     """
-    resident = ttit_seconds(profile, model, workload, method, tp_size=tp_size)
-    layers = len(model.layers)
-    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=resident / layers)
-    return layers * divide(costs, -(-workload.total // workload.size), chunk=CHUNK_TOKENS).seconds
+    layers, groups = len(model.layers), min(groups, len(workload.new))
+    device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
+    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s)
+    sent = weight_times(link, model, tp_size=tp_size) if weights else RESIDENT
+    if groups == 1:
+        planned = costs.with_offloaded_weights(kv_weights_s=sent.keys_s, other_weights_s=sent.others_s)
+    else:
+        planned = costs.in_column(weights_s=sent.keys_s + sent.others_s, num_gpu_batches=groups)
+    tokens = -(-workload.total // (workload.size * groups))
+    divisions = {
+        "stream": Division(tokens),
+        "kvpr": split_point(planned, tokens),
+        "chunked": divide(planned, tokens, chunk=CHUNK_TOKENS),
+    }
+
+    def seconds(name: str) -> float:
+        found, chunk = divisions[name], tokens if name == "kvpr" else CHUNK_TOKENS
+        times = group_times(costs, found.recomputed, found.on_host, found.streamed, chunk=chunk, outside_s=0.0)
+        return step_seconds([times] * groups, layers, sent)
+
+    return min(map(seconds, divisions)) if plan == "auto" else seconds(plan if plan in divisions else "stream")
 
 
-def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int = 1) -> float:
-    """Seconds of moving the keys and values of a rank's tokens, all layers, over the link: no prefill is faster."""
-    return len(model.layers) * link.at(tokens * model.attention(tp_size=tp_size).kv_row_bytes)
+def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
+    """Bytes of one layer's weights on one rank, a mean over layers."""
+    return (model.weight_bytes - model.embedding * model.element_bytes) // (len(model.layers) * tp_size)
+
+
+def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1) -> WeightTimes:
+    """Seconds of sending a layer's weights: those of keys and values, and the others."""
+    shape = model.attention(tp_size=tp_size)
+    keys = model.hidden * shape.kv_heads * (shape.key_dim + shape.value_dim) * model.element_bytes
+    return WeightTimes(link.at(keys), link.at(layer_weight_bytes(model, tp_size=tp_size) - keys))
+
+
+def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int = 1, weights: bool = False) -> float:
+    """Seconds that the link takes while a prompt is read: no prefill is faster.
+
+    Keys and values of a rank's tokens go out, layer by layer; weights, where they are off the accelerator, come in
+    meanwhile.
+    """
+    out = link.at(tokens * model.attention(tp_size=tp_size).kv_row_bytes)
+    into = link.at(layer_weight_bytes(model, tp_size=tp_size)) if weights else 0.0
+    return len(model.layers) * max(out, into)
 
 
 def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:

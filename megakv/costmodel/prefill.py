@@ -57,6 +57,8 @@ class PrefillTimes:
             for index, _ in model.layer_kinds
         }
         self._chain = Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens)
+        self._predictions: dict[tuple[int, str, bool], Prediction] = {}
+        self._chains: dict[tuple[Partition, ...], ChainPrediction] = {}
 
     def seconds(self, method: str, partitions: Sequence[Partition] | None = None) -> float:
         """TTFT of a method.
@@ -100,8 +102,8 @@ class PrefillTimes:
             terms["dense"] += sum(count * self._tokens.layer(index, tokens) for index, count in layers.items())
             terms["attention"] = chain.seconds - sum(terms.values())
             return terms
-        parts = [(count, self._layers[index].predict(method)) for index, count in layers.items()]
-        for count, prediction in [*parts, (1, self._layers[final].predict_last(method))]:
+        parts = [(count, self._attention(index, method)) for index, count in layers.items()]
+        for count, prediction in [*parts, (1, self._attention(final, method, last=True))]:
             for name, seconds in prediction.terms.items():
                 terms["exposed" if name in EXPOSED else "attention"] += count * seconds
         terms["dense"] = self.seconds(method) - sum(terms.values())
@@ -109,7 +111,18 @@ class PrefillTimes:
 
     def chain(self, partitions: Sequence[Partition]) -> ChainPrediction:
         """The timeline of the runahead chain."""
-        return self._chain.predict(partitions, self.workload.cached)
+        key = tuple(partitions)
+        if key not in self._chains:
+            self._chains[key] = self._chain.predict(key, self.workload.cached)
+        return self._chains[key]
+
+    def _attention(self, index: int, method: str, *, last: bool = False) -> Prediction:
+        """One layer's attention; seconds and their terms are made from the same prediction."""
+        key = index, method, last
+        if key not in self._predictions:
+            times = self._layers[index]
+            self._predictions[key] = times.predict_last(method) if last else times.predict(method)
+        return self._predictions[key]
 
     def _rings(self, method: str) -> float:
         """Of the rank with the most tokens, where they are spread evenly."""
@@ -125,7 +138,7 @@ class PrefillTimes:
 
         kinds = {self._model.layers[index]: index for index, _ in self._model.layer_kinds}
         kind = kinds[self._model.layers[last]]
-        whole = {index: layer(index, times.predict(method)) for index, times in self._layers.items()}
+        whole = {index: layer(index, self._attention(index, method)) for index in self._layers}
         layers = sum(count * whole[index] for index, count in self._model.layer_kinds) - whole[kind]
-        asked = layer(last, self._layers[kind].predict_last(method), sequences)
+        asked = layer(last, self._attention(kind, method, last=True), sequences)
         return layers + asked + self._tokens.end(sequences, shared=self.workload.size > 1)

@@ -8,12 +8,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
+from megakv.costmodel.config_sizes import biased, experts, feed_forward_width, head_dims, windows
 from megakv.placement import head_counts
 
 LOG_SUM_EXP_COLUMNS = 1
@@ -108,7 +110,7 @@ class ModelShape:
     Parameters
     ----------
     hidden, intermediate, vocab : int
-        Widths; `intermediate` is 0 where the config names none.
+        Widths; `intermediate` is that of the feed-forward, of one expert where there are several.
     heads, kv_heads : int
         Attention heads of the whole model.
     key_dim, value_dim : int
@@ -122,6 +124,8 @@ class ModelShape:
         As in `AttentionShape`.
     partial_bytes : int, optional
         As in `AttentionShape`.
+    fused : bool
+        Whether norms with residuals, rotary embeddings and gates are one kernel each, as other systems have them.
     """
 
     hidden: int
@@ -136,6 +140,7 @@ class ModelShape:
     dtype: torch.dtype
     kernel: Literal["flash", "math"] = "flash"
     partial_bytes: int | None = None
+    fused: bool = False
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
@@ -154,14 +159,14 @@ class ModelShape:
         """
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
-        key_dim, value_dim = _head_dims(text, heads)
+        key_dim, value_dim = head_dims(text, heads)
         if getattr(text, "kv_lora_rank", None) is not None:
             kv_heads = heads
         chosen = dtype or getattr(text, "dtype", None) or torch.float32
         layers, total = _layer_shapes(config, n_layers)
         return cls(
             hidden=text.hidden_size,
-            intermediate=getattr(text, "intermediate_size", None) or 0,
+            intermediate=feed_forward_width(text, experts=any(layer.experts for layer in layers)),
             vocab=text.vocab_size,
             heads=heads,
             kv_heads=kv_heads,
@@ -170,7 +175,7 @@ class ModelShape:
             layers=layers,
             embedding=total - sum(layer.dense + layer.experts for layer in layers),
             dtype=chosen,
-            kernel="math" if _biased(text) else "flash",
+            kernel="math" if biased(text) else "flash",
         )
 
     @classmethod
@@ -214,6 +219,13 @@ class ModelShape:
         projections = self.heads * (self.key_dim + self.value_dim) + self.kv_heads * (self.key_dim + self.value_dim)
         return min(self.hidden * projections, *(layer.dense for layer in self.layers))
 
+    @cached_property
+    def feed_forward_tensors(self) -> int:
+        """Tensors of the feed-forward's width at its peak: activation, gate and product; without a gate two."""
+        layer = max(self.layers, key=lambda each: each.experts)
+        elements = layer.experts / layer.n_experts if layer.experts else layer.dense - self.attention_elements
+        return 3 if elements > 2.5 * self.hidden * self.intermediate else 2
+
     def with_fp8_feed_forward(self) -> ModelShape:
         """The same model with row-wise FP8 weights in its feed-forward layers (``megakv.feed_forward``: ``fp8``)."""
         layers = tuple(replace(layer, fp8=layer.dense - self.attention_elements) for layer in self.layers)
@@ -244,43 +256,22 @@ def local_heads(heads: int, kv_heads: int, tp_size: int) -> tuple[int, int]:
     return -(-heads // tp_size), -(-kv_heads // tp_size)
 
 
-def _head_dims(text: Any, heads: int) -> tuple[int, int]:
-    if getattr(text, "qk_nope_head_dim", None) is not None:
-        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return dim, dim
-
-
-def _biased(text: Any) -> bool:
-    alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
-    return bool(alibi or getattr(text, "attn_logit_softcapping", None))
-
-
-def _windows(text: Any, n_layers: int) -> list[int | None]:
-    window = getattr(text, "sliding_window", None)
-    if not isinstance(window, int) or getattr(text, "use_sliding_window", True) is False:
-        return [None] * n_layers
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * n_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerShape, ...], int]:
     """Weights of every layer, counted on a model without memory, and elements of the whole model."""
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         # An engine's config may name an attention that only its own modules have; that of the copy is another.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    model.tie_weights()
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
     if not lists:
         raise ValueError(f"model type {config.model_type!r} has no list of {n_layers} decoder layers")
     text = config.get_text_config()
-    n_experts = getattr(text, "num_local_experts", None) or getattr(text, "n_routed_experts", None)
-    n_experts = n_experts or getattr(text, "num_experts", None) or 1
-    active = getattr(text, "num_experts_per_tok", None) or 1
+    n_experts, active = experts(text)
     layers = []
-    for layer, window in zip(lists[0], _windows(text, n_layers), strict=True):
-        experts = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}")
-        dense = sum(p.numel() for p in layer.parameters()) - experts
+    for layer, window in zip(lists[0], windows(text, n_layers), strict=True):
+        routed = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}")
+        dense = sum(p.numel() for p in layer.parameters()) - routed
         layers.append(
-            LayerShape(dense, experts, n_experts, active, window) if experts else LayerShape(dense, window=window)
+            LayerShape(dense, routed, n_experts, active, window) if routed else LayerShape(dense, window=window)
         )
     return tuple(layers), sum(p.numel() for p in model.parameters())

@@ -39,7 +39,7 @@ def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int, *, s
     local = min(ranks, profile.devices_per_host or ranks)
     hosts = -(-ranks // local)
     near, near_wait = _summed(inside, nbytes, local)
-    far, far_wait = _summed(profile.exchange, nbytes / local, hosts)
+    far, far_wait = _summed(profile.exchange_collective or profile.exchange, nbytes / local, hosts)
     return max(near + far_wait, far + near_wait)
 
 

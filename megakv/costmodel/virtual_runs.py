@@ -16,7 +16,7 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import rank_memory
 from megakv.costmodel.offload_pipeline import group_times, step_seconds
 from megakv.costmodel.offload_time import CHUNK_TOKENS as ACTIVATION_CHUNK
-from megakv.costmodel.offload_time import layer_costs
+from megakv.costmodel.offload_time import layer_costs, layer_weight_bytes
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -210,7 +210,7 @@ class DecodingRun(VirtualRun):
         )
         row = model.attention(tp_size=tp_size).kv_row_bytes
         inputs = model.hidden * model.element_bytes
-        weights = (model.weight_bytes - model.embedding * model.element_bytes) // (layers * tp_size) * weights_too
+        weights = layer_weight_bytes(model, tp_size=tp_size) * weights_too
         self._sent = LinkBytes(row * division.streamed + inputs * division.recomputed, weights)
         self._weights_s = link.at(weights)
 

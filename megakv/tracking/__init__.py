@@ -14,7 +14,7 @@ from megakv.tracking.metrics import (
     report_from_json,
     report_to_json,
 )
-from megakv.tracking.monitor import Tracker
+from megakv.tracking.monitor import Tracker, log_runs
 from megakv.tracking.offload import OffloadStep
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.timeline import draw_beside, draw_timeline
@@ -37,6 +37,7 @@ __all__ = [
     "draw_timeline",
     "head_balance",
     "load_report",
+    "log_runs",
     "machine_info",
     "peak_memory_bytes",
     "report_from_json",

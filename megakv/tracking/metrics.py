@@ -246,8 +246,8 @@ def report_from_json(text: str | bytes) -> RunReport:
         return _REPORT.validate_json(text, strict=True)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc'])) or 'report'}: {item['msg']}" for item in error.errors()]
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"this is not a MegaKV run report: {'; '.join(problems[:3])}{more}") from None
+        text = "; ".join(problems[:3]) + f" (and {len(problems) - 3} more)" * (len(problems) > 3)
+        raise ValueError(f"this is not a MegaKV run report (megakv.tracking.json writes one): {text}") from None
 
 
 def load_report(path: str | Path) -> RunReport:

@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 
 from megakv.errors import MegaKVError
-from megakv.tracking.config import TrackingConfig
+from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.files import write_whole
 from megakv.tracking.metrics import RunReport, report_to_json
 from megakv.tracking.offload_figure import draw_offload
-from megakv.tracking.tables import by_layer, operations, report_tables
+from megakv.tracking.tables import by_layer, comparison, operations, report_tables
 from megakv.tracking.timeline import draw_timeline
 from megakv.tracking.wandb_run import WandbRunMonitor, check_wandb_installed
 
@@ -136,6 +137,48 @@ class Tracker:
                     f"megakv.tracking.{setting}: the folder {folder} cannot be made ({error.strerror}); "
                     "give a path that this user can write to"
                 ) from error
+
+
+def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig) -> Path:
+    """One W&B run about several runs: their metrics side by side, and of each its tables and its timeline.
+
+    Parameters
+    ----------
+    runs : sequence of (name, report)
+        One or more; ratios are to the first.
+    config : WandbTrackingConfig
+
+    Returns
+    -------
+    Path
+        Folder of the W&B run, for ``wandb sync`` if it is offline.
+
+    Raises
+    ------
+    ValueError
+        If W&B is not installed.
+    MegaKVError
+        If W&B failed; it has said why.
+    """
+    check_wandb_installed(config)
+    names, reports = [name for name, _ in runs], [report for _, report in runs]
+    side_by_side = comparison(reports, names)
+    tables: dict[str, tuple[list[str | int], list[list[Any]]]]
+    tables = {"comparison": (list(side_by_side.columns), list(side_by_side.rows))}
+    for name, report in runs:
+        tables |= {f"{name}/{key}": table for key, table in _tables(report).items()}
+    run = WandbRunMonitor(config, {name: report.config for name, report in runs})
+    run.log_tables(tables)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, report) in enumerate(runs):
+            picture = Path(folder, f"{number}.png")
+            draw_timeline(report, picture)
+            run.log_image(f"{name}/timeline", picture)
+        directory = run.directory
+        run.close()
+    if directory is None:
+        raise MegaKVError("W&B could not be written; the warning above says why")
+    return directory
 
 
 def _tables(report: RunReport) -> dict[str, tuple[list[str | int], list[list[Any]]]]:

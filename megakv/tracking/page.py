@@ -13,7 +13,7 @@ from pathlib import Path
 from megakv.tracking.metrics import RunReport, load_report
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.tables import Cell, Table, comparison, report_tables
-from megakv.tracking.timeline import draw_timeline
+from megakv.tracking.timeline import draw_beside, draw_timeline
 
 MOST_RUNS = 16
 MOST_BYTES = 256 << 20
@@ -29,6 +29,10 @@ TITLES = {
     "offload_steps": "Offloaded keys and values, pass by pass",
     "balance": "KV heads (FairKV)",
 }
+TIMELINE, OFFLOAD = (
+    "Compute and communication of every rank",
+    "Split points, bytes, utilisation and times, pass by pass",
+)
 STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;color:#22282f;margin:2em auto;max-width:80em;padding:0 1em}
 h1,h2,h3{line-height:1.2}h2{margin-top:2em;border-top:1px solid #dde1e6;padding-top:1em}
@@ -73,7 +77,12 @@ def page(runs: Sequence[tuple[str, RunReport]]) -> str:
     names, reports = [name for name, _ in runs], [report for _, report in runs]
     head = "Runs of MegaKV" if len(runs) > 1 else f"Run {names[0]} of MegaKV"
     table = comparison(reports, names)
-    parts = [f"<h1>{escape(head)}</h1>", _overview(runs), f"<h3>Metrics</h3>{_table(table)}"]
+    parts = [f"<h1>{escape(head)}</h1>", _overview(runs)]
+    if len(runs) > 1:
+        order = f"<p>From the top: {escape(', '.join(names))}.</p>"
+        picture = _picture(lambda path: draw_beside(reports, path), TIMELINE)
+        parts += ["<h3>Timelines on one axis of time</h3>", order, picture]
+    parts.append(f"<h3>Metrics</h3>{_table(table)}")
     parts += [_run(name, report) for name, report in runs]
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(head)}</title>'
@@ -101,15 +110,12 @@ def _overview(runs: Sequence[tuple[str, RunReport]]) -> str:
 
 
 def _run(name: str, report: RunReport) -> str:
-    parts = [
-        f"<h2>{escape(name)}</h2>",
-        "<h3>Timeline</h3>",
-        _picture(report, draw_timeline, "Compute and communication of every rank"),
-    ]
+    parts = [f"<h2>{escape(name)}</h2>", "<h3>Timeline</h3>"]
+    parts.append(_picture(lambda path: draw_timeline(report, path), TIMELINE))
     for key, table in report_tables(report).items():
         parts.append(f"<h3>{TITLES[key]}</h3>{_table(table)}")
         if key == "offload":
-            parts.append(_picture(report, draw_offload, "Split points, bytes, utilisation and times, pass by pass"))
+            parts.append(_picture(lambda path: draw_offload(report, path), OFFLOAD))
         if key == "balance" and report.balance is not None:
             found = report.balance
             parts.append(
@@ -126,10 +132,11 @@ def _run(name: str, report: RunReport) -> str:
     return "".join(parts)
 
 
-def _picture(report: RunReport, draw: Callable[[RunReport, Path], None], described: str) -> str:
+def _picture(draw: Callable[[Path], None], described: str) -> str:
+    """What `draw` writes to a file, as a part of the page."""
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder, "picture.png")
-        draw(report, picture)
+        draw(picture)
         data = base64.b64encode(picture.read_bytes()).decode()
     return f'<img alt="{described}" src="data:image/png;base64,{data}">'
 
@@ -163,7 +170,7 @@ def _cell(value: Cell) -> str:
         return "-"
     if isinstance(value, str):
         return escape(value)
-    return f"{value:,}" if isinstance(value, int) or value.is_integer() else f"{value:.4g}"
+    return f"{int(value):,}" if isinstance(value, int) or value.is_integer() else f"{value:.4g}"
 
 
 def _seconds(value: float | None) -> str | None:

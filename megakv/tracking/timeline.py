@@ -1,6 +1,7 @@
 """A picture of a run: what every rank computed, what was in flight, and where it stood still."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,16 +47,16 @@ def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, f
     _write(path, [_rendered(report, window if window is not None else default_window(report))])
 
 
-def draw_beside(first: RunReport, second: RunReport, path: str | Path) -> None:
-    """Draw two runs, such as a simulated and a measured one, above each other on one axis of time.
+def draw_beside(reports: Sequence[RunReport], path: str | Path) -> None:
+    """Draw runs, such as a simulated and a measured one, above each other on one axis of time.
 
     Raises
     ------
     OSError
         If the file cannot be written.
     """
-    end = max(default_window(report)[1] for report in (first, second))
-    _write(path, [_rendered(report, (0.0, end)) for report in (first, second)])
+    end = max(default_window(report)[1] for report in reports)
+    _write(path, [_rendered(report, (0.0, end)) for report in reports])
 
 
 def _write(path: str | Path, pictures: list[NDArray[np.uint8]]) -> None:

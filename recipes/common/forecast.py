@@ -9,10 +9,13 @@ from megakv.attention.choice import CONTIGUOUS
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.offload_time import moved_seconds, offloaded_ttit
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run import DryRun, dry_run
+from megakv.fairkv.budgets import tokens_per_head
 from megakv.runahead.partition import Partition, even, explicit
 from recipes.common.catalogue import RECIPES, Run
 
@@ -26,14 +29,15 @@ class Forecast:
 
     Parameters
     ----------
-    ttft_s, ttit_s : float, optional
-        None where that is not predicted here: weights, or keys and values, off the accelerator or compressed.
+    ttft_s, ttit_s : float
+        Where keys and values are compressed, all heads are taken to keep as many: what uneven budgets cost beyond that
+        depends on the prompt.
     prefill, decode : str
         Methods; of ``auto`` those that are predicted to be fastest.
     """
 
-    ttft_s: float | None
-    ttit_s: float | None
+    ttft_s: float
+    ttit_s: float
     prefill: str
     decode: str
 
@@ -64,16 +68,27 @@ def rehearse(name: str, run: Run) -> DryRun:
 def forecast(name: str, run: Run) -> Forecast:
     """What the cost model predicts for a recipe's run."""
     config = load_run(name, run)
-    section, size = config.megakv, config.cp_size
     model = ModelShape.from_path(RECIPES / name, dtype=config.dtype)
-    if section.feed_forward == "fp8":
+    if config.megakv.feed_forward == "fp8":
         model = model.with_fp8_feed_forward()
-    profile = hardware(run.hardware).on_mesh(cp_size=size, tp_size=config.tp_size)
-    lengths = (run.context,) * run.batch
+    profile = hardware(run.hardware).on_mesh(cp_size=config.cp_size, tp_size=config.tp_size)
+    prefills, decodes = _prefills(config, run, profile, model), _decodes(config, run, profile, model)
+    prefill, decode = min(prefills, key=prefills.__getitem__), min(decodes, key=decodes.__getitem__)
+    return Forecast(
+        ttft_s=prefills[prefill],
+        ttit_s=decodes[decode],
+        prefill=prefill if config.cp_size > 1 else "one context-parallel rank",
+        decode=decode,
+    )
+
+
+def _prefills(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: ModelShape) -> dict[str, float]:
+    """TTFT by method."""
+    section, size = config.megakv, config.cp_size
     times = PrefillTimes(
         profile,
         model,
-        Workload(lengths, (0,) * run.batch, size),
+        Workload((run.context,) * run.batch, (0,) * run.batch, size),
         tp_size=config.tp_size,
         kv=section.runahead.kv,
         chunk_tokens=section.runahead.chunk_tokens,
@@ -81,19 +96,41 @@ def forecast(name: str, run: Run) -> Forecast:
     chosen = section.context_parallel.prefill
     partitions = _partitions(section.runahead.partition, run.context, size, run.batch)
     names = PREFILLS if chosen == "auto" and size > 1 else ("pass_kv" if size == 1 else chosen,)
-    prefills = {method: times.seconds(method, partitions if method in CONTIGUOUS else None) for method in names}
-    step = Workload((1,) * run.batch, lengths, size)
+    least = 0.0
+    if section.offload.enabled and profile.host_link is not None:
+        tokens = -(-run.context * run.batch // size)
+        weights = section.offload.weights
+        least = moved_seconds(profile.host_link, model, tokens, tp_size=config.tp_size, weights=weights)
+    return {name: max(least, times.seconds(name, partitions if name in CONTIGUOUS else None)) for name in names}
+
+
+def _decodes(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: ModelShape) -> dict[str, float]:
+    """TTIT by method, behind the prompt."""
+    section, budget, link = config.megakv, config.megakv.fairkv.budget, profile.host_link
+    # One rank that gathers all keys and values decodes alone.
+    size = 1 if section.runahead.kv == "last" else config.cp_size
+    held = run.context if budget is None else round(tokens_per_head(budget, run.context, 1))
+    step = Workload((1,) * run.batch, (held,) * run.batch, size)
     wanted = section.context_parallel.decode
-    methods = DECODES if wanted == "auto" and size > 1 else ("pass_q" if size == 1 else wanted,)
-    decodes = {method: ttit_seconds(profile, model, step, method, tp_size=config.tp_size) for method in methods}
-    prefill, decode = min(prefills, key=prefills.__getitem__), min(decodes, key=decodes.__getitem__)
-    elsewhere = section.offload.enabled or section.fairkv.budget is not None or section.runahead.kv == "last"
-    return Forecast(
-        ttft_s=None if section.offload.weights else prefills[prefill],
-        ttit_s=None if elsewhere else decodes[decode],
-        prefill=prefill if size > 1 else "one context-parallel rank",
-        decode=decode,
-    )
+    names = DECODES if wanted == "auto" and size > 1 else ("pass_q" if size == 1 else wanted,)
+
+    def seconds(method: str) -> float:
+        offload = section.offload
+        if not offload.enabled or link is None:
+            return ttit_seconds(profile, model, step, method, tp_size=config.tp_size)
+        return offloaded_ttit(
+            profile,
+            link,
+            model,
+            step,
+            method,
+            tp_size=config.tp_size,
+            plan=offload.method,
+            weights=offload.weights,
+            groups=offload.num_gpu_batches,
+        )
+
+    return {name: seconds(name) for name in names}
 
 
 def _partitions(given: Any, context: int, size: int, batch: int) -> tuple[Partition, ...]:

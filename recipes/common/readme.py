@@ -26,10 +26,13 @@ bash recipes/{name}/run.sh --model DIR --prompt-file book.txt --question "Who di
 bash recipes/{name}/run.sh --model DIR --hostfile hosts --config {last} --prompt-file book.txt
 ```
 
+A hostfile has a line `NAME slots=RANKS` for each host; [several hosts](../../docs/hosts.md) says what they need.
+
 """
 FOOT = """
 Times are the cost model's, for the machine named; memory is counted by the dry run on the fullest rank, tensors of a
-layer as the cost model estimates them. `python -m recipes.common.readme` writes this file.
+layer as the cost model estimates them. Heads of a compressed cache are taken to keep equally many tokens. This file is
+written by `python -m recipes.common.readme`, the planned configs by `python -m recipes.common.plans`.
 """
 
 
@@ -84,9 +87,9 @@ def _prediction(run: Run, times: Forecast, found: DryRun) -> str:
         f"`{run.config}`",
         f"{f'{run.batch} x ' if run.batch > 1 else ''}{run.context:,}",
         times.prefill,
-        "" if times.ttft_s is None else seconds(times.ttft_s),
+        seconds(times.ttft_s),
         "" if run.published_ttft_s is None else f"{run.published_ttft_s:g} s",
-        "" if times.ttit_s is None else seconds(times.ttit_s),
+        seconds(times.ttit_s),
         *(f"{size / GB:.1f}" for size in memory),
     ]
     return f"| {' | '.join(cells)} |"

@@ -98,6 +98,11 @@ def run_ranks(
     return result
 
 
+def run_command(command: Sequence[str | Path], *, timeout: float, env: dict[str, str] | None = None) -> Result:
+    """Runs a command that starts ranks itself; its environment, time limit and result are as of `run_ranks`."""
+    return _run_once(list(map(str, command)), timeout, env or {})
+
+
 def run_forked(
     script: str | Path,
     commands: Sequence[Sequence[str | Path]],

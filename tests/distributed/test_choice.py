@@ -90,6 +90,7 @@ def test_commands_measure_and_write(tmp_path: Path) -> None:
     measured = load_profile(profile)
     assert shown["machine"] == measured.fingerprint.model_dump()
     assert (measured.fingerprint.ranks, measured.ring_size, measured.fingerprint.dtype) == (2, 2, "float32")
+    assert measured.host_memory_bytes == pytest.approx(2 * (measured.memory_bytes or 0), rel=0.01)
     assert 1e6 < measured.bandwidth < 1e12
     assert all(1e8 < table.flops < 1e15 for table in measured.attention)
     result = megakv(

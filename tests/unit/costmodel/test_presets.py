@@ -17,6 +17,7 @@ from megakv.costmodel.memory import rank_memory
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS, hardware
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.tensor_parallel import all_reduce_seconds
 from tests.unit.costmodel.profiles import ideal
 
 LLAMA3_405B = ModelShape.from_config(
@@ -71,6 +72,24 @@ def test_a_ring_inside_a_host_has_the_links_inside() -> None:
         spec.profile(tp_size=0)
 
 
+def test_collectives_between_hosts_fill_the_link() -> None:
+    spec = PRESETS["h100-rdma"]
+    apart, together = spec.profile(cp_size=4, tp_size=8), spec.profile(cp_size=2, tp_size=2)
+    assert spec.between.collective_bandwidth == pytest.approx(apart.all_to_all.bandwidth)
+    assert apart.exchange.bandwidth < apart.all_to_all.bandwidth == pytest.approx(apart.all_gather.bandwidth)
+    assert together.all_to_all.bandwidth == pytest.approx(spec.inside.bandwidth)
+    assert apart.all_to_all.latency == pytest.approx(spec.between.latency_s + spec.collective_s, rel=1e-3)
+    # A sum over hosts is such a collective, too.
+    slow = apart.model_copy(update={"exchange_collective": None})
+    assert all_reduce_seconds(apart, 1e9, 64) < 0.7 * all_reduce_seconds(slow, 1e9, 64)
+
+
+def test_accelerators_share_the_memory_of_their_host() -> None:
+    spec = PRESETS["h100-rdma"]
+    assert [spec.host_share(count) for count in (1, 3, 64)] == [2000 * 10**9, 2000 * 10**9 // 3, 250 * 10**9]
+    assert spec.model_copy(update={"host_memory_bytes": None}).host_share(4) is None
+
+
 def test_the_memory_of_405b() -> None:
     memory = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8)
     # FP8 feed-forward weights: 330 billion of one byte, 76 billion of two; of those, embeddings and head are whole.
@@ -111,10 +130,10 @@ def test_files(tmp_path: Path) -> None:
 
 def test_a_measured_profile_is_used_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    measured = PRESETS["cpu"].profile(cp_size=3).model_copy(update={"memory_bytes": 123})
+    measured = PRESETS["cpu"].profile(cp_size=3).model_copy(update={"memory_bytes": 123, "host_memory_bytes": 456})
     measured.save(path)
     machine = hardware(path)
     assert machine.on_mesh(cp_size=5, tp_size=7) == measured
-    assert machine.spec.memory_bytes == 123
+    assert (machine.spec.memory_bytes, machine.spec.host_memory_bytes) == (123, 456)
     with pytest.raises(ValueError, match="memory_bytes"):
         machine_of(ideal())

@@ -1,6 +1,7 @@
 """Sizes of models, from their configs alone, against published counts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
 )
 
+from megakv.costmodel.memory import working_bytes
 from megakv.costmodel.shape import LayerShape, ModelShape
 from tests.families import FAMILIES
+
+UNGATED = {"opt", "falcon", "falcon_mqa", "falcon_alibi", "gpt_neox", "gpt_j", "bloom", "mpt", "phi", "starcoder2"}
 
 
 def llama_405b() -> LlamaConfig:
@@ -89,6 +94,18 @@ def test_windows_and_kernels() -> None:
     assert ModelShape.from_config(falcon).kv_heads == 1
 
 
+def test_what_a_token_holds_in_a_layer() -> None:
+    sizes = {"hidden_size": 4096, "word_embed_proj_dim": 4096, "ffn_dim": 16384, "num_attention_heads": 32}
+    shape = ModelShape.from_config(OPTConfig(num_hidden_layers=2, **sizes), dtype=torch.float16)
+    # Its feed-forward before and after the activation.
+    assert working_bytes(shape) == 2 * (4 * 4096 + 2 * 16384)
+    falcon = ModelShape.from_config(FalconConfig(num_hidden_layers=2), dtype=torch.bfloat16)
+    assert falcon.intermediate == 4 * 4544
+    assert working_bytes(falcon, tp_size=2) == 2 * (4 * 4544 + 4 * 4544)
+    mixtral = ModelShape.from_config(MixtralConfig(num_hidden_layers=2), dtype=torch.bfloat16)
+    assert working_bytes(mixtral) == 2 * (4 * 4096 + 2 * 3 * 14336)
+
+
 def test_missed_experts_of_a_dense_layer() -> None:
     assert LayerShape(10).touched(3) == 10
 
@@ -130,6 +147,9 @@ def test_every_family_has_a_shape(family: str) -> None:
     assert sum(count for _, count in shape.layer_kinds) == len(shape.layers)
     assert shape.heads % shape.kv_heads == 0
     assert all(0 < layer.multiplied(1) <= layer.dense + layer.experts for layer in shape.layers)
+    others = [p.shape for name, p in model.named_parameters() if not re.search("attn|attention", name)]
+    assert {shape.intermediate, 2 * shape.intermediate} & {size for sizes in others for size in sizes}
+    assert shape.feed_forward_tensors == (2 if family in UNGATED else 3)
 
 
 def test_config_of_an_engine_is_left_as_it_is() -> None:

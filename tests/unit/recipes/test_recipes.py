@@ -9,6 +9,7 @@ import pytest
 from megakv.config import load_config
 from recipes.common.catalogue import RECIPES, find_run, load_recipe, names
 from recipes.common.forecast import forecast
+from recipes.common.plans import accelerators, planned
 from recipes.common.readme import document, seconds
 from recipes.common.rehearsal import main
 
@@ -48,6 +49,15 @@ def test_every_config_has_a_purpose(name: str) -> None:
     assert configs == {run.config for run in load_recipe(name).runs}
     for config in configs:
         load_config(RECIPES / name / config)
+
+
+@pytest.mark.parametrize("name", names())
+def test_planned_configs_are_what_the_planner_says(name: str) -> None:
+    runs = [run for run in load_recipe(name).runs if accelerators(run) is not None]
+    assert runs
+    for run in runs:
+        written = json.loads((RECIPES / name / run.config).read_text())
+        assert planned(name, run) == written, "python -m recipes.common.plans writes it anew"
 
 
 def test_the_papers_headline_is_predicted() -> None:

@@ -42,7 +42,7 @@ def rows(path: Path) -> list[list[str]]:
 
 WANDB_SCRIPT = """
 import os, sys, wandb
-from megakv.tracking import Tracker, TrackingConfig, load_report
+from megakv.tracking import Tracker, TrackingConfig, load_report, log_runs
 before = dict(os.environ)
 users = wandb.init(mode="offline", project="of-the-user", settings=wandb.Settings(silent=True))
 config = TrackingConfig(wandb={"enabled": True, "name": "the-name", "group": "the-group"}, json="out/report.json")
@@ -53,6 +53,7 @@ tracker.log({"loss/first": 1.5, "speed": 12.25}, 0)
 tracker.log({"loss/first": 2.75}, 1)
 tracker.log_report(load_report(sys.argv[1]))
 assert wandb.run is users, "the user's own run is left alone"
+print(log_runs([("one", load_report(sys.argv[1])), ("two", load_report(sys.argv[1]))], config.wandb))
 print(tracker.wandb_directory)
 tracker.close()
 tracker.close()
@@ -68,7 +69,7 @@ def test_real_wandb_offline(report, tmp_path):
     pytest.importorskip("wandb")
     (tmp_path / "given.json").write_text(report_to_json(report))
     child = run_child(WANDB_SCRIPT, tmp_path, "given.json")
-    directory = Path(child.stdout.strip().splitlines()[-1])
+    several, directory = map(Path, child.stdout.strip().splitlines()[-2:])
     assert directory.parent == tmp_path / "wandb" and directory.name.startswith("offline-run-")
     assert "wandb:" not in child.stderr, child.stderr
     [log] = directory.glob("run-*.wandb")
@@ -82,6 +83,10 @@ def test_real_wandb_offline(report, tmp_path):
     assert data["columns"][:5] == ["rank", "operation", "layer", "calls", "bytes_sent"]
     expected = [traffic.bytes_sent for rank in report.ranks for traffic in rank.traffic]
     assert expected and [row[4] for row in data["data"]] == expected
+    [table] = several.glob("files/media/table/comparison_*.json")
+    data = json.loads(table.read_text())
+    assert data["columns"] == ["metric", "one", "two", "two / one"] and data["data"][0][1] == report.scalars()["ttft_s"]
+    assert len(list(several.glob("files/media/images/*/timeline_*.png"))) == 2
     assert load_report(tmp_path / "out" / "report.json") == report
 
 

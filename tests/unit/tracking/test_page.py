@@ -67,8 +67,8 @@ def test_page_has_every_part_and_needs_nothing_else(report: RunReport) -> None:
     html = page([("first", report), ("second", random_report(random.Random(8), cp=4, tp=1))])
     reader = read(html)
     assert all(address.startswith("data:image/png;base64,") for address in reader.addresses)
-    # Two timelines, and a picture of what was offloaded.
-    assert len(reader.addresses) == 3
+    # A timeline of each, both on one axis, and a picture of what was offloaded.
+    assert len(reader.addresses) == 4
     assert not re.search(r"https?://|url\(|@import", html)
     for part in ("Balance of tokens", "Communication", "Prefill: predicted", "Offloaded keys", "KV heads (FairKV)"):
         assert part in reader.text

@@ -1,0 +1,173 @@
+"""What fits: the meshes of some accelerators on which a model has room, the ways to make it, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from megakv.costmodel.choices import MOST_GPUS, Demand, Fit, Mesh, Rejection, meshes
+from megakv.costmodel.machine_spec import MachineSpec
+from megakv.costmodel.memory import RankMemory, rank_memory
+from megakv.costmodel.offload_time import host_bytes
+from megakv.costmodel.shape import ModelShape
+
+RESERVE = 0.05
+"""What part of an accelerator's memory is left to allocator and libraries."""
+HOST_RESERVE = 0.1
+"""What part of a host's memory is left to its system and to the processes themselves."""
+BUDGETS = (0.5, 0.25, 0.125)
+"""Shares of keys and values that compression is offered with."""
+GB = 1e9
+
+
+class Fitting:
+    """Memory of one model on one kind of machine.
+
+    Parameters
+    ----------
+    spec : MachineSpec
+    model : ModelShape
+    """
+
+    def __init__(self, spec: MachineSpec, model: ModelShape):
+        self._spec = spec
+        self._model = model
+
+    @property
+    def room(self) -> int:
+        """Bytes of one accelerator that may be used."""
+        return int(self._spec.memory_bytes * (1 - RESERVE))
+
+    def host_room(self, gpus: int) -> int | None:
+        """Bytes of host memory that each of so many accelerators may use; None: not known."""
+        share = self._spec.host_share(gpus)
+        return None if share is None else int(share * (1 - HOST_RESERVE))
+
+    def shape(self, fit: Fit) -> ModelShape:
+        """The model as it is made to fit."""
+        return self._fp8_model if fit.fp8 else self._model
+
+    def memory(self, demand: Demand, mesh: Mesh, fit: Fit, *, longest: int | None = None) -> RankMemory:
+        """Memory of the fullest rank.
+
+        Parameters
+        ----------
+        demand : Demand
+        mesh : Mesh
+        fit : Fit
+        longest : int, optional
+            New tokens of a sequence on the rank with most; None: they are spread evenly.
+        """
+        new = -(-demand.context // mesh.cp_size) if longest is None else longest
+        memory = rank_memory(
+            self.shape(fit),
+            context=max(demand.longest, new * mesh.cp_size + demand.cached + demand.new_tokens),
+            batch=demand.batch,
+            new=new * mesh.cp_size,
+            cp_size=mesh.cp_size,
+            tp_size=mesh.tp_size,
+            kept_share=fit.kept_share,
+            offloaded_share=float(fit.offload),
+        )
+        if not fit.offload:
+            return memory
+        tokens = -(-demand.longest * demand.batch // mesh.cp_size)
+        return replace(memory, host=host_bytes(self._model, tokens, tp_size=mesh.tp_size))
+
+    def candidates(self, demand: Demand) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
+        """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps."""
+        fp8 = [Fit(fp8=True)] if self._spec.fp8_flops is not None else []
+        found, rejected = self._those(demand, [Fit(), *fp8, Fit(offload=True)])
+        if found:
+            return found, rejected
+        budgets = [Fit(kept_share=share) for share in BUDGETS]
+        found, more = self._those(demand, [*budgets, *(replace(fit, fp8=True) for fit in budgets for _ in fp8)])
+        return found, rejected + more
+
+    def missing(self, demand: Demand) -> str:
+        """What would do where nothing fits: memory of a rank, more ranks, host memory, or what is not exact."""
+        tried = list(meshes(self._model, demand))
+        closest = min((self.memory(demand, mesh, Fit()) for mesh in tried), key=lambda each: each.total)
+        text = (
+            f"no plan fits {demand.gpus} x {self._spec.memory_bytes / GB:.0f} GB ({self._spec.name}): the smallest "
+            f"{self._too_large(closest)}; {self._enough(demand)}"
+        )
+        if offloaded := self._least_host(demand, tried):
+            text += f"; with keys and values off the accelerator {offloaded}"
+        if not demand.lossy:
+            found, _ = self.candidates(replace(demand, lossy=True))
+            if found:
+                mesh, fit, _ = found[0]
+                text += f"; with --allow-lossy: {mesh}, {fit}"
+        return text
+
+    def too_large(self, demand: Demand, memory: RankMemory) -> str | None:
+        """Why a rank has no room, with the numbers; None where it has."""
+        if memory.total > self.room:
+            return self._too_large(memory)
+        room = self.host_room(demand.gpus)
+        if room is None or not memory.host:
+            return None
+        # Without an accelerator both are the same memory.
+        held = memory.total if self._spec.accelerator == "cpu" else 0
+        if memory.host + held <= room:
+            return None
+        beside = f" beside {held / GB:.1f} GB in use" if held else ""
+        share = min(self._spec.devices_per_host, demand.gpus)
+        return (
+            f"needs {memory.host / GB:.1f} GB of host memory a rank{beside}, there are {room / GB:.1f} "
+            f"({(self._spec.host_memory_bytes or 0) / GB:.0f} GB a host, {share} of its accelerators share them)"
+        )
+
+    @cached_property
+    def _fp8_model(self) -> ModelShape:
+        return self._model.with_fp8_feed_forward()
+
+    def _those(self, demand: Demand, fits: Sequence[Fit]) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
+        found: list[tuple[Mesh, Fit, RankMemory]] = []
+        rejected: list[Rejection] = []
+        for mesh in meshes(self._model, demand):
+            # Tried in this order, and the cache is touched only where less does not do.
+            cached_fits = False
+            for fit in fits:
+                if cached_fits and not fit.fp8:
+                    continue
+                memory = self.memory(demand, mesh, fit)
+                reason = self.too_large(demand, memory)
+                if reason is not None:
+                    rejected.append(Rejection(f"{mesh} {fit}".strip(), reason))
+                elif fit.fp8 and not demand.fp8 or fit.kept_share < 1 and not demand.lossy:
+                    rejected.append(Rejection(f"{mesh} {fit}", "not exact: --allow-lossy admits it"))
+                else:
+                    found.append((mesh, fit, memory))
+                cached_fits |= reason is None and not fit.fp8
+        return found, rejected
+
+    def _too_large(self, memory: RankMemory) -> str:
+        parts = ", ".join(f"{name} {getattr(memory, name) / GB:.1f}" for name in ("weights", "cache", "working"))
+        return f"needs {memory.total / GB:.1f} GB a rank ({parts}), there are {self.room / GB:.1f}"
+
+    def _enough(self, demand: Demand) -> str:
+        """How many ranks would do."""
+        more = demand.gpus
+        while more < MOST_GPUS:
+            more = min(2 * more, MOST_GPUS)
+            larger = replace(demand, gpus=more)
+            enough = [mesh for mesh in meshes(self._model, larger) if self._has_room(larger, mesh)]
+            if enough:
+                least = min(enough, key=lambda mesh: mesh.ranks)
+                return f"{least.ranks} ranks would do ({least})"
+        return "more ranks would not help: one rank's share of the weights is too large"
+
+    def _has_room(self, demand: Demand, mesh: Mesh) -> bool:
+        return self.memory(demand, mesh, Fit()).total <= self.room
+
+    def _least_host(self, demand: Demand, tried: Sequence[Mesh]) -> str | None:
+        """What offloading lacks where only host memory is short; None where it would not help."""
+        offloaded = [(mesh, self.memory(demand, mesh, Fit(offload=True))) for mesh in tried]
+        short = [(mesh, memory) for mesh, memory in offloaded if memory.total <= self.room]
+        if not short:
+            return None
+        mesh, memory = min(short, key=lambda pair: pair[1].host)
+        return f"{mesh} {self.too_large(demand, memory)}"
