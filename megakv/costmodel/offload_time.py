@@ -63,8 +63,8 @@ def offloaded_ttit(
         As `ttit_seconds`.
     link : Curve
     plan : str
-        As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is not among them: no data sheet says how
-        fast it is.
+        As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is not among them: no data
+        sheet says how fast it is.
     weights : bool
         Whether the layers' weights come over the link, too.
     groups : int
