@@ -32,7 +32,7 @@ class FairKVConfig(DeepSpeedConfigModel):
 
     reduce: Literal["mean", "peak"] | None = None
     """What counts of the observed attention (the same methods; mean). Where the question is not known yet, the peak
-    over the whole prompt finds what a question may ask for."""
+    over the whole prompt, looks at the ``pool`` tokens before a query aside, finds what a question may ask for."""
 
     pool: int | None = None
     """Neighbouring tokens that share the highest of their scores (the same methods; 7)."""
