@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def find_async_io(asked: str) -> tuple[Any, str]:
     Parameters
     ----------
     asked : str
-        ``aio`` builds it where that has not been done yet, which takes a minute; ``auto`` takes it where DeepSpeed was
+        ``aio`` builds it where that has not been done yet, which takes minutes; ``auto`` takes it where DeepSpeed was
         installed with it; ``files`` takes none.
     """
     accelerator = get_accelerator()
@@ -55,11 +56,18 @@ def find_async_io(asked: str) -> tuple[Any, str]:
         return None, f"DeepSpeed cannot load it: {error}"
 
 
+def _libaio() -> ctypes.CDLL | None:
+    # Debian has changed its name.
+    for name in ("libaio.so.1", "libaio.so.1t64"):
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    return None
+
+
 def _refused() -> str | None:
     """What the system does not allow; DeepSpeed's library ends the process where it meets that."""
-    try:
-        library, libc = ctypes.CDLL("libaio.so.1"), ctypes.CDLL(None)
-    except OSError:
+    library, libc = _libaio(), ctypes.CDLL(None)
+    if library is None:
         return "the library libaio is not installed"
     context = ctypes.c_void_p()
     status = library.io_setup(HALF_BYTES // BLOCK_BYTES, ctypes.byref(context))

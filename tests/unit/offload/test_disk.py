@@ -138,6 +138,8 @@ def test_requests_that_fail_are_made_good(asynchronous: Any, tmp_path: Path) -> 
         found = bytearray(600_000)
         reader.read(1000, memoryview(found))
         assert found == content[1000:601_000]
+        # Some file systems do not mind.
+        assert reader.refused in (0, 5)
 
 
 def test_missing_asynchronous_io_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
