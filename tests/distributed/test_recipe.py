@@ -1,7 +1,8 @@
-"""A recipe's run script starts real ranks: on this host, from a hostfile, and none for a dry run."""
+"""A recipe's run script starts real ranks on this host, and none for a dry run; tests/hosts gives it a hostfile."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,45 +13,48 @@ RECIPES = ROOT / "recipes"
 RECIPE = "llama_7b_mqa"
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The run scripts and one recipe, with the environment of this process in place of set-up."""
-    root = tmp_path / "checkout"
-    (root / "scripts").mkdir(parents=True)
-    (root / "scripts" / "setup.sh").write_text(":\n")
-    (root / "launcher").symlink_to(ROOT / "launcher")
-    folder = root / "recipes" / RECIPE
-    folder.mkdir(parents=True)
+def make_checkout(folder: Path) -> Path:
+    """The run scripts and one recipe, with the environment of this process in place of set-up; gives its run.sh."""
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "scripts" / "setup.sh").write_text(":\n")
+    (folder / "launcher").symlink_to(ROOT / "launcher")
+    recipe = folder / "recipes" / RECIPE
+    recipe.mkdir(parents=True)
     for path in (RECIPES / "run.sh", *(RECIPES / RECIPE).iterdir()):
-        (root / "recipes" / path.relative_to(RECIPES)).write_bytes(path.read_bytes())
-    return root
-
-
-def run(checkout: Path, *words: str | Path) -> Result:
-    """The recipe's own script."""
-    return run_command(["bash", checkout / "recipes" / RECIPE / "run.sh", *words], timeout=240).check()
-
-
-@pytest.mark.parametrize("hostfile", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_ranks_read_a_prompt(checkout: Path, tmp_path: Path, hostfile: bool) -> None:
-    """With a configuration of its own folder: a bare name is looked for there."""
-    model, prompt, out = save_model(tmp_path / "model"), tmp_path / "prompt.txt", tmp_path / "out.json"
-    prompt.write_text(prose(53))
+        (folder / "recipes" / path.relative_to(RECIPES)).write_bytes(path.read_bytes())
     settings = {"dtype": "fp32", "megakv": {"context_parallel": {"size": 2}}}
-    (checkout / "recipes" / RECIPE / "tiny.json").write_text(json.dumps(settings))
-    where: list[str | Path] = []
-    if hostfile:
-        (tmp_path / "hosts").write_text("localhost slots=2\n")
-        where = ["--hostfile", tmp_path / "hosts"]
-    words: list[str | Path] = ["--model", model, "--config", "tiny.json", *where, "--prompt-file", prompt, "--compare"]
-    run(checkout, *words, "--max-new-tokens", "3", "--json", out)
-    outcome = json.loads(out.read_text())
+    (recipe / "tiny.json").write_text(json.dumps(settings))
+    return recipe / "run.sh"
+
+
+def words_of_a_run(folder: Path) -> list[str]:
+    """Arguments for a tiny model; a configuration's bare name is looked for in the recipe; out.json is the outcome."""
+    prompt = folder / "prompt.txt"
+    prompt.write_text(prose(53))
+    words = ["--model", save_model(folder / "model"), "--config", "tiny.json", "--prompt-file", prompt, "--compare"]
+    return [*map(str, words), "--max-new-tokens", "3", "--json", str(folder / "out.json")]
+
+
+def check_outcome(folder: Path) -> dict[str, Any]:
+    """Two ranks read the prompt and generated what one process does."""
+    outcome: dict[str, Any] = json.loads((folder / "out.json").read_text())
     assert outcome["tokens_equal"] is True and outcome["mesh"] == {"cp": 2, "tp": 1}
     assert (outcome["prompt_tokens"], outcome["new_tokens"]) == (53, 3)
+    return outcome
+
+
+def run(script: Path, *words: str) -> Result:
+    """The recipe's own script."""
+    return run_command(["bash", script, *words], timeout=240).check()
+
+
+def test_ranks_read_a_prompt(tmp_path: Path) -> None:
+    run(make_checkout(tmp_path / "checkout"), *words_of_a_run(tmp_path))
+    check_outcome(tmp_path)
 
 
 @pytest.mark.full
-def test_dry_run_starts_none(checkout: Path) -> None:
-    result = run(checkout, "--dry-run", "--config", "kvr_cp4.json")
+def test_dry_run_starts_none(tmp_path: Path) -> None:
+    result = run(make_checkout(tmp_path / "checkout"), "--dry-run", "--config", "kvr_cp4.json")
     assert "CP 4 x TP 1" in result.stdout and "all shapes fit, all shards add up" in result.stdout
     assert "fits: at most " in result.stdout and "CP 8" not in result.stdout
