@@ -7,7 +7,15 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.arguments import DTYPES, add_rank_arguments, check_positive, check_rank_arguments, method_names
+from harness.arguments import (
+    DTYPES,
+    add_profile_argument,
+    add_rank_arguments,
+    check_positive,
+    check_profile_argument,
+    check_rank_arguments,
+    method_names,
+)
 from harness.ranks import is_rank, serve, start_ranks
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; ends with a message if it is impossible."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_rank_arguments(parser)
+    add_profile_argument(parser)
     parser.add_argument("--quick", action="store_true", help=f"smaller and fewer: {QUICK} instead of {FULL}")
     parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences decoded together (default 4)")
@@ -59,6 +68,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     check_rank_arguments(parser, arguments)
+    check_profile_argument(parser, arguments)
     sizes = ("batch", "kept", "engine-kept", "sigma", "layers", "kv-heads", "group", "head-dim")
     check_positive(parser, arguments, *sizes, "engine-group", "hidden", "intermediate", "vocab")
     check_positive(parser, arguments, "steps", "tokens", "repeats", "cell-seconds")
@@ -176,6 +186,7 @@ def measure_attention(
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, as one of the ranks, and report from rank 0."""
+    from harness.fairkv_predictions import predicted_seconds
     from harness.fairkv_report import draw, show, summarise
     from harness.mapped_engines import measure_engines
     from harness.report import describe_machine, publish
@@ -186,10 +197,13 @@ def run(arguments: argparse.Namespace) -> None:
     parts: dict[str, list[dict[str, Any]]] = {}
     if "attention" in arguments.parts:
         divisions = make_divisions(arguments, arguments.methods, arguments.kept)
-        parts["attention"] = measure_attention(arguments, world, divisions)
+        predicted = predicted_seconds(world, arguments, "attention", divisions)
+        parts["attention"] = [row | predicted[row["method"]] for row in measure_attention(arguments, world, divisions)]
     if "engine" in arguments.parts and engine_methods(arguments):
         divisions = make_divisions(arguments, engine_methods(arguments), arguments.engine_kept)
-        parts["engine"] = measure_engines(engine_arguments(arguments), world, divisions)
+        given = engine_arguments(arguments)
+        predicted = predicted_seconds(world, given, "engine", divisions)
+        parts["engine"] = [row | predicted[row["method"]] for row in measure_engines(given, world, divisions)]
     if world.rank == 0:
         summary = {part: summarise(rows) for part, rows in parts.items()}
         titles = {

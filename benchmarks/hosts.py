@@ -120,7 +120,7 @@ def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[t
 
     Every rank must call it.
     """
-    from harness.predictions import predictions_of
+    from harness.predictions import predictions_of, shape_of
     from harness.profiles import keep_profile, measured_profile
     from harness.rated import set_rate
 
@@ -131,7 +131,7 @@ def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[t
     for rate in (UNLIMITED, arguments.rate):
         set_rate(rate, world)
         measuring = measured_profile(
-            world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout, tp_size=inside
+            world, shape_of(model), seconds=arguments.profile_seconds, timeout_s=arguments.timeout, tp_size=inside
         )
         with measuring as profile:
             predictions = predictions_of(profile, world, model, tp_size=inside)

@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin
     from harness.policies import Policies
-    from harness.predictions import predictions_of
+    from harness.predictions import predictions_of, shape_of
     from harness.profiles import keep_profile, measured_profile
     from harness.report import describe_machine
     from harness.sampling import measure
@@ -124,7 +124,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.config is not None:
         policies.use_config(arguments.config.replace("{rate}", arguments.rate))
     elif arguments.profile_seconds:
-        measuring = measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
+        measuring = measured_profile(
+            world, shape_of(model), seconds=arguments.profile_seconds, timeout_s=arguments.timeout
+        )
         with measuring as profile:
             policies.use_profile(profile)
             predictions = predictions_of(profile, world, model)

@@ -168,6 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _profile(arguments: argparse.Namespace, group: Group, world: Any, model: Any) -> Iterator[str | None]:
     """The hardware profile of a group: given, kept by an earlier run, measured now, or none."""
+    from harness.predictions import shape_of
     from harness.profiles import measured_profile
 
     path = profile_path(group, arguments.profile, Path(arguments.parts))
@@ -177,7 +178,7 @@ def _profile(arguments: argparse.Namespace, group: Group, world: Any, model: Any
     if world.gather(path.exists())[0] or not arguments.profile_seconds:
         yield str(path) if path.exists() else None
         return
-    measuring = measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
+    measuring = measured_profile(world, shape_of(model), seconds=arguments.profile_seconds, timeout_s=arguments.timeout)
     with measuring as measured:
         if world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)

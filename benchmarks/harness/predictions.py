@@ -131,11 +131,11 @@ def measured_predictions(
     lone = None
     if idle or alone:
         part = seconds if alone else seconds / 2
-        lone = lone_profile(world, model, seconds=part, timeout_s=timeout_s)
+        lone = lone_profile(world, shape_of(model), seconds=part, timeout_s=timeout_s)
         keep_profile(world, lone, results, f"1-of-{world.size}")
         if alone:
-            return Predictions(lone, _shape(model), world.size, lone)
-    with measured_profile(world, model, seconds=seconds, timeout_s=timeout_s) as path:
+            return Predictions(lone, shape_of(model), world.size, lone)
+    with measured_profile(world, shape_of(model), seconds=seconds, timeout_s=timeout_s) as path:
         found = predictions_of(path, world, model, lone=lone)
     keep_profile(world, found.profile, results, str(world.size))
     return found
@@ -145,8 +145,9 @@ def predictions_of(
     path: str, world: World, model: PreTrainedModel, *, lone: HardwareProfile | None = None, tp_size: int = 1
 ) -> Predictions:
     """Predictions from a profile's file."""
-    return Predictions(load_profile(path), _shape(model), world.size, lone, tp_size)
+    return Predictions(load_profile(path), shape_of(model), world.size, lone, tp_size)
 
 
-def _shape(model: PreTrainedModel) -> ModelShape:
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Its sizes, in the type that it computes in."""
     return ModelShape.from_config(model.config, dtype=model.dtype)

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from transformers import PreTrainedModel
-
 from megakv.comm import Communicator
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernel_times import KernelSizes
@@ -58,7 +56,7 @@ class Alone(Communicator):
 
 @contextlib.contextmanager
 def measured_profile(
-    world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float, tp_size: int = 1
+    world: World, model: ModelShape, *, seconds: float, timeout_s: float, tp_size: int = 1
 ) -> Iterator[str]:
     """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it.
 
@@ -66,7 +64,7 @@ def measured_profile(
     ----------
     world : World
         Its ranks are context-parallel rings.
-    model : PreTrainedModel
+    model : ModelShape
     seconds : float
         How long it may take, about.
     timeout_s : float
@@ -94,11 +92,11 @@ def measured_profile(
         yield str(path)
 
 
-def lone_profile(world: World, model: PreTrainedModel, *, seconds: float, timeout_s: float) -> HardwareProfile:
+def lone_profile(world: World, model: ModelShape, *, seconds: float, timeout_s: float) -> HardwareProfile:
     """Measure one rank while all others stand idle. Every rank must call it."""
     profile = None
     if world.rank == 0:
-        profile = _measure(Alone(world, timeout_s=timeout_s), model, seconds, sums=())
+        profile = _measure(Alone(world, timeout_s=timeout_s), model, seconds, sums=[])
     found = world.gather(profile)[0]
     assert found is not None
     return found
@@ -122,10 +120,8 @@ def _whole_world(world: World, timeout_s: float) -> list[Communicator]:
     return [Communicator(way, Ledger()) for way in ways]
 
 
-def _measure(
-    comm: Communicator, model: PreTrainedModel, seconds: float, *, sums: list[Communicator]
-) -> HardwareProfile:
-    shape = ModelShape.from_config(model.config, dtype=model.dtype).attention(tp_size=comm.mesh.tp_size)
+def _measure(comm: Communicator, model: ModelShape, seconds: float, *, sums: list[Communicator]) -> HardwareProfile:
+    shape = model.attention(tp_size=comm.mesh.tp_size)
     progress = Progress("profile")
     profile = measure_profile(
         comm, dtype=model.dtype, sizes=[KernelSizes.of(shape)], seconds=seconds, sums=sums, report=progress.step
