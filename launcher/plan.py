@@ -85,8 +85,8 @@ def plan(arguments: argparse.Namespace) -> None:
 def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[str, Any]:
     """The JSON of a run that makes a choice, as `megakv.config.load_config` takes it."""
     host_gb = max(1.0, round(choice.memory.host / GIB + 0.5)) if choice.fit.offload else None
-    recomputed = recomputes(model, tp_size=choice.mesh.tp_size)
-    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, recomputed=recomputed)
+    divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None
+    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, divided=divided)
 
 
 def _values(

@@ -206,7 +206,7 @@ def meshes(model: ModelShape, demand: Demand) -> Iterator[Mesh]:
             yield Mesh(cp_size, tp_size, demand.gpus // (cp_size * tp_size))
 
 
-def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, recomputed: bool = False) -> dict[str, Any]:
+def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, divided: bool = False) -> dict[str, Any]:
     """The JSON of a run, as `megakv.config.load_config` takes it.
 
     Parameters
@@ -216,8 +216,8 @@ def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, reco
         As in ``bfloat16``.
     host_gb : float, optional
         Host memory of each rank for offloaded keys and values, in GiB.
-    recomputed : bool
-        Whether some of those may be recomputed from activations.
+    divided : bool
+        Whether some of those may be recomputed from activations, or attended to by the host.
     """
     parallel: dict[str, Any] = {"size": choice.mesh.cp_size}
     section: dict[str, Any] = {"context_parallel": parallel}
@@ -232,6 +232,6 @@ def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, reco
     if choice.fit.kept_share < 1:
         section["fairkv"] = {"budget": choice.fit.kept_share}
     if choice.fit.offload:
-        section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if recomputed else "stream"}
+        section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if divided else "stream"}
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     return {"dtype": names[dtype], "tensor_parallel": {"tp_size": choice.mesh.tp_size}, "megakv": section}

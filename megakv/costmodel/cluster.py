@@ -169,7 +169,8 @@ class ClusterPlanner:
 
         def seconds(method: str) -> float:
             if fit.offload and link is not None:
-                return offloaded_ttit(profile, link, model, workload, method, tp_size=mesh.tp_size)
+                size, sharers = mesh.tp_size, min(mesh.ranks * mesh.replicas, profile.devices_per_host or 1)
+                return offloaded_ttit(profile, link, model, workload, method, tp_size=size, sharers=sharers)
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
 
         times = {method: seconds(method) for method in methods}

@@ -148,6 +148,8 @@ class HardwareProfile(Record):
         Sums over ranks as they were measured; those of other numbers of ranks are worked out from ring steps.
     host_link : Curve, optional
         Seconds of moving bytes between host and accelerator. None: not known.
+    host_memory_bandwidth : float, optional
+        Bytes per second that all processors and links of a host together take from its memory. None: not known.
     memory_bytes : int, optional
         Of one rank's accelerator. None: not known.
     host_memory_bytes : int, optional
@@ -184,6 +186,7 @@ class HardwareProfile(Record):
     lag: Overhead = 0.0
     sums: tuple[SumTimes, ...] = ()
     host_link: Curve | None = None
+    host_memory_bandwidth: float | None = Field(default=None, gt=0)
     memory_bytes: int | None = Field(default=None, gt=0)
     host_memory_bytes: int | None = Field(default=None, gt=0)
     devices_per_host: int | None = Field(default=None, gt=0)

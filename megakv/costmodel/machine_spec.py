@@ -79,6 +79,9 @@ class MachineSpec(Record):
         Between two ranks of one host, and of two hosts.
     host : Link
         Between host memory and accelerator.
+    host_memory_bandwidth : float, optional
+        Bytes per second that all processors and links of a host together take from its memory. None: not known, and
+        the host is not asked to attend.
     matmul_efficiency, attention_efficiency, memory_efficiency : float
         What part of the peaks matrix products, attention and reading memory reach.
     causal_share : float
@@ -112,6 +115,7 @@ class MachineSpec(Record):
     inside: Link
     between: Link
     host: Link
+    host_memory_bandwidth: Positive | None = None
     matmul_efficiency: float = Field(gt=0, le=1)
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
@@ -195,6 +199,7 @@ class MachineSpec(Record):
             launch_s=0.0 if captured else self.launch_s,
             layer_s=0.0 if captured else self.layer_s,
             host_link=self.host.curve(),
+            host_memory_bandwidth=self.host_memory_bandwidth,
             memory_bytes=self.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             devices_per_host=self.devices_per_host,
@@ -268,6 +273,7 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         inside=links[0],
         between=links[1],
         host=links[2],
+        host_memory_bandwidth=profile.host_memory_bandwidth,
         matmul_efficiency=profile.matmul_flops / peak,
         attention_efficiency=table.flops / peak,
         memory_efficiency=1.0,

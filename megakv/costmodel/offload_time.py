@@ -6,7 +6,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, group_times, step_seconds
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.division import Division
@@ -17,7 +17,13 @@ CHUNK_TOKENS = 256
 
 
 def layer_costs(
-    profile: HardwareProfile, link: Curve, model: ModelShape, *, tp_size: int = 1, device_s: float = 0.0
+    profile: HardwareProfile,
+    link: Curve,
+    model: ModelShape,
+    *,
+    tp_size: int = 1,
+    device_s: float = 0.0,
+    sharers: int = 1,
 ) -> LayerCosts:
     """Costs of one layer on one rank, per cached token.
 
@@ -30,16 +36,22 @@ def layer_costs(
     tp_size : int
     device_s : float
         All other work of the layer.
+    sharers : int
+        Ranks of a host, which divide the bandwidth of its memory: for their links, and for attending there (KVPR, A.7).
     """
     shape = model.attention(tp_size=tp_size)
     width = shape.kv_heads * (shape.key_dim + shape.value_dim)
-    most = profile.matmul.sizes[-1]
+    most, bandwidth, host_attend_s = profile.matmul.sizes[-1], link.bandwidth, 0.0
+    if profile.host_memory_bandwidth is not None:
+        bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
+        host_attend_s = shared_attend_seconds(shape.kv_row_bytes / profile.host_memory_bandwidth, sharers)
     return LayerCosts(
-        kv_s=shape.kv_row_bytes / link.bandwidth,
-        activation_s=model.hidden * model.element_bytes / link.bandwidth,
+        kv_s=shape.kv_row_bytes / bandwidth,
+        activation_s=model.hidden * model.element_bytes / bandwidth,
         recompute_s=model.hidden * width * profile.matmul.at(most) / most,
         transfer_s=link.latency,
         device_s=device_s,
+        host_attend_s=host_attend_s,
     )
 
 
@@ -54,6 +66,7 @@ def offloaded_ttit(
     plan: str = "auto",
     weights: bool = False,
     groups: int = 1,
+    sharers: int = 1,
 ) -> float:
     """Seconds of one decoding step whose layers divide their tokens as the scheduler would.
 
@@ -63,16 +76,18 @@ def offloaded_ttit(
         As `ttit_seconds`.
     link : Curve
     plan : str
-        As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is not among them: no data
-        sheet says how fast it is.
+        As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is among them where the
+        profile knows the bandwidth of its memory.
     weights : bool
         Whether the layers' weights come over the link, too.
     groups : int
         Groups of sequences that a layer's weights serve, as ``megakv.offload.num_gpu_batches``.
+    sharers : int
+        As for `layer_costs`.
     """
     layers, groups = len(model.layers), min(groups, len(workload.new))
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
-    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s)
+    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s, sharers=sharers)
     sent = weight_times(link, model, tp_size=tp_size) if weights else RESIDENT
     if groups == 1:
         planned = costs.with_offloaded_weights(kv_weights_s=sent.keys_s, other_weights_s=sent.others_s)
@@ -84,6 +99,9 @@ def offloaded_ttit(
         "kvpr": split_point(planned, tokens),
         "chunked": divide(planned, tokens, chunk=CHUNK_TOKENS),
     }
+    if planned.host_attend_s:
+        divisions["cpu_rank"] = divide(planned, tokens, chunk=CHUNK_TOKENS, recompute=False, host=tokens)
+        divisions["all"] = divide(planned, tokens, chunk=CHUNK_TOKENS, host=tokens)
 
     def seconds(name: str) -> float:
         found, chunk = divisions[name], tokens if name == "kvpr" else CHUNK_TOKENS

@@ -1,4 +1,7 @@
-"""Predicted times with keys, values and weights behind the host link: never below what the link must carry."""
+"""Predicted times with keys, values and weights behind the host link: never below what the link must carry.
+
+Ranks of a host divide the bandwidth of its memory (KVPR, A.7): predictions for 1, 2, 4 and 8 processes.
+"""
 
 import random
 
@@ -8,9 +11,11 @@ from transformers import OPTConfig
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
-from megakv.costmodel.offload_time import layer_weight_bytes, moved_seconds, offloaded_ttit
+from megakv.costmodel.offload import LayerCosts, steady_seconds
+from megakv.costmodel.offload_time import CHUNK_TOKENS, layer_costs, layer_weight_bytes, moved_seconds, offloaded_ttit
 from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.shape import LayerShape, ModelShape
+from megakv.offload.scheduler import divide
 
 PROFILE = PRESETS["a100-pcie4"].profile(cp_size=1)
 LINK = PRESETS["a100-pcie4"].host.curve()
@@ -57,3 +62,45 @@ def test_a_prompt_moves_keys_out_and_weights_in() -> None:
     assert moved_seconds(LINK, MODEL, tokens) == pytest.approx(out)
     into = 8 * LINK.at(layer_weight_bytes(MODEL))
     assert moved_seconds(LINK, MODEL, tokens, weights=True) == pytest.approx(max(out, into))
+
+
+SHARERS = (1, 2, 4, 8)
+BANDWIDTH = 160e9
+"""Of the host's memory: eight channels of DDR4-3200, as far as they are reached."""
+SHARED = PRESETS["a100-pcie4"].model_copy(update={"host_memory_bandwidth": BANDWIDTH}).profile(cp_size=1)
+
+
+def model(kv_heads: int) -> ModelShape:
+    shapes = (LayerShape(12 * 4096**2),) * 8
+    return ModelShape(4096, 4 * 4096, 32000, 32, kv_heads, 128, 128, shapes, 32000 * 4096, torch.float16)
+
+
+def costs(kv_heads: int, sharers: int) -> LayerCosts:
+    return layer_costs(SHARED, LINK, model(kv_heads), device_s=2e-4, sharers=sharers)
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8])
+def test_the_processor_alone_falls_behind_and_the_division_does_not(kv_heads: int) -> None:
+    tokens = 32 * 1024
+    alone = [steady_seconds(costs(kv_heads, n), tokens, 0, on_host=tokens, chunk=CHUNK_TOKENS) for n in SHARERS]
+    both = [divide(costs(kv_heads, n), tokens, chunk=CHUNK_TOKENS, host=tokens) for n in SHARERS]
+    plain = steady_seconds(costs(kv_heads, 1), tokens, 0, chunk=CHUNK_TOKENS)
+    # Eight processes get an eighth each.
+    assert alone[3] / alone[0] > 6 and both[3].seconds < 0.55 * alone[3]
+    assert all(each.seconds <= min(plain * n, time) for each, n, time in zip(both, (1, 1, 1, 2), alone, strict=True))
+    hosted = [each.on_host for each in both]
+    assert hosted == sorted(hosted, reverse=True) and hosted[0] > hosted[2]
+    assert (both[2].recomputed > 0) == (kv_heads == 32)
+
+
+def test_links_take_from_the_same_memory() -> None:
+    row = 2 * 8 * 128 * 2
+    assert costs(8, 6).kv_s == pytest.approx(row / LINK.bandwidth)
+    assert costs(8, 8).kv_s == pytest.approx(row * 8 / BANDWIDTH)
+
+
+def test_the_host_makes_steps_shorter_the_fewer_share_it() -> None:
+    step = Workload((1,), (200_000,), 1)
+    times = [offloaded_ttit(SHARED, LINK, model(8), step, "pass_q", sharers=sharers) for sharers in SHARERS]
+    without = offloaded_ttit(PROFILE, LINK, model(8), step, "pass_q")
+    assert times == sorted(times) and times[0] < 0.25 * without and times[2] < without
