@@ -32,8 +32,11 @@ LEANINGS = ((0.25, 0.5, 0.75), (-0.5, -0.9))
 FINER_LEANINGS = (0.125, 0.0625)
 """How far from the best of them others are tried."""
 DOWNHILL_STEPS = 8
-RECENT, DISTRUST = 8, 20.0
-"""Patience grows with the mean relative error of the last promises: by all of itself for an error of 5%."""
+RECENT, DISTRUST, MOST_DISTRUST = 8, 20.0, 2.0
+"""Patience grows with the mean relative error of the last promises: by all of itself for an error of 5%, and by twice
+itself at most."""
+MOST_PER_BOUND = 32
+"""Partitions that a pruned search measures at most for each bound: where there is nothing but noise it would go on."""
 FEW_UNITS = 16
 """Where ranks have no more units than this, one more or less changes their times by more than the trend is sure of."""
 FINE_STRIDES, COARSE_PATIENCE = 2, 0.5
@@ -80,6 +83,7 @@ class PartitionSearch:
         self._trials = Trials(self.evaluate, self.known, self.record)
         self._ranking = Ranking(self.grid, self._trials, noisy=self.rounds > 0)
         self._broken: list[float] = []
+        self._most = 0
         self._calm = 4 * (self.grid.size - 1) if self.patience is None else self.patience
 
     def run(self) -> SearchResult:
@@ -150,6 +154,7 @@ class PartitionSearch:
     # Pruned
 
     def _promising(self) -> None:
+        self._most = len(self._trials.seconds) + MOST_PER_BOUND * (self.grid.size - 1)
         self._lean()
         strides = self.grid.strides
         for level, stride in enumerate(strides):
@@ -166,7 +171,7 @@ class PartitionSearch:
         while True:
             rows = map(self.grid.partition, self.grid.beside(self._ranking.center()))
             unknown = [partition for partition in rows if partition not in self._trials.seconds]
-            if not unknown:
+            if not unknown or len(self._trials.seconds) >= self._most:
                 return
             for index, partition in enumerate(unknown, start=1):
                 self._measure(partition, self.grid.unit, left=len(unknown) - index + self._repeats)
@@ -196,7 +201,9 @@ class PartitionSearch:
     def _cell(self, strides: Sequence[int], margin: float, ahead: int, share: float = 1.0) -> None:
         """Measure what promises most around the best, until nothing promises enough or nothing is gained."""
         calm = 0
-        while calm < share * self._patience() and (found := self._next(strides, margin)) is not None:
+        while calm < share * self._patience() and len(self._trials.seconds) < self._most:
+            if (found := self._next(strides, margin)) is None:
+                return
             before, (partition, stride, promised) = self._ranking.seconds, found
             self._measure(partition, stride, left=max(0, self._calm - calm - 1) + ahead)
             self._broken.append(abs(promised / self._trials.seconds[partition] - 1))
@@ -207,7 +214,7 @@ class PartitionSearch:
         """More where promises have lately been broken by more than noise: then the trend does not know this chain."""
         recent = self._broken[-RECENT:]
         off = sum(recent) / max(1, len(recent)) - self._ranking.noise
-        return self._calm * (1 + DISTRUST * max(0.0, off))
+        return self._calm * (1 + min(MOST_DISTRUST, DISTRUST * max(0.0, off)))
 
     def _next(self, strides: Sequence[int], margin: float) -> tuple[Partition, int, float] | None:
         """The most promising partition around the best that was not measured yet, if any promises enough."""
@@ -262,7 +269,11 @@ class PartitionSearch:
             self._ranking.judge(self.grid.unit)
             contenders = self._ranking.best(contenders)
         best = contenders[0]
-        shown = {partition: statistics.median(trials.times[partition][-self.rounds :]) for partition in (best, first)}
+        last = {partition: sorted(trials.times[partition][-self.rounds :]) for partition in (best, first)}
+        # Both were measured in turn: what was slower than even then, time by time, is not worth it.
+        if all(slow > fast for slow, fast in zip(last[best], last[first], strict=False)):
+            best = first
+        shown = {partition: statistics.median(times) for partition, times in last.items()}
         return SearchResult(best, shown[best], shown[first], len(trials.seconds), tuple(trials.made))
 
     def _contenders(self) -> Iterator[int]:
