@@ -146,7 +146,7 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
             continue
         found[path.stem] = times
         if missing := unpredicted(rows):
-            without[path.stem] = f"some of {', '.join(missing)}"
+            without[path.stem] = f"{', '.join(missing)} in some settings"
     return found, without
 
 

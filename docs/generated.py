@@ -153,12 +153,31 @@ def balance_table() -> str:
     return (ROOT / "recipes" / "passkey" / "results" / "balance.md").read_text().rstrip() + "\n"
 
 
+def predictions_table() -> str:
+    """Errors of the cost model on the machine at hand, by benchmark, of benchmarks/results/predictions.json."""
+    summary = json.loads((ROOT / "benchmarks" / "results" / "predictions.json").read_text())["summary"]
+    lines = [
+        "| results | times | median error | mean direction | largest | right winners |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, entry in summary["benchmarks"].items():
+        errors = f"{entry['median_error']:.1%} | {entry['median_signed_error']:+.1%} | {entry['largest_error']:.1%}"
+        winners = f"{entry['right_winners']} of {entry['pairs']}"
+        lines.append(f"| `{name}.json` | {entry['times']} | {errors} | {winners} |")
+    times = sum(entry["times"] for entry in summary["benchmarks"].values())
+    winners = f"{summary['right_winner_share']:.1%} of {summary['pairs']}"
+    lines.append(f"| all | {times} | {summary['median_error']:.1%} | | | {winners} |")
+    without = [f"{name} ({why})" for name, why in summary["without_predictions"].items()]
+    return "\n".join(lines) + "\n" + (f"\nWithout predictions: {'; '.join(without)}.\n" if without else "")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "families": families_table,
     "accuracy": accuracy_table,
     "prefill": prefill_table,
     "runahead": runahead_table,
     "recipes": recipes_table,
+    "predictions": predictions_table,
     "compression": compression_table,
     "balance": balance_table,
 }
