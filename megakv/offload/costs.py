@@ -21,8 +21,9 @@ LEARNING = 0.3
 """Weight of the latest step in what is learned while tokens are generated."""
 STEADY = 3
 """Steps after which learned times count: the first ones fill caches and pipelines."""
-PART = 4
-"""What concerns less than that fraction of the cached tokens shows its overhead rather than its speed."""
+FEW, SOME, MANY = 1 / 8, 1 / 4, 1 / 2
+"""Parts of the cached tokens. What concerns less than that of them shows its overhead rather than its speed: calls that
+compute with many weights show their speed early, transfers later, and attention last."""
 
 
 class OffloadCosts:
@@ -127,32 +128,28 @@ class OffloadCosts:
         self._steps += 1
         weight = LEARNING if self._steps > STEADY else 1.0
         division, profile = record.division, self.profile
-        if self._shows(division.on_host, record) and record.host_s:
+        if division.on_host >= FEW * record.cached and record.host_s:
             fixed = profile.host_fixed_s * record.new / division.on_host
             shown = record.host_s / (layers * division.on_host)
             known = shared_attend_seconds(profile.host_attend_s, self._sharers) + fixed
             changes["host_attend_s"] = profile.host_attend_s * (1 + weight * (shown / known - 1))
         if self._device.type == "cpu":
             self._learn_device(record, layers, weight)
-            if self._shows(division.recomputed, record) and record.recompute_s:
+            if division.recomputed >= FEW * record.cached and record.recompute_s:
                 shown = record.recompute_s / (layers * division.recomputed)
                 chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
                 known = profile.recompute_s + profile.launch_s * chunks / division.recomputed
                 changes["recompute_s"] = profile.recompute_s * (1 + weight * (shown / known - 1))
-            if self._shows(record.bytes_in / (layers * profile.row_bytes), record) and record.busy_s:
+            if record.bytes_in >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
                 shown = record.bytes_in / record.busy_s
                 changes["link_bytes_s"] = profile.link_bytes_s + weight * (shown - profile.link_bytes_s)
         if changes:
             self.profile = profile.model_copy(update=changes)
 
-    @staticmethod
-    def _shows(tokens: float, record: StepRecord) -> bool:
-        return PART * tokens >= record.cached
-
     def _learn_device(self, record: StepRecord, layers: int, weight: float) -> None:
         attended = record.cached - record.division.on_host
         # Other ranks are waited for in the midst of attention.
-        if self._shows(attended, record) and not record.peers_s:
+        if attended >= MANY * record.cached and not record.peers_s:
             self._attend_s += weight * (record.attend_s / (layers * attended) - self._attend_s)
         others = record.waited_s + record.recompute_s + record.peers_s + self._attend_s * layers * attended
         busy = max(0.0, record.elapsed_s - others) / layers
