@@ -196,10 +196,17 @@ def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argpars
     section = config.megakv.runahead
     chain = ChainIdentity.of(comm, shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
     passes = TimedPasses(engine, comm, arguments.repeats)
-    if own_rank() != 0:
+    desk: Desk | None = None
+    failure: Exception | None = None
+    if own_rank() == 0:
+        try:
+            desk = Desk(arguments, chain, shape, passes)
+        except ValueError as error:
+            failure = error
+    comm.agree(failure)
+    if desk is None:
         passes.follow()
         return
-    desk = Desk(arguments, chain, shape, passes)
     results = desk.run(read_contexts(arguments.contexts))
     passes.end()
     print_results(results)

@@ -13,6 +13,7 @@ from megakv.runahead.journal import SUFFIX
 from megakv.runahead.table import load_table
 from megakv.tracking import TrackingConfig
 
+MOST_TOKENS = 10**9
 UNITS = 128
 """Units of a prompt unless --step says otherwise."""
 
@@ -117,6 +118,8 @@ def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
     for context in read_contexts(arguments.contexts):
         if context < 2 * size:
             raise ValueError(f"--contexts {context}: allowed: {2 * size} or more, two tokens for each of {size} ranks")
+        if context > MOST_TOKENS:
+            raise ValueError(f"--contexts {context}: allowed: {MOST_TOKENS:,} or less")
         if arguments.step is not None and arguments.step * size > context:
             raise ValueError(
                 f"--step {arguments.step}: allowed: {context // size} or less, for {context} tokens on {size} ranks"

@@ -9,6 +9,11 @@ from megakv.runahead.partition import Partition
 from megakv.runahead.trend import Floats, Trend
 from megakv.runahead.trials import Trials
 
+DEVIATIONS = 4.0
+"""What others say of a partition counts up to so many deviations of its own median."""
+INTERFERENCE = 0.3
+"""A single time may be too long by this part: something else ran on the machine."""
+
 
 class Ranking:
     """The measured partitions of a search, best first.
@@ -37,8 +42,12 @@ class Ranking:
         measured = np.array([self._grid.bounds(partition) for partition in seconds])
         counts = [len(self._trials.times[partition]) for partition in seconds]
         self._trend.fit(measured, list(seconds.values()), counts=counts, noise=self.noise)
-        values = self._trend.smoothed(stride).tolist() if self._noisy else seconds.values()
-        self._values = dict(zip(seconds, values, strict=True))
+        own = worth = np.array(list(seconds.values()))
+        if self._noisy:
+            most = DEVIATIONS * self.noise / np.sqrt(counts)
+            least = np.where(np.array(counts) == 1, np.maximum(most, INTERFERENCE), most)
+            worth = np.clip(self._trend.smoothed(stride), own * (1 - np.minimum(least, 0.9)), own * (1 + most))
+        self._values = dict(zip(seconds, worth.tolist(), strict=True))
 
     @property
     def noise(self) -> float:

@@ -134,4 +134,5 @@ def test_tables_of_others_are_not_touched(search: Search) -> None:
     run = run_ranks(ROOT / "launcher" / "search.py", *search.arguments(), ranks=RANKS, timeout=120)
     assert run.returncode == 1 and not run.leftovers
     assert "was searched elsewhere: model's dtype 'float32', here 'bfloat16'" in run.stderr
+    assert run.stderr.count("megakv: error: ") == 1
     assert search.table.read_bytes() == before

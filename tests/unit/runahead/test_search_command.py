@@ -46,6 +46,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         (["--contexts", "64,-5"], "--contexts -5: allowed: whole numbers of tokens"),
         (["--contexts", ","], "--contexts names no length"),
         (["--contexts", "64,5"], "--contexts 5: allowed: 6 or more, two tokens for each of 3 ranks"),
+        (["--contexts", "64,99999999999"], "--contexts 99999999999: allowed: 1,000,000,000 or less"),
         (["--step", "0"], "--step 0: allowed: 1 or more"),
         (["--step", "22"], "--step 22: allowed: 21 or less, for 64 tokens on 3 ranks"),
         (["--repeats", "0"], "--repeats 0: allowed: 1 or more"),
