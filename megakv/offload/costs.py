@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +48,7 @@ class OffloadCosts:
         self.profile: OffloadProfile | None = None
         self.outside_s = 0.0
         self._latest_s = self._attend_s = 0.0
-        self._device_s: dict[str, float] = {}
+        self._plans: dict[str, dict[str, float]] = {}
         self._steps = 0
 
     def layer(self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None) -> LayerCosts:
@@ -72,9 +73,16 @@ class OffloadCosts:
             attend_s=self._attend_s,
         )
 
-    def device_s(self, plan: str) -> float:
-        """Seconds of a layer's other work in a plan's steps; without any, of the plan that hampers it least."""
-        return self._device_s.get(plan, min(self._device_s.values(), default=self._latest_s))
+    def of_plan(self, plan: str, costs: LayerCosts) -> LayerCosts:
+        """Costs as the latest steps of a plan showed them; without any, with the other work of the least hampered plan.
+
+        What other plans show since then is not its own: times of plans are compared as they were measured.
+        """
+        known = self._plans.get(plan)
+        if known is None:
+            least = min((each["device_s"] for each in self._plans.values()), default=self._latest_s)
+            return replace(costs, device_s=least)
+        return replace(costs, **known)
 
     def predict(
         self,
@@ -125,6 +133,7 @@ class OffloadCosts:
         if not record.usual:
             return
         changes: dict[str, float] = {}
+        busy = 0.0
         self._steps += 1
         weight = LEARNING if self._steps > STEADY else 1.0
         division, profile = record.division, self.profile
@@ -134,7 +143,7 @@ class OffloadCosts:
             known = shared_attend_seconds(profile.host_attend_s, self._sharers) + fixed
             changes["host_attend_s"] = profile.host_attend_s * (1 + weight * (shown / known - 1))
         if self._device.type == "cpu":
-            self._learn_device(record, layers, weight)
+            busy = self._learn_device(record, layers, weight)
             if division.recomputed >= FEW * record.cached and record.recompute_s:
                 shown = record.recompute_s / (layers * division.recomputed)
                 chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
@@ -145,8 +154,20 @@ class OffloadCosts:
                 changes["link_bytes_s"] = profile.link_bytes_s + weight * (shown - profile.link_bytes_s)
         if changes:
             self.profile = profile.model_copy(update=changes)
+        if self._device.type == "cpu" and record.steady:
+            before = self._plans.get(record.plan.name, {}).get("device_s", busy)
+            shown = before + weight * (busy - before)
+            self._plans[record.plan.name] = {
+                "device_s": shown,
+                "attend_s": self._attend_s,
+                "kv_s": self.profile.row_bytes / self.profile.link_bytes_s,
+                "activation_s": self.profile.input_bytes / self.profile.link_bytes_s,
+                "recompute_s": self.profile.recompute_s,
+                "host_attend_s": shared_attend_seconds(self.profile.host_attend_s, self._sharers),
+            }
 
-    def _learn_device(self, record: StepRecord, layers: int, weight: float) -> None:
+    def _learn_device(self, record: StepRecord, layers: int, weight: float) -> float:
+        """Seconds of a layer's other work in a step."""
         attended = record.cached - record.division.on_host
         # Other ranks are waited for in the midst of attention.
         if attended >= MANY * record.cached and not record.peers_s:
@@ -155,7 +176,4 @@ class OffloadCosts:
         busy = max(0.0, record.elapsed_s - others) / layers
         self._latest_s += weight * (busy - self._latest_s)
         self.outside_s += weight * (record.gap_s - self.outside_s)
-        if record.steady:
-            name = record.plan.name
-            known = self._device_s.get(name)
-            self._device_s[name] = busy if known is None or weight == 1.0 else known + weight * (busy - known)
+        return busy

@@ -145,7 +145,8 @@ class Planner:
 
     def _solved(self, name: str, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes) -> Plan | None:
         """A plan by its name; None where the method, or what is cached, allows none."""
-        costs = replace(costs, device_s=self._costs.device_s(name) / len(sizes))
+        costs = self._costs.of_plan(name, costs)
+        costs = replace(costs, device_s=costs.device_s / len(sizes))
         # Groups of one size are divided alike.
         known: dict[_Size, tuple[Division, int] | None] = {
             size: self._divided(name, costs, size) for size in set(sizes)
