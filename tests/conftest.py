@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: part of the whole matrix, run with --full only")
     config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
     torch.set_num_threads(1)
+    # A script's background jobs ignore Ctrl-C, and so does all that they start; tests send it to what they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

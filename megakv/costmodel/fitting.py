@@ -72,8 +72,8 @@ class Fitting:
         )
         if not fit.offload:
             return memory
-        tokens = -(-demand.longest * demand.batch // mesh.cp_size)
-        return replace(memory, host=host_bytes(self._model, tokens, tp_size=mesh.tp_size))
+        tokens = -(-demand.longest // mesh.cp_size)
+        return replace(memory, host=host_bytes(self._model, tokens, batch=demand.batch, tp_size=mesh.tp_size))
 
     def candidates(self, demand: Demand) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
         """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps."""

@@ -9,6 +9,7 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, group_times, step_seconds
 from megakv.costmodel.shape import ModelShape
+from megakv.offload.config import OffloadConfig
 from megakv.offload.division import Division
 from megakv.offload.scheduler import divide, split_point
 
@@ -139,9 +140,26 @@ def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:
     return model.hidden * model.element_bytes < model.attention(tp_size=tp_size).kv_row_bytes
 
 
-def host_bytes(model: ModelShape, tokens: int, *, tp_size: int = 1) -> int:
-    """Host memory of a rank for its tokens: keys and values, and activations where they may be recomputed from."""
-    row = model.attention(tp_size=tp_size).kv_row_bytes
+def host_bytes(model: ModelShape, tokens: int, *, batch: int = 1, tp_size: int = 1) -> int:
+    """Host memory of a rank: keys and values, and activations where they may be recomputed from.
+
+    Parameters
+    ----------
+    model : ModelShape
+    tokens : int
+        Of each sequence, on the rank.
+    batch : int
+        Sequences.
+    tp_size : int
+        Tensor-parallel degree.
+    """
+    rows = [model.attention(tp_size=tp_size).kv_row_bytes]
     if recomputes(model, tp_size=tp_size):
-        row += model.hidden * model.element_bytes
-    return len(model.layers) * tokens * row
+        rows.append(model.hidden * model.element_bytes)
+    return len(model.layers) * batch * sum(_in_pages(tokens, row) for row in rows)
+
+
+def _in_pages(tokens: int, row_bytes: int) -> int:
+    """Bytes of the pages that a sequence's rows of one layer take, room in the last one included."""
+    page = max(row_bytes, OffloadConfig().page_kib << 10)
+    return page * -(-tokens // (page // row_bytes))

@@ -1,6 +1,7 @@
 """Plans: what fits, what is fastest, what is refused and why, and configurations that can be read."""
 
 import json
+import math
 import random
 import re
 import time
@@ -99,7 +100,9 @@ def test_cache_goes_off_the_accelerator_only_where_it_must() -> None:
 
 def test_host_memory_limits_what_is_offloaded() -> None:
     model, demand = small(layers=40), Demand(context=1000, cached=2_000_000, gpus=1)
-    least, cache = rank_memory(model, context=demand.total, new=1000, offloaded_share=1.0).total, 40 * 2_001_000 * 2048
+    least = rank_memory(model, context=demand.total, new=1000, offloaded_share=1.0).total
+    # 40 layers in pages of 512 KiB, which hold 256 tokens.
+    cache = 40 * math.ceil(2_001_000 / 256) * (512 << 10)
 
     def machine(**values: Any) -> Hardware:
         return replace(RDMA, spec=RDMA.spec.model_copy(update={"memory_bytes": int(1.1 * least), **values}))
