@@ -27,18 +27,21 @@ METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp
 PARTS = ("attention", "engine")
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
-QUICK = {"kept": 2048, "engine_kept": 1024, "repeats": 9}
-FULL = {"kept": 16384, "engine_kept": 4096, "repeats": 25}
+QUICK = {"kept": 2048, "repeats": 9, "cell_seconds": 20.0, "profile_seconds": 5.0}
+FULL = {"kept": 16384, "repeats": 25, "cell_seconds": 130.0, "profile_seconds": 30.0}
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
-USABLE = 0.6
-"""Share of the machine's memory that the caches may take."""
+USABLE = 0.75
+"""Share of the machine's memory that a part may take."""
+PROCESS_BYTES = 500 << 20
+"""Of a rank before it has weights or caches, and of the processes that start them."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; ends with a message if it is impossible."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_rank_arguments(parser)
-    add_profile_argument(parser)
+    add_profile_argument(parser, FULL["profile_seconds"])
+    parser.set_defaults(profile_seconds=None)
     parser.add_argument("--quick", action="store_true", help=f"smaller and fewer: {QUICK} instead of {FULL}")
     parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences decoded together (default 4)")
@@ -51,17 +54,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: both, %(default)s)")
-    full = FULL["engine_kept"]
-    parser.add_argument("--engine-kept", type=int, help=f"--kept of the part engine, whose caches all stay ({full:,})")
-    parser.add_argument("--engine-group", type=int, default=4, help="--group of the part engine (default 4)")
-    parser.add_argument("--engine-dtype", choices=DTYPES, default="fp32", help="--dtype of the part engine (fp32)")
     for name, value in (("hidden", 1024), ("intermediate", 2816), ("vocab", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"of the engine's Llama (default {value})")
     parser.add_argument("--steps", type=int, default=1, help="attention steps of a sample, of which it is the mean (1)")
-    parser.add_argument("--tokens", type=int, default=4, help="engine steps of a sample, of which it is the mean (4)")
+    parser.add_argument("--tokens", type=int, default=2, help="engine steps of a sample, of which it is the mean (2)")
     parser.add_argument("--repeats", type=int, help=f"rounds of all methods at most (default {FULL['repeats']})")
     parser.add_argument(
-        "--cell-seconds", type=float, default=120, help="no further round begins after them (default 120)"
+        "--cell-seconds", type=float, help=f"no further round of a part begins after them ({FULL['cell_seconds']:g})"
     )
     arguments = parser.parse_args(argv)
     for name, value in (QUICK if arguments.quick else FULL).items():
@@ -69,8 +68,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(arguments, name, value)
     check_rank_arguments(parser, arguments)
     check_profile_argument(parser, arguments)
-    sizes = ("batch", "kept", "engine-kept", "sigma", "layers", "kv-heads", "group", "head-dim")
-    check_positive(parser, arguments, *sizes, "engine-group", "hidden", "intermediate", "vocab")
+    sizes = ("batch", "kept", "sigma", "layers", "kv-heads", "group", "head-dim")
+    check_positive(parser, arguments, *sizes, "hidden", "intermediate", "vocab")
     check_positive(parser, arguments, "steps", "tokens", "repeats", "cell-seconds")
     arguments.parts = method_names(parser, arguments.parts, PARTS, name="--parts")
     arguments.methods = method_names(parser, arguments.methods, METHODS)
@@ -81,51 +80,46 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--kv-heads {arguments.kv_heads}: allowed: multiples of --ranks {arguments.ranks}, which plain tensor "
             "parallelism divides evenly; or --parts attention"
         )
-    heads = arguments.kv_heads * arguments.engine_group
-    if "engine" in arguments.parts and arguments.hidden % heads:
-        parser.error(f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --engine-group = {heads}")
+    arguments.heads = arguments.kv_heads * arguments.group
+    if "engine" in arguments.parts and arguments.hidden % arguments.heads:
+        parser.error(
+            f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}, or --parts "
+            "attention"
+        )
     check_memory(parser, arguments)
     return arguments
 
 
-def make_divisions(arguments: argparse.Namespace, methods: Sequence[str], kept: int) -> list[Division]:
+def make_divisions(arguments: argparse.Namespace) -> list[Division]:
     """Every method's, of the same budgets."""
     from harness.head_division import make_division, skewed_budgets
 
-    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
-    return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in methods]
-
-
-def engine_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The command line as the part `engine` has it."""
-    group = arguments.engine_group
-    own = {"kept": arguments.engine_kept, "group": group, "dtype": arguments.engine_dtype}
-    return argparse.Namespace(**{**vars(arguments), **own, "heads": arguments.kv_heads * group})
-
-
-def engine_methods(arguments: argparse.Namespace) -> list[str]:
-    """Those of the part `engine`, whose replicas share every sequence and never have whole ones."""
-    return [name for name in arguments.methods if not name.startswith("dp")]
+    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
+    return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in arguments.methods]
 
 
 def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with a message if the caches of a part do not fit into the machine's memory."""
+    """End with a message if a part does not fit into the machine's memory."""
     import psutil
 
-    elements = 2 * arguments.head_dim * arguments.batch * arguments.kv_heads * arguments.layers
+    item, layers, hidden = ITEM[arguments.dtype], arguments.layers, arguments.hidden
+    tokens = arguments.batch * arguments.kv_heads * arguments.kept
+    # One method's cache is in memory at a time, and what building a layer takes.
+    needed = 2 * arguments.head_dim * tokens * (layers + 2) * item + (arguments.ranks + 1) * PROCESS_BYTES
+    if "engine" in arguments.parts:
+        # Of every placement its own weights.
+        placements = len(set(arguments.methods) - {"uniform"})
+        heads = 2 * (arguments.heads + arguments.kv_heads) * arguments.head_dim + 3 * arguments.intermediate
+        copies = sum(int(name[-1]) for name in arguments.methods if name[-1].isdecimal())
+        copied = 2 * (arguments.group + 1) * arguments.head_dim * copies
+        whole = 2 * arguments.vocab * arguments.ranks * placements
+        needed += hidden * (layers * (placements * heads + copied) + whole) * item
     available = USABLE * psutil.virtual_memory().total
-    # Attention alone has one method's cache in memory at a time, and what building a layer takes.
-    attention = elements * ITEM[arguments.dtype] * arguments.kept * (1 + 2 / arguments.layers)
-    engine = elements * ITEM[arguments.engine_dtype] * arguments.engine_kept * len(engine_methods(arguments))
-    for part, option, kept, needed in (
-        ("attention", "--kept", arguments.kept, attention),
-        ("engine", "--engine-kept", arguments.engine_kept, engine),
-    ):
-        if part in arguments.parts and needed > available:
-            parser.error(
-                f"--batch {arguments.batch} with {option} {kept} and --layers {arguments.layers} needs "
-                f"{needed / 2**30:.1f} GiB; at most {available / 2**30:.1f} GiB are taken here: ask for fewer"
-            )
+    if needed > available:
+        parser.error(
+            f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {layers} and --hidden {hidden} needs "
+            f"{needed / 2**30:.1f} GiB; at most {available / 2**30:.1f} GiB are taken here: ask for fewer"
+        )
 
 
 def measure_attention(
@@ -142,8 +136,9 @@ def measure_attention(
     from harness.fairkv_report import load_facts
     from harness.head_division import UNIFORM
     from harness.models import DTYPES as TYPES
-    from harness.ragged_decode import RaggedDecode, Room
+    from harness.ragged_decode import RaggedDecode
     from harness.ragged_heads import HeadShape, TokenPool
+    from harness.room import Room
     from harness.sampling import measure
     from harness.statistics import median
 
@@ -166,6 +161,7 @@ def measure_attention(
     samples = measure(
         world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=3
     )
+    room.clear()
     for sample, method, division in zip(samples, methods, divisions, strict=True):
         # The first run is the untimed one.
         busy = world.gather(method.busy[1:])
@@ -194,30 +190,22 @@ def run(arguments: argparse.Namespace) -> None:
 
     machine = describe_machine()
     world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
+    divisions = make_divisions(arguments)
+    predicted = predicted_seconds(world, arguments, arguments.parts, divisions)
     parts: dict[str, list[dict[str, Any]]] = {}
-    if "attention" in arguments.parts:
-        divisions = make_divisions(arguments, arguments.methods, arguments.kept)
-        predicted = predicted_seconds(world, arguments, "attention", divisions)
-        parts["attention"] = [row | predicted[row["method"]] for row in measure_attention(arguments, world, divisions)]
-    if "engine" in arguments.parts and engine_methods(arguments):
-        divisions = make_divisions(arguments, engine_methods(arguments), arguments.engine_kept)
-        given = engine_arguments(arguments)
-        predicted = predicted_seconds(world, given, "engine", divisions)
-        parts["engine"] = [row | predicted[row["method"]] for row in measure_engines(given, world, divisions)]
+    for part in arguments.parts:
+        measured = (measure_attention if part == "attention" else measure_engines)(arguments, world, divisions)
+        parts[part] = [row | predicted[part][row["method"]] for row in measured]
     if world.rank == 0:
         summary = {part: summarise(rows) for part, rows in parts.items()}
         titles = {
-            part: f"{TITLES[part]} on {arguments.ranks} ranks, {arguments.batch} x {rows[0]['kept']:,} kept tokens"
-            for part, rows in parts.items()
+            part: f"{TITLES[part]} on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
+            for part in parts
         }
-        subtitles = {
-            part: f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {group} query heads each, sigma "
-            f"{arguments.sigma:g}, {dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
-            for part, group, dtype in (
-                ("attention", arguments.group, arguments.dtype),
-                ("engine", arguments.engine_group, arguments.engine_dtype),
-            )
-        }
+        subtitle = (
+            f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {arguments.group} query heads each, sigma "
+            f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
+        )
         for part, rows in parts.items():
             show(titles[part], rows, summary[part])
         publish(
@@ -227,8 +215,7 @@ def run(arguments: argparse.Namespace) -> None:
             rows=[row for rows in parts.values() for row in rows],
             summary=summary,
             draw=lambda path: [
-                draw(path.with_suffix(f".{part}.png"), titles[part], subtitles[part], rows)
-                for part, rows in parts.items()
+                draw(path.with_suffix(f".{part}.png"), titles[part], subtitle, rows) for part, rows in parts.items()
             ],
         )
     world.leave()

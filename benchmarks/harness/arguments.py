@@ -31,13 +31,20 @@ def check_rank_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
     check_positive(parser, arguments, "ranks", "threads", "timeout")
 
 
-def add_profile_argument(parser: argparse.ArgumentParser) -> None:
-    """How long a hardware profile is measured first, so that the cost model's predictions stand in the results."""
+def add_profile_argument(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
+    """How long a hardware profile is measured first, so that the cost model's predictions stand in the results.
+
+    Parameters
+    ----------
+    seconds : float
+        The default.
+    """
     parser.add_argument(
         "--profile-seconds",
         type=float,
-        default=0.0,
-        help="measure a hardware profile for so long, and predict every method; 0: no predictions (default 0)",
+        default=seconds,
+        help="measure a hardware profile for so long, and predict every method; 0: no predictions "
+        f"(default {seconds:g})",
     )
 
 

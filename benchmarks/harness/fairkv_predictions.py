@@ -14,11 +14,13 @@ from .models import DTYPES, llama_config
 from .profiles import keep_profile, measured_profile
 from .world import World
 
+Predictions = dict[str, dict[str, dict[str, float | None]]]
+
 
 def predicted_seconds(
-    world: World, arguments: argparse.Namespace, part: str, divisions: Sequence[Division]
-) -> dict[str, dict[str, float | None]]:
-    """What rows say of their predicted seconds, by method: of a profile that is measured now, if there is time to.
+    world: World, arguments: argparse.Namespace, parts: Sequence[str], divisions: Sequence[Division]
+) -> Predictions:
+    """What rows say of their predicted seconds, by part and method: of a profile measured now, if there is time to.
 
     Every rank must call it.
 
@@ -26,25 +28,25 @@ def predicted_seconds(
     ----------
     world : World
     arguments : Namespace
-        Of `fairkv.py`, as they are for the part.
-    part : str
-        ``attention`` or ``engine``.
+        Of `fairkv.py`.
+    parts : sequence of str
+        Of ``attention`` and ``engine``.
     divisions : sequence of Division
     """
     if not arguments.profile_seconds or world.size < 2:
-        return {division.name: {"predicted_s": None} for division in divisions}
-    sizes = argparse.Namespace(**{**vars(arguments), "heads": arguments.kv_heads * arguments.group})
-    model = ModelShape.from_config(llama_config(sizes, positions=64), dtype=DTYPES[arguments.dtype])
+        return {part: {division.name: {"predicted_s": None} for division in divisions} for part in parts}
+    model = ModelShape.from_config(llama_config(arguments, positions=64), dtype=DTYPES[arguments.dtype])
     with measured_profile(world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout) as path:
         profile = load_profile(path)
-    keep_profile(world, profile, arguments.json, f"{part}-{world.size}")
+    keep_profile(world, profile, arguments.json, str(world.size))
     shared = profile.sum_times(world.size, shared_memory=True) is not None
     times = RaggedTimes(profile, model.attention(), batch=arguments.batch, ranks=world.size, shared_memory=shared)
-    found: dict[str, dict[str, float | None]] = {}
+    found: Predictions = {part: {} for part in parts}
     for division in divisions:
         loads = division.loads()
         divided = [bool(division.divided(layer)) for layer in range(len(loads))]
-        attention = part == "attention"
-        seconds = times.attention(loads, divided) if attention else times.step(model, loads, divided)
-        found[division.name] = {"predicted_s": seconds}
+        for part in parts:
+            attention = part == "attention"
+            seconds = times.attention(loads, divided) if attention else times.step(model, loads, divided)
+            found[part][division.name] = {"predicted_s": seconds}
     return found

@@ -38,12 +38,15 @@ def summarise(rows: Rows) -> dict[str, Any]:
         From method to value: ``speedup`` over contiguous heads and ``over_uniform``, the time over that of equal
         budgets, each with its interval; ``predicted``, contiguous heads' slowest ranks' tokens over the method's;
         ``off``, the speedup over that, less 1; ``busy``, the mean over ranks of the median part of the time that a rank
-        computes. Where layers were timed, also ``costs``, what the latency model is made of, ``expected``, contiguous
-        heads' expected seconds over the method's, and ``off_expected``, the speedup over that, less 1.
+        computes; ``profile``, the seconds that the cost model predicted where it did, and ``off_profile``, the measured
+        ones over them, less 1. Where layers were timed, also ``costs``, what the latency model is made of,
+        ``expected``, contiguous heads' expected seconds over the method's, and ``off_expected``, the speedup over that,
+        less 1.
     """
     by_name = {row["method"]: row for row in rows}
     base, uniform = by_name.get(CONTIGUOUS), by_name.get(UNIFORM)
-    found: dict[str, dict[str, Any]] = {"speedup": {}, "predicted": {}, "off": {}, "over_uniform": {}, "busy": {}}
+    kinds = ("speedup", "predicted", "off", "over_uniform", "busy", "profile", "off_profile")
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     for name, row in by_name.items():
         if base is not None and name not in (CONTIGUOUS, UNIFORM):
             gain = paired_ratio(base["seconds"], row["seconds"])
@@ -53,6 +56,9 @@ def summarise(rows: Rows) -> dict[str, Any]:
             found["off"][name] = gain.value / predicted - 1
         if uniform is not None and name != UNIFORM:
             found["over_uniform"][name] = paired_ratio(row["seconds"], uniform["seconds"]).to_json()
+        if row.get("predicted_s") is not None:
+            found["profile"][name] = row["predicted_s"]
+            found["off_profile"][name] = median(row["seconds"]).value / row["predicted_s"] - 1
         if "busy" in row:
             found["busy"][name] = sum(row["busy_rates"]) / len(row["busy_rates"])
     if base is not None and uniform is not None and all("layer_seconds" in row for row in rows):
@@ -69,13 +75,16 @@ def summarise(rows: Rows) -> dict[str, Any]:
 def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
     """Print a setting's table."""
     heads = ["method", "ms per step", "busy", "tokens say", "gain [95%]", "by tokens", "off"]
-    timed = "expected" in summary
-    lines = [[*heads, *(["expected", "off"] if timed else []), "over uniform"]]
+    timed, profiled = "expected" in summary, summary["profile"]
+    more = [*(["expected", "off"] if timed else []), *(["profile ms", "off"] if profiled else [])]
+    lines = [[*heads, *more, "over uniform"]]
     for row in rows:
         name = row["method"]
         gain = summary["speedup"].get(name)
         over = summary["over_uniform"].get(name)
-        expected = [_value(summary["expected"], name), _percent(summary["off_expected"], name)] if timed else []
+        beside = [_value(summary["expected"], name), _percent(summary["off_expected"], name)] if timed else []
+        if profiled:
+            beside += [f"{1e3 * profiled[name]:.2f}", _percent(summary["off_profile"], name)]
         lines.append(
             [
                 name,
@@ -85,7 +94,7 @@ def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
                 "-" if gain is None else str(Interval(**gain)),
                 _value(summary["predicted"], name),
                 _percent(summary["off"], name),
-                *expected,
+                *beside,
                 "-" if over is None else f"{over['value']:.3f}",
             ]
         )

@@ -9,26 +9,42 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import megakv
 from megakv.cache import ShardedCache
-from megakv.fairkv.store import RaggedStore
+from megakv.fairkv.store import RaggedStore, Span
 from megakv.sharding import balanced, new_tokens
 
 from .agreement import Agreement
 from .fairkv_report import load_facts
 from .generations import ContextParallelGeneration, without_stop
-from .head_division import CONTIGUOUS, UNIFORM, Budgets, Division, make_mapping
-from .models import random_ids, random_llama, twin
+from .head_division import CONTIGUOUS, UNIFORM, Division, Piece, make_mapping
+from .models import DTYPES, llama_config, random_ids
+from .ragged_heads import HeadShape, TokenPool, ragged_body
+from .room import Room
 from .sampling import measure
 from .statistics import median
 from .world import World
 
 
 class MappedGeneration(ContextParallelGeneration):
-    """Tokens of an engine over a compressed cache.
+    """Tokens of an engine over a compressed cache; a sample is the time of a step.
+
+    Parameters
+    ----------
+    division : Division
+        The heads that it gives to a rank are those that the engine has there.
+    engine : MegaKVEngine
+        On tensor-parallel ranks alone, with a ``megakv.fairkv.budget``.
+    pool : TokenPool
+    ids : Tensor
+        ``[B, S]`` prompts, of which all tokens but the last are cached.
+    tokens : int
+        New ones.
+    room : Room
+        The cache is built before a run, and not timed.
 
     Attributes
     ----------
@@ -36,67 +52,86 @@ class MappedGeneration(ContextParallelGeneration):
         Of every run, the part of the time in which this rank did not wait for others.
     """
 
-    def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, tokens: int, *, cache: ShardedCache):
-        super().__init__(name, engine, ids, tokens, cache=cache)
+    def __init__(
+        self, division: Division, engine: megakv.MegaKVEngine, pool: TokenPool, ids: Tensor, tokens: int, *, room: Room
+    ):
+        super().__init__(division.name, engine, ids, tokens)
+        self._cached = True
+        self._division, self._pool, self._room = division, pool, room
         self.busy: list[float] = []
+
+    def prepare(self) -> None:
+        self._room.take(self)
+        super().prepare()
+
+    def build(self) -> None:
+        """Fill the cache."""
+        batch, length = self._ids.shape
+        self._cache = fill_cache(self._engine, self._division, self._pool, batch, length - 1)
+
+    def leave(self) -> None:
+        """Free the cache."""
+        self._cache = None
 
     def run(self) -> Any:
         output = super().run()
         ledger = self._engine._comm.ledger
-        waited = sum(tally.seconds_exposed for tally in ledger.by_operation().values())
-        self.busy.append(1 - waited / ledger.now())
+        self.busy.append(1 - ledger.waited_s() / ledger.now())
         return output
 
 
-def fill_cache(engine: megakv.MegaKVEngine, budgets: Budgets, batch: int, tokens: int) -> ShardedCache:
-    """A cache as compression would leave it after prompts of `tokens` tokens: random, the same for every placement.
-
-    Parameters
-    ----------
-    engine : MegaKVEngine
-        On tensor-parallel ranks alone, with a ``megakv.fairkv.budget``.
-    budgets : list
-        ``[layer][KV head]`` kept tokens of every sequence.
-    batch, tokens : int
-    """
-    runtime, config = engine._runtime, engine.module.config
+def fill_cache(
+    engine: megakv.MegaKVEngine, division: Division, pool: TokenPool, batch: int, tokens: int
+) -> ShardedCache:
+    """A cache as compression would leave it after prompts of `tokens` tokens: the same heads for every placement."""
+    runtime, rank = engine._runtime, engine.mesh.tp_rank
     assert runtime.compressor is not None
     cache = engine._new_cache()
     positions = np.broadcast_to(np.arange(tokens), (batch, tokens))
     cache.begin(balanced(new_tokens(np.ones((batch, tokens), dtype=bool), positions, 0), 1), batch)
-    for layer, row in enumerate(budgets):
-        heads = runtime.compressor._heads.shard(layer, engine.mesh.tp_rank).kv_heads
+    for layer, budgets in enumerate(division.budgets):
+        pieces = {(piece.sequence, piece.head): piece for piece in division.pieces[layer][rank]}
+        heads = runtime.compressor._heads.shard(layer, rank).kv_heads
         store = cache.store(layer)
         assert isinstance(store, RaggedStore)
-        store.begin(complete=True)
-        keep = [torch.stack([_kept(layer, sequence, h, row[h], tokens) for h in heads]) for sequence in range(batch)]
-        if runtime.replicas is not None:
-            keep = runtime.replicas.split(layer, keep)
-        for sequence, mask in enumerate(keep):
-            pairs = [_random(layer, sequence, head, tokens, 2 * config.head_dim) for head in heads]
-            keys, values = torch.stack(pairs).to(engine.mesh.device, engine.module.dtype).chunk(2, -1)
-            store.append(sequence, keys, values)
-            store.compress(sequence, mask.to(engine.mesh.device))
-        store.release()
+        for sequence in range(batch):
+            own = [pieces.get((sequence, head), Piece(sequence, head, 0, 0)) for head in heads]
+            # What a head keeps lies all over the prompt.
+            rows = [np.arange(piece.start, piece.stop) * tokens // budgets[piece.head] for piece in own]
+            store.add_span(sequence, Span(0, tokens, ragged_body(pool, layer, own, rows)))
     cache.commit(tokens, compressed=True)
     return cache
 
 
-def _generator(*name: int) -> torch.Generator:
-    return torch.Generator().manual_seed(hash(name) % (1 << 62))
-
-
-def _kept(layer: int, sequence: int, head: int, budget: int, tokens: int) -> Tensor:
-    """``[S]`` which tokens a head keeps."""
-    order = torch.randperm(tokens, generator=_generator(1, layer, sequence, head))
-    mask = torch.zeros(tokens, dtype=torch.bool)
-    mask[order[:budget]] = True
-    return mask
-
-
-def _random(layer: int, sequence: int, head: int, tokens: int, size: int) -> Tensor:
-    """``[S, size]`` keys and values of a head, side by side."""
-    return torch.randn(tokens, size, generator=_generator(2, layer, sequence, head))
+def make_engines(
+    arguments: argparse.Namespace, world: World, divisions: Sequence[Division], *, positions: int
+) -> dict[str, megakv.MegaKVEngine]:
+    """By method: an engine over the same random Llama; methods whose heads lie in runs share theirs."""
+    engines: dict[str, megakv.MegaKVEngine] = {}
+    found = {}
+    with TemporaryDirectory(prefix="megakv-benchmark-") as folder:
+        # Every rank reads rank 0's files. Weights are drawn where they belong: no rank ever has the whole model.
+        folder = world.gather(folder)[0]
+        if world.rank == 0:
+            llama_config(arguments, positions=positions).save_pretrained(folder)
+        for division in tqdm(divisions, desc="engines", unit="engine", disable=world.rank != 0):
+            mapping = make_mapping(division.name, division.budgets, ranks=world.size, batch=arguments.batch)
+            key = CONTIGUOUS if mapping is None else division.name
+            if key not in engines:
+                fairkv: dict[str, Any] = {"budget": 0.5}
+                if mapping is not None:
+                    fairkv["mapping"] = str(Path(folder) / f"{key}.json")
+                    if world.rank == 0:
+                        mapping.save(fairkv["mapping"])
+                world.barrier()
+                config = {"dtype": arguments.dtype, "tensor_parallel": {"tp_size": world.size}}
+                engines[key] = megakv.init_inference(
+                    folder, {**config, "megakv": {"load": "random", "seed": arguments.seed, "fairkv": fairkv}}
+                )
+                without_stop(engines[key].module)
+            found[division.name] = engines[key]
+        world.barrier()
+    return found
 
 
 def measure_engines(arguments: argparse.Namespace, world: World, divisions: Sequence[Division]) -> list[dict[str, Any]]:
@@ -107,30 +142,15 @@ def measure_engines(arguments: argparse.Namespace, world: World, divisions: Sequ
     MegaKVError
         If a placement computes other logits than the first of the same budgets.
     """
-    tokens = 1 + max(max(row) for division in divisions for row in division.budgets)
+    longest = max(max(row) for division in divisions for row in division.budgets)
     steps = arguments.tokens + 1
-    model = without_stop(random_llama(arguments, positions=tokens + steps + 1, device=world.device))
-    ids = random_ids(arguments.vocab, tokens + 1, world.device, arguments.batch)
-    methods, engines = [], {}
-    with TemporaryDirectory(prefix="megakv-benchmark-") as folder:
-        # Every rank reads rank 0's files.
-        folder = world.gather(folder)[0]
-        for division in divisions:
-            mapping = make_mapping(division.name, division.budgets, ranks=world.size, batch=arguments.batch)
-            key = CONTIGUOUS if mapping is None else division.name
-            if key not in engines:
-                fairkv: dict[str, Any] = {"budget": 0.5}
-                if mapping is not None:
-                    fairkv["mapping"] = str(Path(folder) / f"{key}.json")
-                    if world.rank == 0:
-                        mapping.save(fairkv["mapping"])
-                    world.barrier()
-                config = {"tensor_parallel": {"tp_size": world.size}, "megakv": {"fairkv": fairkv}}
-                engines[key] = megakv.init_inference(twin(model), config)
-            cache = fill_cache(engines[key], division.budgets, arguments.batch, tokens)
-            methods.append(MappedGeneration(division.name, engines[key], ids, steps, cache=cache))
-        world.barrier()
-    del model
+    engines = make_engines(arguments, world, divisions, positions=longest + steps + 1)
+    shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, DTYPES[arguments.dtype], world.device)
+    pool, room = TokenPool(shape, longest, arguments.seed), Room()
+    ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
+    methods = [
+        MappedGeneration(division, engines[division.name], pool, ids, steps, room=room) for division in divisions
+    ]
     agreement = Agreement(world, arguments.dtype)
 
     def inspect(name: str, output: Any) -> dict[str, Any]:
@@ -139,6 +159,7 @@ def measure_engines(arguments: argparse.Namespace, world: World, divisions: Sequ
     samples = measure(
         world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=3
     )
+    room.clear()
     rows = []
     for sample, method, division in zip(samples, methods, divisions, strict=True):
         busy = world.gather(method.busy[1:])
@@ -154,6 +175,6 @@ def measure_engines(arguments: argparse.Namespace, world: World, divisions: Sequ
                 **load_facts(division),
             )
         )
-    for engine in engines.values():
+    for engine in {id(engine): engine for engine in engines.values()}.values():
         engine.destroy()
     return rows

@@ -11,22 +11,8 @@ from megakv.comm import Communicator
 
 from .head_division import Division
 from .ragged_heads import RankLayer, TokenPool
+from .room import Room
 from .sampling import Method
-
-
-class Room:
-    """Memory for the cache of one method at a time: the next one's takes its place."""
-
-    def __init__(self) -> None:
-        self._guest: RaggedDecode | None = None
-
-    def take(self, method: RaggedDecode) -> None:
-        """Let a method have its cache here."""
-        if self._guest is not method:
-            if self._guest is not None:
-                self._guest.leave()
-            self._guest = method
-            method.build()
 
 
 class RaggedDecode(Method):
@@ -95,18 +81,12 @@ class RaggedDecode(Method):
         return elapsed / self._steps
 
     def _layer(self, number: int) -> Tensor:
-        shape, mesh, layer = self._shape, self._comm.mesh, self._layers[number]
+        shape, layer = self._shape, self._layers[number]
         start = time.perf_counter()
         out, lse = layer.attend()
         whole = out.new_zeros(self._batch * shape.kv_heads, shape.group, shape.dim)
         self._computed[number] += time.perf_counter() - start
         if self._divided[number]:
-            parts = lse.new_zeros(mesh.tp_size, self._batch * shape.kv_heads, shape.group)
-            # Ranks without a part count as nothing: their row stays -inf.
-            parts[mesh.tp_rank] = -torch.inf
-            parts[mesh.tp_rank, layer.index[layer.split]] = lse[layer.split]
-            total = torch.logsumexp(self._comm.tp_all_reduce(parts), 0)
-            weight = torch.exp(lse[layer.split] - total[layer.index[layer.split]])
-            out[layer.split] *= weight.unsqueeze(-1)
+            layer.weigh(out, lse, self._comm.tp_all_reduce)
         whole[layer.index] = out
         return self._comm.tp_all_reduce(whole).view(self._batch, shape.kv_heads, shape.group, shape.dim)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,6 +79,15 @@ class TokenPool:
         return queries.to(shape.device, shape.dtype)
 
 
+def ragged_body(
+    pool: TokenPool, layer: int, pieces: Sequence[Piece], rows: Sequence[npt.NDArray[np.int64]]
+) -> RaggedBody | None:
+    """Pieces as if each were a head, with the rows of their tokens; None where they hold nothing."""
+    counts = np.array([piece.stop - piece.start for piece in pieces])
+    tokens = torch.cat([pool.tokens(layer, piece) for piece in pieces])
+    return RaggedBody.packed(*tokens.split(pool.shape.dim, -1), counts, np.concatenate(rows))
+
+
 class RankLayer:
     """What one rank holds of one layer: the pieces of all sequences in one ragged body, as if each were a head.
 
@@ -90,35 +100,54 @@ class RankLayer:
     """
 
     def __init__(self, pool: TokenPool, division: Division, layer: int, rank: int, batch: int):
-        shape = pool.shape
-        pieces = division.pieces[layer][rank]
+        shape, split = pool.shape, set(division.divided(layer))
+        pieces = sorted(division.pieces[layer][rank], key=lambda piece: piece.head in split)
         self.index = torch.tensor(
             [piece.sequence * shape.kv_heads + piece.head for piece in pieces], dtype=torch.long, device=shape.device
         )
         self.scale = shape.dim**-0.5
         queries = pool.queries(layer, batch).flatten(0, 1)[self.index]
-        self._parts = [
-            (queries[start : start + MOST_HEADS].flatten(0, 1)[:, None], self._body(pool, layer, few))
-            for start in range(0, len(pieces), MOST_HEADS)
-            for few in [pieces[start : start + MOST_HEADS]]
-        ]
+        self._parts = []
+        for start in range(0, len(pieces), MOST_HEADS):
+            few = pieces[start : start + MOST_HEADS]
+            body = ragged_body(pool, layer, few, [np.arange(piece.stop - piece.start) for piece in few])
+            assert body is not None
+            self._parts.append((queries[start : start + MOST_HEADS].flatten(0, 1)[:, None], body))
         self._group = shape.group
-        split = set(division.divided(layer))
-        chosen = [number for number, piece in enumerate(pieces) if piece.head in split]
-        self.split = torch.tensor(chosen, dtype=torch.long, device=shape.device)
+        self.shared = slice(sum(piece.head not in split for piece in pieces), None)
         """Which pieces are parts of a head that other ranks have parts of."""
-
-    @staticmethod
-    def _body(pool: TokenPool, layer: int, pieces: Sequence[Piece]) -> RaggedBody:
-        counts = np.array([piece.stop - piece.start for piece in pieces])
-        tokens = torch.cat([pool.tokens(layer, piece) for piece in pieces])
-        rows = np.concatenate([np.arange(count) for count in counts])
-        body = RaggedBody.packed(*tokens.split(pool.shape.dim, -1), counts, rows)
-        assert body is not None
-        return body
+        parts = [
+            (p.sequence, p.head, r) for r, held in enumerate(division.pieces[layer]) for p in held if p.head in split
+        ]
+        mine = [[at for at, part in enumerate(parts) if part[:2] == (p.sequence, p.head)] for p in pieces[self.shared]]
+        widest = max(map(len, mine), default=1)
+        # The last row is that of no rank.
+        table = [[*row, *[len(parts)] * (widest - len(row))] for row in mine]
+        own = [row for row, part in enumerate(parts) if part[2] == rank]
+        self._own = torch.tensor(own, dtype=torch.long, device=shape.device)
+        self._all = torch.tensor(table, dtype=torch.long, device=shape.device).view(len(mine), widest)
+        self._nobody = torch.zeros(len(parts) + 1, shape.group, device=shape.device)
+        self._nobody[-1] = -torch.inf
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """``[n, G, D]`` outputs and log-sum-exps ``[n, G]`` of the pieces."""
         outs, lses = zip(*(paged_attention(queries, body, self.scale) for queries, body in self._parts), strict=True)
         out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (outs, lses))
         return out.view(-1, self._group, out.shape[-1]), lse.view(-1, self._group)
+
+    def weigh(self, out: Tensor, lse: Tensor, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Weigh the parts of shared heads, in place, so that those of all ranks add up to their attention.
+
+        Parameters
+        ----------
+        out, lse : Tensor
+            As `attend` gives them.
+        add_up : callable
+            Sums a tensor over the ranks, in place.
+        """
+        own = lse[self.shared]
+        everyone = self._nobody.clone()
+        everyone[self._own] = own
+        add_up(everyone[:-1])
+        whole = everyone[self._all].logsumexp(1)
+        out[self.shared] *= torch.exp(own - whole).unsqueeze(-1)

@@ -121,8 +121,8 @@ class VirtualRanks:
             held = RankLayer(self._pool, self.division, layer, rank, self._batch)
             parts.append(held.attend())
             owners.append(held.index)
-        outs, lses = (torch.cat(found) for found in zip(*parts, strict=True))
-        return merge_by_owner(outs, lses, torch.cat(owners), self._batch * self._pool.shape.kv_heads)[0]
+        outs, lses = zip(*parts, strict=True)
+        return merge_by_owner(outs, lses, owners, self._batch * self._pool.shape.kv_heads)[0]
 
     @torch.inference_mode()
     def attention_seconds(self, bench: Bench) -> Times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,18 +106,20 @@ def paged_attention(
         outs.append(out.to(lse.dtype))
         lses.append(lse)
         owners.append(pages.heads_P)
-    out, lse = merge_by_owner(torch.cat(outs), torch.cat(lses), torch.cat(owners), kv_heads)
+    out, lse = merge_by_owner(outs, lses, owners, kv_heads)
     return out.reshape(heads, length, -1), lse.reshape(heads, length)
 
 
-def merge_by_owner(outs_PRD: Tensor, lses_PR: Tensor, owners_P: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+def merge_by_owner(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], owners: Sequence[Tensor], kv_heads: int
+) -> tuple[Tensor, Tensor]:
     """Merge partial results that belong to the same head.
 
     Parameters
     ----------
-    outs_PRD, lses_PR : Tensor
-        ``[P, R, Dv]`` and ``[P, R]`` partial results over disjoint keys.
-    owners_P : Tensor
+    outs, lses : sequence of Tensor
+        ``[P, R, Dv]`` and ``[P, R]`` partial results over disjoint keys, in several lots; the outputs are used up.
+    owners : sequence of Tensor
         ``[P]`` head of each.
     kv_heads : int
         K.
@@ -126,12 +129,15 @@ def merge_by_owner(outs_PRD: Tensor, lses_PR: Tensor, owners_P: Tensor, kv_heads
     tuple[Tensor, Tensor]
         ``[K, R, Dv]`` and ``[K, R]``; 0 and -inf for a head without a part.
     """
+    lses_PR, owners_P = torch.cat(list(lses)), torch.cat(list(owners))
     top = lses_PR.new_full((kv_heads, lses_PR.shape[1]), -torch.inf)
     top.scatter_reduce_(0, owners_P[:, None].expand_as(lses_PR), lses_PR, "amax")
     # A head without a part is shifted by 0: its sum stays 0 instead of NaN.
     shift = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(lses_PR - shift[owners_P])
     total = torch.zeros_like(top).index_add_(0, owners_P, weights)
-    out = outs_PRD.new_zeros((kv_heads, *outs_PRD.shape[1:]))
-    out.index_add_(0, owners_P, outs_PRD * weights.unsqueeze(-1))
-    return out / total.masked_fill(total == 0, 1.0).unsqueeze(-1), total.log() + shift
+    out = outs[0].new_zeros((kv_heads, *outs[0].shape[1:]))
+    # In place and lot by lot: outputs are large beside pages, and every copy of them costs several percent of the time.
+    for part, owner, weight in zip(outs, owners, weights.split([len(lot) for lot in owners]), strict=True):
+        out.index_add_(0, owner, part.mul_(weight.unsqueeze(-1)))
+    return out.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), total.log() + shift

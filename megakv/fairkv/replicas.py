@@ -91,12 +91,15 @@ class HeadReplicas:
                 out_HLD[first : first + group] *= own[None, :, None]
             return out_HLD, lse_HL
         length = lse_HL.shape[1]
-        everyone = lse_HL.new_zeros((view.entries, group, length))
-        everyone[view.own_entries] = lse_HL[queries].reshape(len(view.shared), group, length)
-        self._comm.tp_all_reduce(everyone, operation="lse", layer=layer)
+        # The last row is that of no replica.
+        everyone = lse_HL.new_zeros((view.entries + 1, group, length))
+        everyone[-1] = -torch.inf
+        own_rows, all_rows = view.rows(lse_HL.device)
+        everyone[own_rows] = lse_HL[queries].reshape(len(view.shared), group, length)
+        self._comm.tp_all_reduce(everyone[:-1], operation="lse", layer=layer)
         if view.shared:
             own = lse_HL[queries].clone()
-            whole = torch.cat([everyone[entries].logsumexp(0) for entries in view.entries_of_shared])
+            whole = everyone[all_rows].logsumexp(1).flatten(0, 1)
             # Where nobody sees a token both are -inf: the output is zero already.
             out_HLD[queries] *= torch.exp(own - whole).nan_to_num_(0.0).unsqueeze(-1)
             lse_HL[queries] = whole
@@ -154,7 +157,17 @@ class _LayerView:
         copied = [head for head, ranks in enumerate(mapping.ranks) if len(ranks) > 1]
         edges = [0, *accumulate(len(mapping.ranks[head]) for head in copied)]
         starts, self.entries = dict(zip(copied, edges, strict=False)), edges[-1]
-        self.own_entries = [starts[head] + mapping.ranks[head].index(rank) for head in self.shared]
-        self.entries_of_shared = [slice(starts[h], starts[h] + len(mapping.ranks[h])) for h in self.shared]
+        own = [starts[head] + mapping.ranks[head].index(rank) for head in self.shared]
+        widest = max((len(mapping.ranks[head]) for head in copied), default=1)
+        every = [[*range(starts[head], starts[head] + len(mapping.ranks[head]))] for head in self.shared]
+        table = [[*row, *[self.entries] * (widest - len(row))] for row in every]
+        self._rows = torch.tensor(own, dtype=torch.long), torch.tensor(table, dtype=torch.long).view(-1, widest)
         self.counted = [index for index, head in enumerate(kv_heads) if mapping.ranks[head][0] == rank]
         self.counted_heads = [kv_heads[index] for index in self.counted]
+
+    def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``[n]`` where the log-sum-exps of this rank's shared heads go among those of all replicas, and ``[n, most]``
+        where those of each head's replicas are, filled up by the row behind the last."""
+        if self._rows[0].device != device:
+            self._rows = self._rows[0].to(device), self._rows[1].to(device)
+        return self._rows

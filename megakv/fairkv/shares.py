@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.splitting import split_request
+from megakv.fairkv.splitting import split_heads
 from megakv.sharding import IntArray
 
 PERIOD = 32
@@ -80,5 +80,7 @@ def shares_of_rank(mapping: LayerMapping, rank: int, tp_size: int, shared: Seque
     alone : int
         Number of its other heads.
     """
-    parts = split_request(mapping, [PERIOD] * len(mapping.ranks), tp_size)
-    return HeadShares(alone, tuple(dealt(parts[head]) == mapping.ranks[head].index(rank) for head in shared))
+    _, parts = split_heads([PERIOD] * len(mapping.ranks), mapping.ranks, tp_size, whole=True)
+    owners = [dealt([int(part) for part in parts[head]]) for head in shared]
+    own = (found == mapping.ranks[head].index(rank) for head, found in zip(shared, owners, strict=True))
+    return HeadShares(alone, tuple(own))

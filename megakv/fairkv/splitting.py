@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +19,11 @@ from megakv.fairkv.layer import LayerMapping
 
 MOST_SETS = 1 << 12
 """Sets of ranks that `slowest_loads` looks at; beyond, the flow itself is faster."""
+CUTS = (512, 64, 8, 1)
+"""What the parts of a head are multiples of, all but one: sizes of pages. Parts that end anywhere have up to 21 small
+pages each, and a small page costs as much as dozens of tokens."""
+FINENESS = 128
+"""A cut moves by no more than half this part of the slowest rank's tokens."""
 
 
 class _Flow:
@@ -118,7 +124,7 @@ def split_heads(
 
 
 def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -> list[list[int]]:
-    """Divide one request's kept tokens of one layer among the replicas of its heads.
+    """Divide one request's kept tokens of one layer among the replicas of its heads, at the ends of pages.
 
     Parameters
     ----------
@@ -131,10 +137,19 @@ def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -
     Returns
     -------
     list of list of int
-        ``[head][replica]``, along with ``mapping.ranks``; no other split has a faster slowest rank.
+        ``[head][replica]``, along with ``mapping.ranks``: the split whose slowest rank is fastest, its cuts then moved
+        to the nearest multiple of the largest of `CUTS` that is fine enough.
     """
-    _, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
-    return [[int(part) for part in row] for row in parts]
+    slowest, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
+    step = next(cut for cut in CUTS if cut * FINENESS <= slowest or cut == CUTS[-1])
+    return [_moved(row, step) for row in parts]
+
+
+def _moved(parts: Sequence[float], step: int) -> list[int]:
+    """The same parts with the cuts between them at multiples of `step`."""
+    ends = [int(end) for end in accumulate(parts)]
+    cuts = [min((end + step // 2) // step * step, ends[-1]) for end in ends[:-1]] + ends[-1:]
+    return [end - start for start, end in pairwise([0, *cuts])]
 
 
 class RankSets:

@@ -20,16 +20,15 @@ run = partial(run_benchmark, "fairkv.py")
 SHAPE = {
     "batch": 6,
     "kept": 37,
-    "engine-kept": 37,
     "layers": 2,
     "kv-heads": 6,
     "group": 2,
-    "engine-group": 2,
     "head-dim": 16,
     "hidden": 48,
     "intermediate": 48,
 }
 TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))] + ["--dtype", "fp32"]
+TRIED = ("uniform", "contiguous", "nodp", "dp1", "dp3", "split1", "split4")
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 3), (3, 6), (4, 12)])
@@ -102,20 +101,23 @@ def test_expected_times_are_those_of_the_work_and_the_jitter() -> None:
     assert [page_count(tokens) for tokens in (1, 7, 8, 512, 1023)] == [1, 7, 1, 1, 22]
 
 
-def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
+def test_tiny_run_of_both_parts(tmp_path: Path) -> None:
     path = tmp_path / "fairkv.json"
-    done = run("--ranks", "2", "--repeats", "3", "--methods", ",".join(METHODS), "--json", path, *TINY)
+    done = run("--ranks", "2", "--repeats", "3", "--methods", ",".join(TRIED), "--profile-seconds", "1",
+               "--json", path, *TINY)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     assert report["benchmark"] == "fairkv" and set(report["summary"]) == {"attention", "engine"}
     for part, summary in report["summary"].items():
         rows = {row["method"]: row for row in report["rows"] if row["part"] == part}
-        assert tuple(rows) == (METHODS if part == "attention" else tuple(m for m in METHODS if m[:2] != "dp"))
+        assert tuple(rows) == TRIED
         for name, row in rows.items():
             assert (row["ranks"], row["batch"], row["kept"], len(row["seconds"])) == (2, 6, 37, 3)
             assert np.shape(row["busy"]) == (2, 3) and all(0 < value < 1 for rank in row["busy"] for value in rank)
             assert summary["busy"][name] == pytest.approx(np.median(row["busy"], axis=1).mean())
             assert sum(row["rank_tokens"]) == 2 * 6 * 37 * 6
+            assert summary["profile"][name] == row["predicted_s"] > 0
+            assert summary["off_profile"][name] == pytest.approx(np.median(row["seconds"]) / row["predicted_s"] - 1)
             # Whoever divides the heads, the result is the same.
             difference = row.get("max_output_difference", row.get("max_logit_difference"))
             assert difference is None if name == "uniform" else difference < 1e-5
@@ -136,13 +138,13 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     [
         (["--ranks", "2", "--methods", "contiguous,dp9"], "--methods contiguous,dp9"),
         (["--ranks", "2", "--parts", "attention,all"], "--parts attention,all"),
-        (["--ranks", "2", "--hidden", "100"], "--hidden 100: allowed: multiples of --kv-heads x --engine-group = 32"),
+        (["--ranks", "2", "--hidden", "100"], "--hidden 100: allowed: multiples of --kv-heads x --group = 128"),
         (["--ranks", "3"], "--kv-heads 8: allowed: multiples of --ranks 3"),
         (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
         (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
         (["--ranks", "2", "--kept", "-1"], "--kept -1"),
-        (["--ranks", "2", "--kept", "1000000"], "--kept 1000000 and --layers 8 needs"),
-        (["--ranks", "2", "--engine-kept", "200000"], "--engine-kept 200000 and --layers 8 needs"),
+        (["--ranks", "2", "--kept", "1000000"], "--kept 1000000, --layers 8 and --hidden 1024 needs"),
+        (["--ranks", "2", "--hidden", "65536"], "--kept 16384, --layers 8 and --hidden 65536 needs"),
     ],
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:

@@ -106,7 +106,7 @@ def test_other_types(dtype: torch.dtype, bound: float) -> None:
 
 
 def test_parts_without_keys_are_neutral() -> None:
-    out, lse = merge_by_owner(torch.zeros(1, 2, 3), torch.full((1, 2), -torch.inf), torch.tensor([1]), 2)
+    out, lse = merge_by_owner([torch.zeros(1, 2, 3)], [torch.full((1, 2), -torch.inf)], [torch.tensor([1])], 2)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
