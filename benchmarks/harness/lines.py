@@ -28,8 +28,8 @@ class Line:
     hollow : sequence of bool, optional
         Which points are drawn as rings.
     dashed : bool
-    joined : bool
-        Whether there is a line between the points.
+    joined, marked : bool
+        Whether there is a line between the points, and a dot at each.
     colour : str, optional
         The next one in turn if None.
     """
@@ -40,6 +40,7 @@ class Line:
     hollow: Sequence[bool] | None = None
     dashed: bool = False
     joined: bool = True
+    marked: bool = True
     colour: str | None = None
 
 
@@ -91,7 +92,7 @@ def draw_lines(
             linestyle=style if line.joined else "none", zorder=2,
         )  # fmt: skip
         hollow = line.hollow or [False] * len(values)
-        for x, y, ring in zip(line.x, values, hollow, strict=True):
+        for x, y, ring in zip(line.x, values, hollow, strict=True) if line.marked else ():
             axes.plot(x, y, "o", color=colour, markerfacecolor="white" if ring else colour, markersize=6, zorder=3)
     if log_x:
         axes.set_xscale("log")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,18 @@ class Bench:
 
     def seconds(self, work: Callable[[], Any]) -> Times:
         """``[repeats]`` of a function without arguments, whose inputs stay where they are."""
-        run = self._repeatable(work)
-        found = np.empty(self.repeats)
-        for repeat in range(self.repeats):
+        return self.by_turns([work])[:, 0]
+
+    def by_turns(self, works: Sequence[Callable[[], Any]]) -> Times:
+        """``[repeats, works]`` of several such functions, all of them in each round."""
+        runs = [self._repeatable(work) for work in works]
+        found = np.empty((self.repeats, len(runs)))
+        for cell in np.ndindex(found.shape):
             if self._flush is not None:
                 self._flush.zero_()
             with self._watch.span():
-                run()
-            found[repeat] = self._watch.seconds()
+                runs[cell[1]]()
+            found[cell] = self._watch.seconds()
         return found
 
     def _repeatable(self, work: Callable[[], Any]) -> Callable[[], Any]:

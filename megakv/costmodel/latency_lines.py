@@ -1,4 +1,4 @@
-"""The paper's latency model of decoding (Section 3.2): linear in the batch, and linear in the budget."""
+"""The lines of decode attention in FairKV (Section 3.2): seconds by the batch, and by the tokens that heads keep."""
 
 from __future__ import annotations
 

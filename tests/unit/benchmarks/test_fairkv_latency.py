@@ -1,0 +1,52 @@
+"""benchmarks/fairkv_latency.py on the CPU: the paper's lines through measured times, and a step by them."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megakv.costmodel.latency_lines import LatencySample, fit_latency
+from tests.unit.benchmarks.running import run_benchmark
+
+run = partial(run_benchmark, "fairkv_latency.py")
+
+
+def test_tiny_run(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    shape = ["--kv-heads", "4", "--group", "2", "--head-dim", "16", "--dtype", "fp32", "--layers", "2"]
+    done = run("--batches", "1,3,6", "--kept", "16,40", "--repeats", "3", "--tp", "2", *shape, "--json", path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    grid, steps = ([row for row in report["rows"] if row["part"] == part] for part in ("grid", "step"))
+    assert [(row["batch"], row["kept"]) for row in grid] == [(b, c) for b in (1, 3, 6) for c in (16, 40)]
+    assert all(len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in report["rows"])
+    summary = report["summary"]
+    model = fit_latency(LatencySample(r["batch"], r["kept"], sorted(r["seconds"])[1]) for r in grid)
+    assert {int(kept): line["slope"] for kept, line in summary["over_batch"].items()} == pytest.approx(
+        {kept: line.slope for kept, line in model.over_batch.items()}
+    )
+    assert list(summary["over_budget"]) == ["1", "3", "6"]
+    assert [row["method"] for row in steps] == ["contiguous", "nodp", "split1"] == list(summary["predicted"])
+    for row in steps:
+        # Two layers of 4 heads with 40 tokens on average.
+        assert (row["batch"], row["kept"]) == (3, 40) and sum(map(sum, row["loads"])) == 2 * 4 * 40
+        found = summary["predicted"][row["method"]]
+        assert found["predicted_s"] == pytest.approx(model.barrier_seconds(row["loads"], 3, 4))
+        assert found["off"] == pytest.approx(found["predicted_s"] / sorted(row["seconds"])[1] - 1)
+    assert "L = alpha B + beta" in done.stdout and "L = gamma C + delta" in done.stdout
+    for name in ("batch", "kept"):
+        assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--batches", "4"], "--batches 4: allowed: two or more"),
+        (["--kept", "0,5"], "--kept 0,5: allowed: whole numbers from 1 on"),
+        (["--tp", "9"], "--tp 9: allowed: up to --kv-heads 8"),
+    ],
+)
+def test_what_is_refused_at_once(argv: list[str], named: str) -> None:
+    done = run(*argv, timeout=30)
+    assert done.returncode == 2 and named in done.stderr

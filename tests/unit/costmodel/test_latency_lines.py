@@ -1,0 +1,57 @@
+"""The paper's latency model (FairKV, Section 3.2), fitted to samples whose lines are known."""
+
+import numpy as np
+import pytest
+
+from megakv.costmodel.latency_lines import LatencySample, fit_latency, fit_line
+
+
+def test_lines_are_recovered() -> None:
+    slope, intercept = np.random.uniform(1e-6, 1e-4), np.random.uniform(1e-5, 1e-3)
+    xs = np.random.uniform(1, 500, 20)
+    line = fit_line(xs.tolist(), (slope * xs + intercept).tolist())
+    assert (line.slope, line.intercept) == pytest.approx((slope, intercept))
+    assert line.r_squared == pytest.approx(1)
+    assert line.at(7) == pytest.approx(slope * 7 + intercept)
+    assert fit_line([1, 2], [3, 3]).r_squared == 1
+    assert fit_line([0, 1, 2], [0, 1, 0]).r_squared == pytest.approx(0)
+
+
+def test_latency_in_batch_and_budget() -> None:
+    """Section 3.2: L = alpha B + beta at every budget, L = gamma C + delta at every batch."""
+    per_token, start = 2e-8, 3e-5
+    batches, budgets = (1, 8, 32), (128, 512, 1024)
+    samples = [LatencySample(b, c, per_token * b * c + start) for b in batches for c in budgets]
+    model = fit_latency(samples)
+    for budget, line in model.over_batch.items():
+        assert (line.slope, line.intercept) == pytest.approx((per_token * budget, start))
+    for batch, line in model.over_budget.items():
+        assert (line.slope, line.intercept) == pytest.approx((per_token * batch, start))
+    assert list(model.over_batch) == [128, 512, 1024] and list(model.over_budget) == [1, 8, 32]
+    assert model.over_tokens.slope == pytest.approx(per_token)
+    # Two layers, the slower rank with 4 heads of 100 and of 50 tokens on average.
+    seconds = model.barrier_seconds([[400, 100], [200, 200]], batch=3, kv_heads=4)
+    assert seconds == pytest.approx(per_token * 3 * (100 + 50) + 2 * start)
+
+
+def test_one_line_only() -> None:
+    model = fit_latency([LatencySample(b, 256, 1e-3 * b) for b in (1, 2, 4)])
+    assert list(model.over_batch) == [256] and not model.over_budget
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "0 samples"),
+        ([LatencySample(1, 128, 1e-3), LatencySample(2, 256, 1e-3)], "no two of them at one batch or one budget"),
+        ([LatencySample(1, 128, 1e-3)] * 5, "no two of them"),
+        ([LatencySample(0, 128, 1e-3)], "LatencySample.batch=0.*allowed: a batch and a budget of 1 or more"),
+        ([LatencySample(1, 128, float("nan"))], "finite seconds above 0"),
+        ([LatencySample(1, 128, 0.0)], "finite seconds above 0"),
+    ],
+)
+def test_samples_that_say_nothing(samples: list[LatencySample], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_latency(samples)
+    with pytest.raises(ValueError, match="two different values"):
+        fit_line([3, 3], [1, 2])
