@@ -17,6 +17,9 @@ from megakv.fairkv.splitting import split_heads
 
 Weights = Sequence[Sequence[float]]
 
+DEEPEST = 512
+"""KV heads of all layers up to which they are searched: one call inside the other for each, and more prove nothing."""
+
 
 @dataclass(frozen=True)
 class TotalSolution:
@@ -120,10 +123,12 @@ class _Whole:
         self.improve()
         self.best, self.found = max(self.totals), list(self.place)
         self.nodes, self.limit = 0, nodes
-        if self.best > self.bound * (1 + TOLERANCE):
+        proven = self.best <= self.bound * (1 + TOLERANCE)
+        if not proven and len(self.items) <= DEEPEST:
             self.start()
             self._visit(0)
-        return self.found, self.best, self.best if self.nodes <= self.limit else min(self.bound, self.best)
+            proven = self.nodes <= self.limit
+        return self.found, self.best, self.best if proven else min(self.bound, self.best)
 
     def _visit(self, index: int) -> bool:
         """Whether to stop."""

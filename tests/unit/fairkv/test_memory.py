@@ -127,6 +127,16 @@ def test_equation_4_against_the_optimum(count: int) -> None:
         assert max(memory_of(found.mappings, rows, size)) == pytest.approx(found.largest, rel=1e-6)
 
 
+def test_models_of_a_thousand_heads() -> None:
+    """Llama 3.1 405B has 126 layers of 8: more than a search one call deep for each can hold."""
+    rows = skewed(126, 8)
+    mean = sum(map(sum, rows)) / 8
+    found = least_total(rows, CopyLimits(8))
+    assert found.bound <= found.largest <= mean * 1.001
+    mappings, _ = map_layers(rows, CopyLimits(8), memory_cap=found.largest)
+    assert max(memory_of(mappings, rows, 8)) <= found.largest * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("split", ["free", "even"])
 def test_equation_4_of_a_real_depth(split: str) -> None:
     rows = skewed(32, 8)
