@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,14 @@ def fairkv_map(arguments: argparse.Namespace) -> dict[str, Any]:
     from megakv.fairkv.mapper import map_heads
     from megakv.fairkv.profile import load_budgets
 
+    _check_files(arguments)
+    if arguments.length is not None and arguments.length < 1:
+        raise ValueError(f"--length {arguments.length}: allowed: 1 or more")
     profile = load_budgets(arguments.profile, setting="--profile")
+    identity = _identity(arguments.model) if arguments.model else None
     try:
-        if arguments.model:
-            profile.check_model(*_identity(arguments.model))
+        if identity is not None:
+            profile.check_model(*identity)
         if arguments.length is not None:
             profile.check_length(arguments.length)
     except ValueError as error:
@@ -53,9 +59,11 @@ def fairkv_map(arguments: argparse.Namespace) -> dict[str, Any]:
         max_replicas=arguments.max_replicas,
         copied_heads=arguments.copied_heads,
     )
-    found.save(arguments.json)
+    with _written("--json", arguments.json):
+        found.save(arguments.json)
     if arguments.png:
-        draw_mapping(found, arguments.png)
+        with _written("--png", arguments.png):
+            draw_mapping(found, arguments.png)
     return {
         "model": found.model,
         "layers": len(found.mapping),
@@ -74,12 +82,33 @@ def fairkv_map(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse to write over the profile, or the picture over the mapping."""
+    named: dict[Path, str] = {}
+    for name in ("profile", "json", "png"):
+        if path := getattr(arguments, name):
+            other = named.setdefault(Path(path).resolve(), name)
+            if other != name:
+                raise ValueError(f"--{name} {path} is the file of --{other}: name another one")
+
+
+@contextmanager
+def _written(setting: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{setting} {path}: cannot be written: {error.strerror}") from error
+
+
 def _identity(model: str) -> tuple[str, int, int]:
     """Name, layers and KV heads of a model; no weights are read."""
     import torch
 
     from megakv.costmodel.shape import ModelShape
 
-    shape = ModelShape.from_path(model, dtype=torch.float32)
+    try:
+        shape = ModelShape.from_path(model, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(f"--model {model}: {error}") from error
     path = Path(model)
     return str(path.parent) if path.is_file() else model, len(shape.layers), shape.kv_heads

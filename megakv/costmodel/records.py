@@ -64,7 +64,7 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, b
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{source} cannot be read: {error.strerror}; {remedy}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON ({error}); {remedy}") from error
     if not isinstance(values, dict) or values.get("format", wanted if by_hand else None) != wanted:
         raise ValueError(f"{source} is not a {wanted}; {remedy}")
@@ -72,5 +72,7 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, b
         return kind.model_validate(values)
     except ValidationError as error:
         entry = error.errors()[0]
-        where = ".".join(str(part) for part in entry["loc"]) or "it"
-        raise ValueError(f"{source}: {where}: {entry['msg']}; {remedy}") from None
+        # What a validator of the record says names the field itself.
+        where = "".join(f"{part}." for part in entry["loc"])[:-1]
+        message = entry["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{source}: {where and f'{where}: '}{message}; {remedy}") from None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record, load_record
 
-Budget = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Budget = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Budgets = tuple[tuple[Budget, ...], ...]
 Rate = Annotated[float, Field(ge=0, le=1)]
 REMEDY = 'measure it anew, or write {"model": NAME, "budgets": [layer][KV head]}'

@@ -62,7 +62,7 @@ def read_importance(path: str, layers: int, kv_heads: int) -> FloatArray:
         values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{setting} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{setting} is not valid JSON: {error}") from error
     table = values.get("importance", values.get("budgets")) if isinstance(values, dict) else None
     try:

@@ -239,6 +239,9 @@ def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys:
         (["--tp", "9"], "tp = 9: 8 KV heads with copies = 0 leave ranks without a head"),
         (["--tp", "4", "--memory-cap", "1"], "memory_cap = 1 tokens on each of 4 ranks is infeasible"),
         (["--tp", "4", "--length", "1"], "layer 0, KV head 0: 100 is above the length of 1"),
+        (["--tp", "4", "--length", "-3"], "--length -3: allowed: 1 or more"),
+        (["--tp", "4", "--png", "{tmp}/p.json"], "p.json is the file of --profile: name another one"),
+        (["--tp", "4", "--json", "{tmp}"], "cannot be written: Is a directory"),
         (["--tp", "4", "--objective", "requests"], "objective = 'requests': the profile has no budgets"),
     ],
 )
@@ -250,7 +253,8 @@ def test_command_refuses(
     message: str,
 ) -> None:
     profile, out = write_json("p.json", {"model": "m", "budgets": [[100.0] * 8] * 2}), tmp_path / "out.json"
-    assert main(["fairkv-map", "--profile", str(profile), *arguments, "--json", str(out)]) == 1
+    given = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
+    assert main(["fairkv-map", "--profile", str(profile), "--json", str(out), *given]) == 1
     error = capsys.readouterr().err
     assert error.startswith("megakv: error: ") and message in error
     assert not out.exists()
@@ -274,4 +278,4 @@ def test_command_with_another_model(
     assert main(["fairkv-map", "--profile", str(short), *size]) == 1
     assert f"{len(rows) - 1} layers of" in capsys.readouterr().err
     assert main(["fairkv-map", "--profile", str(good), "--tp", "1", "--model", "/no/such", "--json", out]) == 1
-    assert "no model config in '/no/such'" in capsys.readouterr().err
+    assert "megakv: error: --model /no/such: no model config in '/no/such'" in capsys.readouterr().err

@@ -181,6 +181,17 @@ def test_headkv(write_json: Callable[[str, Any], Path]) -> None:
         assert np.array_equal(kept[0][head], best(snap_scores(each[0])[head : head + 1], count)[0])
 
 
+@pytest.mark.parametrize(
+    ("section", "least"), [({"method": "snapkv"}, 32), ({"method": "streaming_llm", "sinks": 40}, 41)]
+)
+def test_budgets_below_what_is_kept_in_any_case(section: dict[str, Any], least: int) -> None:
+    comm: Any = Alone()
+    heads = contiguous_head_map(LAYERS, HEADS, KV_HEADS, 1)
+    Compressor(FairKVConfig(budget=least, **section), heads, comm)
+    with pytest.raises(ValueError, match=f"budget = {least - 1} tokens per head is below the {least} that"):
+        Compressor(FairKVConfig(budget=least - 1, **section), heads, comm)
+
+
 def test_what_fits_is_kept_whole() -> None:
     for method in ("snapkv", "h2o", "streaming_llm", "ada_snapkv", "pyramidkv"):
         kept, _ = keep({"method": method, "budget": 71}, [150, 71, 3], 1, Scoring(0.3))

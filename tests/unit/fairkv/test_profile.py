@@ -52,7 +52,9 @@ def _with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         (_with(model=""), "model: .*at least 1 character"),
         (lambda v: {"model": "m"}, "budgets: Field required"),
         (_with(budgets=[]), "budgets: .*at least 1 item"),
-        (_with(budgets=[[], []]), "layer 0: no KV head"),
+        (_with(budgets=[[], []]), "p.json': budgets, layer 0: no KV head"),
+        (_with(budgets=[[True, 2, 3], [1, 2, 3]]), r"budgets.0.0: .*number"),
+        (_with(budgets=[["1", 2, 3], [1, 2, 3]]), r"budgets.0.0: .*number"),
         (_with(budgets=[[1, 2, 3], [1, 2]]), "budgets, layer 1: 2 KV heads, but layer 0 of budgets has 3"),
         (_with(budgets=[[1, 2, -3], [1, 2, 3]]), r"budgets.0.2: .*greater than or equal to 0"),
         (_with(budgets=[[1, 2, float("nan")], [1, 2, 3]]), r"budgets.0.2: .*finite"),
@@ -82,8 +84,10 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         load_budgets(tmp_path / "none.json")
     (tmp_path / "cut.json").write_text('{"model": "m", "bud')
-    with pytest.raises(ValueError, match="is not valid JSON"):
-        load_budgets(tmp_path / "cut.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("cut", "deep"):
+        with pytest.raises(ValueError, match="is not valid JSON"):
+            load_budgets(tmp_path / f"{name}.json")
 
 
 def test_another_model() -> None:
