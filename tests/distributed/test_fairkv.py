@@ -33,6 +33,9 @@ def judge(results: dict[str, Any], alone: dict[str, Any]) -> None:
         # A rank of a larger mesh holds a few dozen tokens of 64 bytes: its room for the next ones shows.
         held, counted = result["bytes"]
         assert held <= (1.05 if mesh == "1x1" else 1.1) * counted, name
+        if mesh == "1x1" and "pyramidkv" not in case:
+            # Before the next layer is computed the dense keys and values of those before are gone: 30% is kept.
+            assert result["held"] <= 0.4, name
 
 
 def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest.Config) -> None:

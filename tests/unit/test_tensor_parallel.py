@@ -14,6 +14,7 @@ from megakv.loading import build_model
 from megakv.placement import HeadGroup, HeadMap, HeadShard
 from megakv.tensor_parallel import RowParallelLinear
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, falcon, gpt_neox, llama
+from tests.mappings import random_mapping
 from tests.shards import ThreadRanks
 
 PLACED = [name for name in FAMILIES if name not in TP_REFUSED and name not in NEEDS_SUBSTITUTE]
@@ -107,6 +108,25 @@ def test_any_head_map_gives_the_same_logits(seed: int, tmp_path: Path) -> None:
         wanted = whole(IDS, use_cache=False).logits
     for logits in shards.logits(IDS):
         assert relative_error(logits, wanted) < 1e-5
+
+
+def test_a_mapping_with_copies_is_read_straight_into_place(tmp_path: Path) -> None:
+    """Every rank reads what it keeps and no more, copies of heads included."""
+    whole = save("llama", tmp_path)
+    size = random.choice((2, 3, 4))
+    head_map = random_mapping(2, 4, size).head_map(8, whole=True)
+    for rank, loaded in enumerate(ThreadRanks(tmp_path, size, head_map=head_map).ranks):
+        kept = sum(p.nbytes for p in loaded.module.parameters())
+        assert loaded.bytes_read <= kept < sum(p.nbytes for p in whole.parameters())
+        for number, (own, source) in enumerate(zip(loaded.module.model.layers, whole.model.layers, strict=True)):
+            shard = head_map.shard(number, rank)
+            for name, heads, count in (
+                ("q_proj", shard.query_heads, 8), ("k_proj", shard.kv_heads, 4), ("v_proj", shard.kv_heads, 4)
+            ):  # fmt: skip
+                rows = getattr(source.self_attn, name).weight.unflatten(0, (count, -1))[list(heads)].flatten(0, 1)
+                assert torch.equal(getattr(own.self_attn, name).weight, rows), (name, number, rank)
+            columns = source.self_attn.o_proj.weight.unflatten(1, (8, -1))[:, list(shard.query_heads)].flatten(1)
+            assert torch.equal(own.self_attn.o_proj.weight, columns), (number, rank)
 
 
 def test_fused_projections_follow_an_unordered_map() -> None:

@@ -130,6 +130,22 @@ def masks_of(kept: Kept, spans: list[tuple[int, int]], sequence: int, first: int
     return torch.stack(result)
 
 
+def watch_memory(engine: Any, rows: int) -> tuple[list[float], list[Any]]:
+    """What is held after each layer of the passes to come over what is dense there, and the hooks that look.
+
+    `rows` tokens, of all sequences together, are dense in a layer that was not compressed yet.
+    """
+    shares: list[float] = []
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        stores = [engine._runtime.current.cache.store(layer) for layer in range(module.self_attn.layer_idx + 1)]
+        attention = module.self_attn
+        dense = rows * 4 * (attention.k_proj.weight.shape[0] + attention.v_proj.weight.shape[0])
+        shares.append(sum(store.nbytes() for store in stores) / (dense * len(stores)))
+
+    return shares, [layer.register_forward_hook(look) for layer in engine.module.model.layers]
+
+
 def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dict[str, Any]:
     """A padded prompt, a question, a second document, and further tokens one by one."""
     lengths = LENGTHS[batch]
@@ -141,6 +157,7 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
     # What is read does not depend on how many further tokens follow.
     ids = torch.cat([ids_of(length, batch, 7 + index) for index, length in enumerate(passes)], dim=1)
     cache, found, start = None, [], 0
+    shares, hooks = watch_memory(engine, sum(lengths))
     whole = torch.cat([mask, torch.ones(batch, sum(passes) - width, dtype=torch.long)], dim=1)
     for length in passes:
         stop = start + length
@@ -149,6 +166,8 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
         cache = out.past_key_values
         found.append(out.logits)
         start = stop
+        while hooks:
+            hooks.pop().remove()
     kept = kept_slots(engine, cache)
     counts = [int(np.sum([len(head) for head in layer[row]])) for layer in kept for row in range(batch)]
     element = cache.store(0).bodies(0)[0].pages[0].k_PSD.element_size() if cache.store(0).bodies(0) else 4
@@ -167,6 +186,7 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
         "kept": kept,
         "counts": counts,
         "error": worst,
+        "held": max(shares),
         "bytes": [sum(counts) for counts in zip(*held, strict=True)],
     }
 
