@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from harness.parts import Parts
 
 LINKS, QUICK_LINKS = "0.1,0.2,0.4", "0.2,0.4"
-FULL = {"least_repeats": 2, "repeats": 5, "cell_seconds": 10.0}
-QUICK = {"least_repeats": 2, "repeats": 3, "cell_seconds": 4.0}
+FULL = {"least_repeats": 2, "repeats": 16, "cell_seconds": 16.0}
+QUICK = {"least_repeats": 2, "repeats": 8, "cell_seconds": 5.0}
 LEAST_NEW = 6
 
 
@@ -46,9 +46,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=8, help="query heads (default 8)")
     add("--dtype", choices=DTYPES, help="of weights and activations (default fp32; --gpu: fp16)")
     add("--chunk", type=int, default=128, help="tokens of a chunk of activations (default 128)")
-    add("--repeats", type=int, help="timed rounds of a case at most (default 5; --quick: 3)")
+    add("--repeats", type=int, help="timed rounds of a case at most (default 16; --quick: 8)")
     add("--least-repeats", type=int, help="rounds at least (default 2)")
-    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 10; --quick: 4)")
+    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 5); half are for close methods")
     add("--threads", type=int, default=1, help="threads that compute (default 1)")
     add("--parts", metavar="FOLDER", help="where cases are kept (default: FILE with suffix .parts)")
     arguments = parser.parse_args(argv)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -178,6 +178,16 @@ def keep_tokens(clock: TokenClock) -> Iterator[None]:
         clock.latest = None
 
 
+class Proposals(Protocol):
+    """What rank 0 decides for all ranks after each token."""
+
+    def proposal(self) -> int:
+        """A number that means the same on every rank."""
+
+    def heed(self, proposal: int) -> None:
+        """Take that of rank 0."""
+
+
 class RankZeroStop(StoppingCriteria):
     """Rank 0's word on when to stop, checked to be said of the same tokens on every rank.
 
@@ -189,10 +199,20 @@ class RankZeroStop(StoppingCriteria):
     max_time : float, optional
         Seconds, by rank 0's clock.
     clock : TokenClock
+    plans : Proposals, optional
+        Agreed on by the way.
     """
 
-    def __init__(self, comm: Communicator, criteria: list[Any], max_time: float | None, clock: TokenClock):
+    def __init__(
+        self,
+        comm: Communicator,
+        criteria: list[Any],
+        max_time: float | None,
+        clock: TokenClock,
+        plans: Proposals | None = None,
+    ):
         self._comm = comm
+        self._plans = plans
         self._criteria = criteria
         self._deadline = None if max_time is None else time.monotonic() + max_time
         self._clock = clock
@@ -201,7 +221,7 @@ class RankZeroStop(StoppingCriteria):
         self._clock.times.append(self._clock.now())
         self._clock.latest = input_ids
         batch = input_ids.shape[0]
-        word = torch.zeros((2, batch), dtype=torch.int64)
+        word = torch.zeros((2 if self._plans is None else 3, batch), dtype=torch.int64)
         word[0] = input_ids[:, -1].cpu()
         if self._comm.mesh.rank == 0:
             done = torch.zeros(batch, dtype=torch.bool)
@@ -210,19 +230,27 @@ class RankZeroStop(StoppingCriteria):
             if self._deadline is not None:
                 done |= time.monotonic() > self._deadline
             word[1] = done
+            if self._plans is not None:
+                word[2] = self._plans.proposal()
         agreed = self._comm.broadcast(word.to(self._comm.mesh.device), 0, operation="control")
         if not torch.equal(agreed[0].cpu(), word[0]):
             raise MegaKVError(
                 f"rank {self._comm.mesh.rank} chose other tokens than rank 0 at length {input_ids.shape[1]}: a logits "
                 "processor or prefix_allowed_tokens_fn gives different results on different ranks"
             )
+        if self._plans is not None:
+            self._plans.heed(int(agreed[2, 0]))
         return agreed[1].bool().to(input_ids.device)
 
 
 def prepare_options(
-    model: PreTrainedModel, options: dict[str, Any], comm: Communicator, clock: TokenClock
+    model: PreTrainedModel,
+    options: dict[str, Any],
+    comm: Communicator,
+    clock: TokenClock,
+    plans: Proposals | None = None,
 ) -> dict[str, Any]:
-    """The options to hand to transformers: stops decided by rank 0, tokens streamed from rank 0."""
+    """The options to hand to transformers: stops and plans decided by rank 0, tokens streamed from rank 0."""
     prepared = dict(options)
     config = options.get("generation_config") or model.generation_config
     max_time = _given("max_time", options, config)
@@ -231,7 +259,7 @@ def prepare_options(
         prepared["generation_config"] = copy.deepcopy(config)
         prepared["generation_config"].max_time = None
     criteria = list(prepared.pop("stopping_criteria", None) or [])
-    prepared["stopping_criteria"] = StoppingCriteriaList([RankZeroStop(comm, criteria, max_time, clock)])
+    prepared["stopping_criteria"] = StoppingCriteriaList([RankZeroStop(comm, criteria, max_time, clock, plans)])
     if comm.mesh.rank != 0:
         prepared.pop("streamer", None)
     return prepared

@@ -105,7 +105,9 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
 def regret(found: Mapping[str, Row]) -> Interval:
     """The time of `auto` over that of the best of what it chooses from: the median of the ratios within rounds."""
     best = min((found[method] for method in CHOICES if method in found), key=step_s)
-    return paired_ratio(found["auto"]["seconds"], best["seconds"])
+    # Where the best had fewer rounds than `auto`, those.
+    rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
+    return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
 
 
 def predictions(rows: Sequence[Row]) -> dict[str, Any]:

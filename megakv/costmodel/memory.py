@@ -10,8 +10,15 @@ HIDDEN_WIDTHS = 4
 """Tensors of the hidden width at a time: embeddings, a layer's input, its residual, and what was normed."""
 QUERY_WIDTHS = 6
 """Tensors of all query heads, at attention's peak: before and after rotation, and two float32 ones of output."""
+STAGING_SLACK = 16
+"""A staging buffer that is too small grows by this fraction more than needed."""
 RING_SHARDS = 2
 """Shards of one layer that a ring keeps on their way."""
+
+
+def grown_bytes(nbytes: int) -> int:
+    """Bytes of a staging buffer that had to grow to so many."""
+    return nbytes + nbytes // STAGING_SLACK
 
 
 def working_bytes(model: ModelShape, *, tp_size: int = 1) -> int:

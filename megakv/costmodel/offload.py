@@ -185,6 +185,46 @@ def steady_lines(
     return Line(sent, costs.activation_s - costs.kv_s), Line(busy, costs.recompute_s)
 
 
+def sending_seconds(nbytes: float, bytes_s: float) -> float:
+    """Seconds of a link for so many bytes."""
+    return nbytes / bytes_s
+
+
+def link_rate(nbytes: float, busy_s: float) -> float:
+    """Bytes per second of a link that moved so many while it was at work."""
+    return nbytes / busy_s
+
+
+def link_utilisation(nbytes: float, bytes_s: float, seconds: float) -> float:
+    """Of what a link could have carried in some time, what it did carry; 0 where its bandwidth is not known."""
+    carried = bytes_s * seconds
+    return nbytes / carried if carried else 0.0
+
+
+def affine(few: tuple[int, float], many: tuple[int, float], *, least: float = 0.0) -> tuple[float, float]:
+    """Seconds per unit, and those that any number takes, from the seconds of a few units and of many.
+
+    Parameters
+    ----------
+    few, many : tuple of int and float
+        Units and seconds.
+    least : float
+        Seconds that many take longer than a few at least.
+    """
+    slope = max(many[1] - few[1], least) / max(many[0] - few[0], 1)
+    return slope, max(0.0, few[1] - few[0] * slope)
+
+
+def shown_part(seconds: float, tokens: int, token_s: float, fixed_s: float) -> float:
+    """Seconds of work on some tokens over those that were expected of it: per token, and whatever their number."""
+    return seconds / (token_s * tokens + fixed_s)
+
+
+def other_work_seconds(seconds: float, layers: int, attended: int, attend_s: float) -> float:
+    """Seconds of one of several layers, without attending to so many tokens in each."""
+    return max(0.0, seconds - attend_s * layers * attended) / layers
+
+
 def shared_attend_seconds(alone_s: float, ranks: int) -> float:
     """Seconds per token of the host's attention where so many ranks of a host attend at once.
 

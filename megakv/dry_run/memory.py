@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megakv.config import MegaKVConfig
-from megakv.costmodel.memory import RING_SHARDS, working_bytes
+from megakv.costmodel.memory import RING_SHARDS, grown_bytes, working_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import tokens_per_head
@@ -142,10 +142,12 @@ class MemoryCount:
             stored = self._stored(row)
             keeps = offload.method in ("kvpr", "chunked") or (offload.method == "auto" and inputs < stored)
             host += tokens * (stored + keeps * inputs)
-            staged = max(staged, row + (0 if offload.kv_bits is None else stored))
+            # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
+            beside = keeps * inputs + (0 if offload.kv_bits is None else stored)
+            staged = max(staged, row + beside)
         group = -(-tokens // min(offload.num_gpu_batches, self._batch))
         resident = min(int(offload.device_gb * GIB), sum(share.row_bytes) * tokens)
-        return BUFFERS * staged * group + resident, host
+        return BUFFERS * grown_bytes(staged * group) + resident, host
 
     def _stored(self, row_bytes: int) -> int:
         """Bytes of a token's keys and values of one layer off the accelerator."""

@@ -13,9 +13,10 @@ from megakv.offload.cuda_link import CudaLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.link import Link
 from megakv.offload.pool import PagePool
+from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import HostTier, Tier
+from megakv.offload.tiers import HostTier, Tier, available_memory, check_host_budget
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
 from megakv.placement.plan import decoder_layers
@@ -69,7 +70,12 @@ def make_offloader(
         return None
     failure: Exception | None = None
     offloader: Offloader | None = None
+    free = available_memory()
+    # Nobody takes any before all have looked.
+    runtime.comm.barrier()
     try:
+        held = 0 if weights is None else weights.nbytes
+        check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
         offloader = _offloader(model, config, runtime, layers, weights)
     except Exception as error:
         failure = error
@@ -81,6 +87,17 @@ def make_offloader(
             offloader.close()
         raise
     return offloader
+
+
+def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
+    """Refuse budgets in which not even one short sequence has room."""
+    needed = layers * (2 if config.method in ("kvpr", "chunked") else 1)
+    if pool.capacity < needed:
+        raise ValueError(
+            f"{pool.budgets()}: {pool.capacity} pages of megakv.offload.page_kib = {config.page_kib}, but a sequence "
+            f"needs {needed} of them at least, as every layer has its own; raise megakv.offload.host_gb to "
+            f"{needed * pool.page_bytes / GIB:.3g} or more, or lower page_kib"
+        )
 
 
 def _offloader(
@@ -96,6 +113,8 @@ def _offloader(
                 "use 'stream' or 'auto'"
             )
         recomputes = False
+    # Whether its rows are these is known when there are some.
+    read_profile(config, model.dtype)
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
     link = make_link(device, bandwidth)
     held = 0 if weights is None else weights.nbytes
@@ -103,6 +122,11 @@ def _offloader(
     if config.disk_gb:
         tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
     pool = PagePool(tiers, config.page_kib << 10)
+    try:
+        _check_pages(config, pool, layers)
+    except ValueError:
+        pool.close()
+        raise
     stream = None
     if weights is not None:
         _, decoder = decoder_layers(model)

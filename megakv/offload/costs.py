@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
+from megakv.costmodel.offload import (
+    LayerCosts,
+    link_rate,
+    other_work_seconds,
+    sending_seconds,
+    shared_attend_seconds,
+    shown_part,
+)
 from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
 from megakv.offload.division import Division
-from megakv.offload.profiler import HostTrial, OffloadProfile, Profiler
+from megakv.offload.profile import OffloadProfile
+from megakv.offload.profiler import HostTrial, Profiler
 from megakv.offload.record import StepRecord
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
     from megakv.offload.store import TieredStore
 
-LEARNING = 0.3
-"""Weight of the latest step in what is learned while tokens are generated."""
+SHOWN = 15
+"""Latest steps whose median is believed."""
 STEADY = 3
-"""Steps after which learned times count: the first ones fill caches and pipelines."""
+"""Steps after which that is so: the first ones fill caches and pipelines, so that only the latest of them counts."""
 FEW, SOME, MANY = 1 / 8, 1 / 4, 1 / 2
 """Parts of the cached tokens. What concerns less than that of them shows its overhead rather than its speed: calls that
 compute with many weights show their speed early, transfers later, and attention last."""
+
+
+class _Shown:
+    """What the latest steps showed, quantity by quantity: medians, as single steps may have been disturbed."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SHOWN))
+
+    def add(self, name: str, value: float, *, alone: bool = False) -> None:
+        """Take in what a step showed; `alone` forgets what earlier ones did."""
+        samples = self._samples[name]
+        if alone:
+            samples.clear()
+        samples.append(value)
+
+    def get(self, name: str, default: float = 0.0) -> float:
+        """The median of a quantity."""
+        samples = self._samples.get(name)
+        return statistics.median(samples) if samples else default
+
+    def all(self) -> dict[str, float]:
+        """Those of all quantities."""
+        return {name: statistics.median(samples) for name, samples in self._samples.items()}
 
 
 class OffloadCosts:
@@ -46,9 +79,8 @@ class OffloadCosts:
         self._sharers = sharers
         self._device = device
         self.profile: OffloadProfile | None = None
-        self.outside_s = 0.0
-        self._latest_s = self._attend_s = 0.0
-        self._plans: dict[str, dict[str, float]] = {}
+        self._shown = _Shown()
+        self._plans: dict[str, _Shown] = {}
         self._steps = 0
 
     def layer(self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None) -> LayerCosts:
@@ -59,18 +91,21 @@ class OffloadCosts:
         ValueError
             If the profile is of another machine or model.
         """
-        if self.profile is None:
-            self.profile = self._profiler.profile(store, recomputation, host)
-        profile = self.profile
+        known = self.profile
+        if known is None or (host is not None and not known.host_attend_s) or store.input_bytes > known.input_bytes:
+            self.profile = known = self._profiler.profile(store, recomputation, host, known)
+        fixed = known.host_fixed_s * len(store.lengths())
+        return replace(self._layer(known), transfer_s=known.transfer_s, host_fixed_s=fixed)
+
+    def _layer(self, profile: OffloadProfile) -> LayerCosts:
+        """What each token costs by a profile."""
         return LayerCosts(
-            kv_s=profile.row_bytes / profile.link_bytes_s,
-            activation_s=profile.input_bytes / profile.link_bytes_s,
+            kv_s=sending_seconds(profile.row_bytes, profile.link_bytes_s),
+            activation_s=sending_seconds(profile.input_bytes, profile.link_bytes_s),
             recompute_s=profile.recompute_s,
-            transfer_s=profile.transfer_s,
             launch_s=profile.launch_s,
             host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
-            host_fixed_s=profile.host_fixed_s * len(store.lengths()),
-            attend_s=self._attend_s,
+            attend_s=self._shown.get("attend_s"),
         )
 
     def of_plan(self, plan: str, costs: LayerCosts) -> LayerCosts:
@@ -80,9 +115,9 @@ class OffloadCosts:
         """
         known = self._plans.get(plan)
         if known is None:
-            least = min((each["device_s"] for each in self._plans.values()), default=self._latest_s)
-            return replace(costs, device_s=least)
-        return replace(costs, **known)
+            shown = [each.get("device_s") for each in self._plans.values()]
+            return replace(costs, device_s=min(shown, default=self._shown.get("device_s")))
+        return replace(costs, **known.all())
 
     def predict(
         self,
@@ -102,7 +137,7 @@ class OffloadCosts:
                 each.on_host,
                 each.streamed,
                 chunk=chunk,
-                outside_s=self.outside_s,
+                outside_s=self._shown.get("outside_s"),
                 resident=each.resident,
             )
             for each in divisions
@@ -111,8 +146,7 @@ class OffloadCosts:
 
     def sending_s(self, nbytes: float) -> float:
         """Seconds of the link for so many bytes; the first call of `layer` comes before."""
-        assert self.profile is not None
-        return nbytes / self.profile.link_bytes_s
+        return sending_seconds(nbytes, self.link_bytes_s)
 
     @property
     def link_bytes_s(self) -> float:
@@ -129,51 +163,51 @@ class OffloadCosts:
 
         Only a processor that computes as it is told can be timed from outside; the host's attention always is.
         """
-        assert self.profile is not None
         if not record.usual:
             return
-        changes: dict[str, float] = {}
-        busy = 0.0
         self._steps += 1
-        weight = LEARNING if self._steps > STEADY else 1.0
-        division, profile = record.division, self.profile
-        if division.on_host >= FEW * record.cached and record.host_s:
-            fixed = profile.host_fixed_s * record.new / division.on_host
-            shown = record.host_s / (layers * division.on_host)
-            known = shared_attend_seconds(profile.host_attend_s, self._sharers) + fixed
-            changes["host_attend_s"] = profile.host_attend_s * (1 + weight * (shown / known - 1))
-        if self._device.type == "cpu":
-            busy = self._learn_device(record, layers, weight)
-            if division.recomputed >= FEW * record.cached and record.recompute_s:
-                shown = record.recompute_s / (layers * division.recomputed)
-                chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
-                known = profile.recompute_s + profile.launch_s * chunks / division.recomputed
-                changes["recompute_s"] = profile.recompute_s * (1 + weight * (shown / known - 1))
-            if record.bytes_in >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
-                shown = record.bytes_in / record.busy_s
-                changes["link_bytes_s"] = profile.link_bytes_s + weight * (shown - profile.link_bytes_s)
-        if changes:
-            self.profile = profile.model_copy(update=changes)
-        if self._device.type == "cpu" and record.steady:
-            before = self._plans.get(record.plan.name, {}).get("device_s", busy)
-            shown = before + weight * (busy - before)
-            self._plans[record.plan.name] = {
-                "device_s": shown,
-                "attend_s": self._attend_s,
-                "kv_s": self.profile.row_bytes / self.profile.link_bytes_s,
-                "activation_s": self.profile.input_bytes / self.profile.link_bytes_s,
-                "recompute_s": self.profile.recompute_s,
-                "host_attend_s": shared_attend_seconds(self.profile.host_attend_s, self._sharers),
-            }
+        on_cpu = self._device.type == "cpu"
+        shown = self._speeds(record, layers, on_cpu=on_cpu)
+        for name, value in shown.items():
+            self._shown.add(name, value, alone=self._steps <= STEADY)
+        assert self.profile is not None
+        self.profile = self.profile.model_copy(update={name: self._shown.get(name) for name in shown})
+        if on_cpu:
+            self._learn_device(record, layers, self.profile.model_copy(update=shown))
 
-    def _learn_device(self, record: StepRecord, layers: int, weight: float) -> float:
-        """Seconds of a layer's other work in a step."""
-        attended = record.cached - record.division.on_host
+    def _speeds(self, record: StepRecord, layers: int, *, on_cpu: bool) -> dict[str, float]:
+        """Of the profile, what a step showed."""
+        profile, division = self.profile, record.division
+        assert profile is not None
+        found: dict[str, float] = {}
+        if division.on_host >= FEW * record.cached and record.host_s:
+            known = shared_attend_seconds(profile.host_attend_s, self._sharers)
+            fixed = layers * profile.host_fixed_s * record.new
+            part = shown_part(record.host_s, layers * division.on_host, known, fixed)
+            found["host_attend_s"] = profile.host_attend_s * part
+        if not on_cpu:
+            return found
+        if division.recomputed >= FEW * record.cached and record.recompute_s:
+            chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
+            fixed = layers * profile.launch_s * chunks
+            part = shown_part(record.recompute_s, layers * division.recomputed, profile.recompute_s, fixed)
+            found["recompute_s"] = profile.recompute_s * part
+        if record.bytes_in >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
+            found["link_bytes_s"] = link_rate(record.bytes_in, record.busy_s)
+        return found
+
+    def _learn_device(self, record: StepRecord, layers: int, profile: OffloadProfile) -> None:
+        """Take in the other work of a layer in a step, and all that it cost, by a profile of that step alone."""
+        early, attended = self._steps <= STEADY, record.cached - record.division.on_host
         # Other ranks are waited for in the midst of attention.
         if attended >= MANY * record.cached and not record.peers_s:
-            self._attend_s += weight * (record.attend_s / (layers * attended) - self._attend_s)
-        others = record.waited_s + record.recompute_s + record.peers_s + self._attend_s * layers * attended
-        busy = max(0.0, record.elapsed_s - others) / layers
-        self._latest_s += weight * (busy - self._latest_s)
-        self.outside_s += weight * (record.gap_s - self.outside_s)
-        return busy
+            self._shown.add("attend_s", record.attend_s / (layers * attended), alone=early)
+        others = record.waited_s + record.recompute_s + record.peers_s
+        busy = other_work_seconds(record.elapsed_s - others, layers, attended, self._shown.get("attend_s"))
+        self._shown.add("device_s", busy, alone=early)
+        self._shown.add("outside_s", record.gap_s, alone=early)
+        if record.steady:
+            plan, costs = self._plans.setdefault(record.plan.name, _Shown()), self._layer(profile)
+            values = {name: getattr(costs, name) for name in ("kv_s", "activation_s", "recompute_s", "host_attend_s")}
+            for name, value in {**values, "device_s": busy, "attend_s": self._shown.get("attend_s")}.items():
+                plan.add(name, value, alone=early)

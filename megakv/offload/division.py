@@ -80,3 +80,18 @@ class Plan(NamedTuple):
     def shape(self) -> tuple[tuple[int, int, int], ...]:
         """What tells two plans apart: tokens recomputed, in how many chunks, and tokens on the host, by group."""
         return tuple((each.recomputed, -(-each.recomputed // self.chunk), each.on_host) for each in self.divisions)
+
+    @property
+    def ways(self) -> tuple[bool, bool]:
+        """Whether any tokens are recomputed, and whether the host attends to any."""
+        division = self.division
+        return division.recomputed > 0, division.on_host > 0
+
+    def differs(self, other: Plan) -> bool:
+        """Whether it treats tokens otherwise than another plan.
+
+        With the freedom to do what does not pay, a plan is no other plan: it divides tokens in the same ways, only by
+        costs that other steps showed. Recomputing in chunks is another way than recomputing all at once.
+        """
+        in_chunks = self.ways[0] and (self.name == "kvpr") != (other.name == "kvpr")
+        return self.shape != other.shape and (self.ways != other.ways or in_chunks)

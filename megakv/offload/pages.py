@@ -109,6 +109,12 @@ class PagedRows:
 
     def moves(self, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
         """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow; and the pages."""
+        if len(device) == 1:
+            # Each step of decoding writes single rows: in little time.
+            index, inner = divmod(first, self._per_page)
+            page = self._pages[index]
+            row = page.tier.rows(page.offset + inner * self._row_bytes, 1, self.width, self._dtype)
+            return [Move(row, device)], [page]
         found: list[Move] = []
         pages: list[Page] = []
         for page, offset, start, count in self._spans(first, len(device)):

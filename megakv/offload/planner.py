@@ -52,8 +52,9 @@ class Planner:
         Attention layers.
     host_rank : HostRank, optional
         Where the host may attend.
-    explore : bool
-        Whether `auto` may try its plans in turns.
+    leads : bool, optional
+        Of several ranks, which wait for each other and so try one plan at a time, whether this one chooses it; None
+        for a rank alone.
     weights : WeightStream, optional
         Where weights come over the link too.
 
@@ -74,7 +75,7 @@ class Planner:
         *,
         layers: int,
         host_rank: HostRank | None,
-        explore: bool,
+        leads: bool | None = None,
         weights: WeightStream | None = None,
     ):
         self.recomputation: Recomputation | None = None
@@ -84,7 +85,10 @@ class Planner:
         self._costs = costs
         self._layers = layers
         self._host_rank = host_rank
-        self._trials = PlanTrials(explore=explore)
+        self._agreed: str | None = None
+        self._proposed: str | None = None
+        self._leads = leads
+        self._trials = PlanTrials(explore=leads is not False)
         self._weights = weights
         self._latest: tuple[object, Plan] | None = None
 
@@ -122,6 +126,16 @@ class Planner:
             steady=record.steady,
         )
 
+    # Several ranks, after each token: a step takes as long as the slowest rank, on all of them
+
+    def proposal(self) -> int:
+        """The plan that this rank would have all ranks use, as a number; -1 where it knows of none."""
+        return -1 if self._proposed is None else NAMES.index(self._proposed)
+
+    def heed(self, proposal: int) -> None:
+        """Take the plan that the leading rank proposed, from the next step on that is not planned yet."""
+        self._agreed = None if proposal < 0 else NAMES[proposal]
+
     def _plan(self, store: TieredStore, sizes: Sequence[_Size]) -> Plan:
         tokens = sum(size.tokens for size in sizes)
         if not tokens:
@@ -135,12 +149,17 @@ class Planner:
             plans: dict[str, Plan] = {}
             for name in NAMES:
                 found = self._solved(name, costs, sizes, weights)
-                if found is not None and all(found.shape != other.shape for other in plans.values()):
+                if found is not None and all(map(found.differs, plans.values())):
                     plans[name] = found
             predicted = {name: each.seconds for name, each in plans.items()}
             # Trials of the first steps, which also fill caches and pipelines, would say nothing.
             best = min(predicted, key=lambda name: predicted[name])
             plan = plans[self._trials.choose(predicted, tokens) if settled else best]
+        if self._leads is not None:
+            self._proposed = plan.name if settled else None
+            if self._agreed is not None and self._agreed != plan.name:
+                # A rank that has nothing to use it with does what it thinks best.
+                plan = self._solved(self._agreed, costs, sizes, weights) or plan
         return plan._replace(predicted_s=plan.seconds * self._trials.correction(plan.name, tokens))
 
     def _solved(self, name: str, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes) -> Plan | None:
@@ -178,7 +197,7 @@ class Planner:
             return divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host), chunk
         return None
 
-    def check_room(self, store: TieredStore, pool: PagePool, new_tokens: int, *, later_turn: bool) -> None:
+    def check_room(self, store: TieredStore, pool: PagePool, new_tokens: int, before: list[int]) -> None:
         """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
 
         Parameters
@@ -188,8 +207,8 @@ class Planner:
         pool : PagePool
         new_tokens : int
             How many each sequence may still get on this rank.
-        later_turn : bool
-            Whether the other layers hold earlier turns already.
+        before : list of int
+            Tokens of every sequence before this pass: the other layers hold no more yet.
 
         Raises
         ------
@@ -198,7 +217,7 @@ class Planner:
         """
         lengths = store.lengths()
         needed = self._layers * store.bytes_for([count + new_tokens for count in lengths])
-        held = store.nbytes() * (self._layers if later_turn else 1)
+        held = store.nbytes() + (self._layers - 1) * store.bytes_for(before)
         if not pool.has_room(needed - held):
             raise MegaKVError(
                 f"this generation needs {in_units(needed)} for offloaded keys and values on this rank "

@@ -6,27 +6,26 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from pydantic import Field
 
-from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.records import Record, load_record
+from megakv.costmodel.offload import affine, link_rate
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.link import Link
 from megakv.offload.pages import PagedRows, unwritten
 from megakv.offload.pool import PagePool
+from megakv.offload.profile import OffloadProfile, fingerprint_of, foreign, read_profile
 from megakv.sharding import chunk_bounds
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
     from megakv.offload.store import TieredStore
 
-REPEATS = 5
+REPEATS, FEW = 5, 2
+"""How often something is measured: what plans rest on, and what only the profile says."""
 PROBE_BYTES = 16 << 20
 """Rows that are sent to measure the link, at most."""
 PROBE_ROWS = 16
@@ -36,37 +35,6 @@ PIECES = 8
 PROBE_S = 0.025
 """An emulated link is measured with what it sends in that time."""
 PROBE_TOKENS = 512
-
-
-class OffloadProfile(Record):
-    """Measured speeds of one machine for one model.
-
-    Parameters
-    ----------
-    fingerprint : Fingerprint
-    row_bytes, input_bytes : int
-        Of a token's keys and values in one layer, and of its activations.
-    link_bytes_s, transfer_s : float
-        Bandwidth to the accelerator, and what a transfer costs whatever its size.
-    recompute_s, launch_s : float
-        Recomputing a token in one layer, and what each recomputation costs.
-    host_attend_s, host_fixed_s : float
-        Attending to a token of one layer on the host, and what doing so costs for each sequence.
-    emulated_link_gb_s : float, optional
-        Where the link is emulated, at what bandwidth.
-    """
-
-    format: Literal["megakv offload profile"] = "megakv offload profile"
-    fingerprint: Fingerprint
-    row_bytes: int = Field(gt=0)
-    input_bytes: int = Field(ge=0)
-    link_bytes_s: float = Field(gt=0)
-    transfer_s: float = Field(ge=0)
-    recompute_s: float = Field(ge=0)
-    launch_s: float = Field(ge=0)
-    host_attend_s: float = Field(ge=0)
-    host_fixed_s: float = Field(ge=0)
-    emulated_link_gb_s: float | None = None
 
 
 class HostTrial(NamedTuple):
@@ -95,65 +63,71 @@ class Profiler:
         self._device = device
 
     def profile(
-        self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None
+        self,
+        store: TieredStore,
+        recomputation: Recomputation | None,
+        host: HostTrial | None,
+        known: OffloadProfile | None = None,
     ) -> OffloadProfile:
-        """The file that the JSON names, or else what is measured now.
+        """What is known already, or else the file that the JSON names; what is missing there is measured now.
+
+        Parameters
+        ----------
+        store : TieredStore
+            With rows.
+        recomputation : Recomputation, optional
+            Where activations may be recomputed from.
+        host : HostTrial, optional
+            Where the host may attend.
+        known : OffloadProfile, optional
 
         Raises
         ------
         ValueError
             If the file is of another machine or model.
         """
-        return self._load(store) or self._measure(store, recomputation, host)
-
-    def _load(self, store: TieredStore) -> OffloadProfile | None:
-        path = self._config.profile
-        if path is None or not Path(path).exists():
-            return None
-        setting = "megakv.offload.profile"
-        remedy = "remove it, and it is measured anew"
-        profile = load_record(OffloadProfile, path, setting=setting, remedy=remedy)
-        differences = profile.fingerprint.differences(self._fingerprint(store))
-        mine = (store.row_bytes, store.input_bytes, self._config.emulated_link_gb_s)
-        if mine != (profile.row_bytes, profile.input_bytes, profile.emulated_link_gb_s):
-            differences.append("another model's rows, or another emulated link")
-        if differences:
-            raise ValueError(f"{setting} = {path!r} was measured elsewhere ({'; '.join(differences)}); {remedy}")
+        found = known or self._load(store)
+        profile = found or self._link_profile(store)
+        profile = profile.model_copy(update={"input_bytes": max(profile.input_bytes, store.input_bytes)})
+        if recomputation is not None and store.input_bytes and not (profile.recompute_s or profile.launch_s):
+            recompute_s, launch_s = self._recomputed(store, recomputation)
+            profile = profile.model_copy(update={"recompute_s": recompute_s, "launch_s": launch_s})
+        if host is not None and not profile.host_attend_s:
+            host_attend_s, host_fixed_s = self._attended(store, host)
+            profile = profile.model_copy(update={"host_attend_s": host_attend_s, "host_fixed_s": host_fixed_s})
+        if self._config.profile is not None and known is None and profile != found:
+            profile.save(self._config.profile)
         return profile
 
-    def _fingerprint(self, store: TieredStore) -> Fingerprint:
-        return Fingerprint.of_this_process(hosts=1, ranks=1, dtype=store.dtype)
+    def _load(self, store: TieredStore) -> OffloadProfile | None:
+        profile = read_profile(self._config, store.dtype)
+        if profile is None:
+            return None
+        # Methods that keep no activations do not know how large they are.
+        same_inputs = profile.input_bytes == store.input_bytes or not (profile.input_bytes and store.input_bytes)
+        if profile.row_bytes != store.row_bytes or not same_inputs:
+            raise foreign(self._config, "another model's rows")
+        return profile
 
-    def _measure(
-        self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None
-    ) -> OffloadProfile:
+    def _link_profile(self, store: TieredStore) -> OffloadProfile:
+        """The link alone."""
         emulated = self._config.emulated_link_gb_s
         most = PROBE_BYTES if emulated is None else min(PROBE_BYTES, int(PROBE_S * emulated * 1e9))
         most = max(most, PROBE_ROWS * store.row_bytes)
         few, many, pieces = self._sent(store, 1), self._sent(store, most), self._sent(store, most, pieces=PIECES)
-        slope = max(many[1] - few[1], 1e-9) / max(many[0] - few[0], 1)
-        profile = OffloadProfile(
-            fingerprint=self._fingerprint(store),
+        slope, _ = affine(few, many, least=1e-9)
+        out_bytes_s, both_bytes_s = self._other_ways(store, most)
+        return OffloadProfile(
+            fingerprint=fingerprint_of(store.dtype),
             row_bytes=store.row_bytes,
             input_bytes=store.input_bytes,
-            link_bytes_s=1 / slope,
+            link_bytes_s=link_rate(1, slope),
             # In a row: whoever waits for a single one waits for a thread or an event to wake it, too.
-            transfer_s=max(0.0, (pieces[1] - many[1]) / (PIECES - 1)),
-            recompute_s=0.0,
-            launch_s=0.0,
-            host_attend_s=0.0,
-            host_fixed_s=0.0,
+            transfer_s=affine((1, many[1]), (PIECES, pieces[1]))[0],
+            out_bytes_s=out_bytes_s,
+            both_bytes_s=both_bytes_s,
             emulated_link_gb_s=emulated,
         )
-        if recomputation is not None and store.input_bytes:
-            recompute_s, launch_s = self._recomputed(store, recomputation)
-            profile = profile.model_copy(update={"recompute_s": recompute_s, "launch_s": launch_s})
-        if host is not None:
-            host_attend_s, host_fixed_s = self._attended(store, host)
-            profile = profile.model_copy(update={"host_attend_s": host_attend_s, "host_fixed_s": host_fixed_s})
-        if self._config.profile is not None:
-            profile.save(self._config.profile)
-        return profile
 
     def _sent(self, store: TieredStore, nbytes: int, *, pieces: int = 1) -> tuple[int, float]:
         """Bytes and seconds of sending rows of the store's width, out of pages that nobody uses, in equal pieces."""
@@ -178,6 +152,35 @@ class Profiler:
 
         return count * store.row_bytes, self._timed(send)
 
+    def _other_ways(self, store: TieredStore, nbytes: int) -> tuple[float, float]:
+        """Bandwidth from the accelerator, and to it while as much goes the other way; 0 without pages that are unused."""
+        count = max(1, nbytes // store.row_bytes)
+        found = [self._probe(store, count) for _ in range(2)]
+        transfers, traffic = [], self._link.traffic["out"]
+        before = traffic.nbytes
+        for rows in found:
+            if rows is None:
+                return 0.0, 0.0
+            device = torch.empty((count, store.stored_width), dtype=store.stored_dtype, device=self._device)
+            moves, pages = rows.moves(0, device)
+            for ticket in unwritten(pages):
+                ticket.settle()
+            transfers.append(moves)
+
+        def out() -> None:
+            self._link.start("out", transfers[0]).settle()
+
+        def both() -> None:
+            other = self._link.start("out", transfers[0])
+            self._link.start("in", transfers[1]).settle()
+            other.settle()
+
+        sent = count * store.row_bytes
+        rates = link_rate(sent, self._timed(out, FEW)), link_rate(sent, self._timed(both, FEW))
+        # What the model sends is counted, not this.
+        traffic.nbytes = before
+        return rates
+
     def _probe(self, store: TieredStore, count: int) -> PagedRows | None:
         """Rows like a store's in pages that nobody uses; None where there are too few."""
         rows = PagedRows(self._pool, store.stored_width, store.stored_dtype)
@@ -199,9 +202,7 @@ class Profiler:
                 return recomputation.recompute(store.layer, inputs, positions)  # type: ignore[arg-type]
 
             times.append((count, self._timed(call)))
-        (few, few_s), (many, many_s) = times
-        slope = max(many_s - few_s, 0.0) / (many - few)
-        return slope, max(0.0, few_s - few * slope)
+        return affine(*times)
 
     def _attended(self, store: TieredStore, host: HostTrial) -> tuple[float, float]:
         """Seconds per token of the host's attention, and of a sequence whatever its tokens."""
@@ -218,14 +219,12 @@ class Profiler:
                 run.zero_()
             seconds = [host.rank.measure(store, runs, host.queries) for _ in range(REPEATS)]
             times.append((count, statistics.median(seconds)))
-        (few, few_s), (many, many_s) = times
-        slope = max(many_s - few_s, 1e-9) / max(many - few, 1)
-        return slope, max(0.0, few_s - few * slope)
+        return affine(*times, least=1e-9)
 
-    def _timed(self, call: Callable[[], object]) -> float:
+    def _timed(self, call: Callable[[], object], repeats: int = REPEATS) -> float:
         """Seconds of a call, the accelerator's work included."""
         samples = []
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             get_accelerator().synchronize()
             begun = time.perf_counter()
             call()

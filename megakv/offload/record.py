@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from megakv.costmodel.offload import link_utilisation
 from megakv.ledger import Ledger
 from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart
@@ -100,7 +101,6 @@ class StepRecord:
 
     def report(self) -> OffloadStep:
         """As it stands in the report of a run."""
-        carried = self.link_bytes_s * self.measured_s
         return OffloadStep(
             cached=self.cached,
             plan=self.plan.name,
@@ -114,7 +114,7 @@ class StepRecord:
             bytes_out=self.bytes_out,
             weight_bytes=self.weight_bytes,
             kv_bits=self.kv_bits,
-            link_utilisation=self.bytes_in / carried if carried else 0.0,
+            link_utilisation=link_utilisation(self.bytes_in, self.link_bytes_s, self.measured_s),
         )
 
     @property

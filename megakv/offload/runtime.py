@@ -79,15 +79,14 @@ class Offloader:
         self._new: list[int] = []
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
-        self._decoding, self._group = False, 0
+        self._decoding, self._group, self._ended = False, 0, 0.0
         self._announced: int | None = None
         self._record: StepRecord | None = None
         self._previous: str | None = None
-        self._ended = 0.0
         self._host_rank = HostRank(config.cpu_threads) if config.host_attends else None
-        alone = runtime.comm.mesh.world_size == 1
+        leads = runtime.comm.mesh.rank == 0 if runtime.comm.mesh.world_size > 1 else None
         self._planner = Planner(
-            config, self.costs, layers=layers, host_rank=self._host_rank, explore=alone, weights=weights
+            config, self.costs, layers=layers, host_rank=self._host_rank, leads=leads, weights=weights
         )
         self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
         self._host_parts: list[HostPart] = []
@@ -114,13 +113,14 @@ class Offloader:
         mesh = self._runtime.comm.mesh
         return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, offloader=self)
 
-    def new_run(self, new_tokens: int) -> None:
-        """A generation begins that may add so many tokens to each sequence."""
+    def new_run(self, new_tokens: int) -> Planner:
+        """A generation begins that may add so many tokens to each sequence; returns what its ranks agree on."""
         self.steps.clear()
         self._announced = new_tokens
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
         self._planner.ahead = True
+        return self._planner
 
     # A pass
 
@@ -169,16 +169,15 @@ class Offloader:
             if index + 1 < len(self._prefetch.groups):
                 self._pass_on(call.layer, index)
 
-    def leave(self, store: TieredStore) -> None:
-        """A layer's attention is over: its buffer is free for the layer after the next."""
+    def leave(self, store: TieredStore, before: list[int]) -> None:
+        """A layer's attention is over: its buffer is free for the layer after the next; `before` as for `check_room`."""
         cache, layout = self._cache, self._layout
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return
         store.flush()
         # A rank without any token yet does not know the size of its rows: it asks when it has one.
         if self._announced is not None and any(store.lengths()):
-            turn = self._record is not None and self._record.cached > 0
-            self._planner.check_room(store, self.pool, -(-self._announced // cache.size), later_turn=turn)
+            self._planner.check_room(store, self.pool, -(-self._announced // cache.size), before)
             self._announced = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()

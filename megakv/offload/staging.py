@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.costmodel.memory import grown_bytes
 from megakv.offload.division import Division
 from megakv.offload.link import Link, Move, Ticket
 from megakv.offload.pages import unwritten
 from megakv.offload.scheduler import spread
+from megakv.offload.tiers import host_memory
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore
-
-SLACK_DIVISOR = 16
-"""A buffer that is too small grows by this fraction more than needed."""
 
 
 class StagingBuffer:
@@ -38,8 +37,13 @@ class StagingBuffer:
         """``[count, width]``; nothing may be under way into what was taken before."""
         nbytes = count * width * dtype.itemsize
         if self._memory[name].numel() < nbytes:
-            self._memory[name] = torch.empty(nbytes + nbytes // SLACK_DIVISOR, dtype=torch.uint8, device=self._device)
+            self._memory[name] = self._taken(grown_bytes(nbytes))
         return self._memory[name][:nbytes].view(dtype).view(count, width)
+
+    def _taken(self, nbytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            return host_memory(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @property
     def nbytes(self) -> int:

@@ -157,10 +157,10 @@ class TieredStore(UniformStore):
         return twin
 
     def release(self) -> None:
-        self._fresh.clear()
-        self._late.clear()
-        self._began.clear()
-        self._offloader.leave(self)
+        before = self.settled()
+        for rows in (self._fresh, self._late, self._began):
+            rows.clear()
+        self._offloader.leave(self, before)
 
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)

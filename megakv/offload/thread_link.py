@@ -12,11 +12,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from megakv.errors import MegaKVError
-from megakv.offload.link import Direction, MemoryRows, Move, Ticket, Traffic
+from megakv.offload.link import Direction, MemoryRows, Move, Rows, Ticket, Traffic
 
 PIECE_BYTES = 1 << 20
 """An emulated link copies that much before it looks at the clock."""
+LEAST_SLEEP_S = 2e-4
+"""Within a transfer an emulated link sleeps no less: each sleep disturbs the thread that computes."""
 
 EXIT_SECONDS = 5.0
 """How long the end of the interpreter waits for copies of a link that nobody closed."""
@@ -133,6 +137,7 @@ class ThreadLink:
                 wire = free
                 for move in ticket.moves:
                     free = self._copy(direction, move, free)
+                self._keep_pace(free, 0.0)
                 traffic = self.traffic[direction]
                 traffic.nbytes += ticket.nbytes
                 traffic.transfers += 1
@@ -143,22 +148,30 @@ class ThreadLink:
             ticket.end(error)
 
     def _copy(self, direction: Direction, move: Move, free: float) -> float:
-        rows = max(1, PIECE_BYTES * len(move.device) // max(1, move.nbytes))
-        if self.bytes_s is None or not isinstance(move.host, MemoryRows):
-            rows = max(1, len(move.device))
+        """Copy a move; returns when the emulated wire is free again."""
+        if self.bytes_s is None or not isinstance(move.host, MemoryRows) or move.nbytes <= PIECE_BYTES:
+            return self._copy_piece(direction, move.host, move.device, free)
+        rows = max(1, PIECE_BYTES * len(move.device) // move.nbytes)
         for first in range(0, len(move.device), rows):
-            device = move.device[first : first + rows]
-            host = MemoryRows(move.host.rows[first : first + rows]) if isinstance(move.host, MemoryRows) else move.host
-            begun = time.perf_counter()
-            if direction == "in":
-                host.read_into(device)
-            else:
-                host.write_from(device)
-            if self.bytes_s is not None:
-                ended = time.perf_counter()
-                # Where memory or the disk is slower than the wire, it sets the pace.
-                free += max(host.nbytes / self.bytes_s, ended - begun)
-                ahead = free - ended
-                if ahead > 0:
-                    time.sleep(ahead)
+            piece = MemoryRows(move.host.rows[first : first + rows])
+            free = self._copy_piece(direction, piece, move.device[first : first + rows], free)
         return free
+
+    def _copy_piece(self, direction: Direction, host: Rows, device: Tensor, free: float) -> float:
+        begun = time.perf_counter()
+        if direction == "in":
+            host.read_into(device)
+        else:
+            host.write_from(device)
+        if self.bytes_s is None:
+            return free
+        # Where memory or the disk is slower than the wire, it sets the pace.
+        free += max(host.nbytes / self.bytes_s, time.perf_counter() - begun)
+        self._keep_pace(free, LEAST_SLEEP_S)
+        return free
+
+    def _keep_pace(self, free: float, least: float) -> None:
+        """Sleep until the emulated wire is free, if that is further away than `least`."""
+        ahead = 0.0 if self.bytes_s is None else free - time.perf_counter()
+        if ahead > least:
+            time.sleep(ahead)

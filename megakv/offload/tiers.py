@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import mmap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +17,12 @@ logger = logging.getLogger(__name__)
 
 PIN_BYTES = 1 << 30
 """Memory is pinned in pieces of that size: some drivers refuse larger ones."""
+LARGE_PAGE_BYTES = 2 << 20
+CONTROL_GROUPS = {
+    "/sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Where Linux keeps the limits of this process: the files with the limit and what is used, and what of that is free."""
 
 
 def in_units(nbytes: float) -> str:
@@ -26,7 +34,15 @@ def in_units(nbytes: float) -> str:
 
 
 def available_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    """Bytes of host memory that can be had without swapping, by the system and by this process's control group.
+
+    None where neither says.
+    """
+    found = [_free_of_system(), *(_free_of_group(folder, *names) for folder, names in CONTROL_GROUPS.items())]
+    return min((free for free in found if free is not None), default=None)
+
+
+def _free_of_system() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -35,9 +51,52 @@ def available_memory() -> int | None:
     return sizes.get("MemAvailable")
 
 
+def _free_of_group(folder: str, limit: str, used: str, reclaimable: str) -> int | None:
+    """Bytes that a control group still allows; file pages that nobody needs count as free."""
+    try:
+        allowed, taken = (int(Path(folder, name).read_text(encoding="ascii")) for name in (limit, used))
+        lines = Path(folder, "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        # Without a limit there is no number.
+        return None
+    kinds = dict(line.split() for line in lines)
+    return max(0, allowed - taken + int(kinds.get(reclaimable, 0)))
+
+
+def check_host_budget(budget: int, free: int | None, *, ranks: int = 1) -> None:
+    """Refuse a budget of each of several ranks on a host that has less memory.
+
+    Raises
+    ------
+    ValueError
+        With both numbers.
+    """
+    if free is not None and budget * ranks > free:
+        each = "" if ranks == 1 else f" on each of {ranks} ranks of this host"
+        raise ValueError(
+            f"megakv.offload.host_gb asks for {in_units(budget)} of host memory{each}, {in_units(free)} are free; "
+            "make it smaller, or put the rest on disk with megakv.offload.disk_gb"
+        )
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor, of any type."""
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def host_memory(nbytes: int) -> Tensor:
+    """So many bytes, in large pages where the system gives them on request.
+
+    Rows are read from end to end: with small pages, looking their addresses up takes a good part of that time, and how
+    much depends on where the system finds them.
+    """
+    if nbytes < LARGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor keeps the mapping until it is gone itself.
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Tier(Protocol):
@@ -75,14 +134,9 @@ class HostTier:
     io: str | None = None
 
     def __init__(self, budget: int, *, pin: bool = False):
-        free = available_memory()
-        if free is not None and budget > free:
-            raise ValueError(
-                f"megakv.offload.host_gb asks for {in_units(budget)} of host memory, {in_units(free)} are free; "
-                "make it smaller, or put the rest on disk with megakv.offload.disk_gb"
-            )
+        check_host_budget(budget, available_memory())
         self.budget = budget
-        self._memory = torch.empty(budget, dtype=torch.uint8)
+        self._memory = host_memory(budget)
         self._pinned: list[int] = []
         if pin:
             self._pin()

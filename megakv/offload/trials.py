@@ -64,8 +64,7 @@ class PlanTrials:
     Parameters
     ----------
     explore : bool
-        Whether plans may be tried. Where several ranks wait for each other a step shows the slowest of all ranks'
-        plans, so each goes by its predictions.
+        Whether plans may be tried.
     """
 
     def __init__(self, *, explore: bool = True):
@@ -113,7 +112,8 @@ class PlanTrials:
         self._held = self._best(corrected, tokens)
         self._reviewed = tokens
         if self._trying:
-            # What the last step of a trial took is not known before the next one has begun.
+            # What the last step of a trial took is not known before the next one has begun, nor, where several ranks
+            # agree, before the one after that.
             self._trying, self._left = False, 1
             return self._next(trial=False)
         self._put_off(corrected, tokens)
@@ -183,7 +183,10 @@ class PlanTrials:
         for name in corrected:
             known = self._known(name, tokens)
             cost = self._steps(corrected, name, tokens) * (corrected[name] / corrected[held] - 1)
-            due = not known or self._history(name).due <= self._step
+            # What would be faster by all that is known of it is looked at again at once: the plan in use may have been
+            # lucky when it was chosen.
+            faster = corrected[name] < (1 - MARGIN) * corrected[held]
+            due = not known or faster or self._history(name).due <= self._step
             if name != held and due and cost <= self._saved:
                 found.append((known >= ENOUGH, cost, name))
         return min(found)[2] if found else None

@@ -107,6 +107,7 @@ def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> 
         "equal": all(equal for _, equal in everyone),
         "recomputed": min(recomputed),
         "on_host": min(on_host),
+        "plans": engine._comm.gather_objects([step.plan.name for step in steps]),
     }
 
 

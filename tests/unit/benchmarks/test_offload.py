@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.harness.offload_cells import contenders
 from benchmarks.harness.offload_charts import Charts
 from benchmarks.harness.offload_gpu import covered
 from benchmarks.harness.offload_plan import GPU, LARGE, PARTS, Shape, cases, shape_of, variant
 from benchmarks.harness.offload_processes import merged
 from benchmarks.harness.offload_summary import settings, summarise
 from benchmarks.harness.offload_tables import TASKS, tables
+from benchmarks.harness.offloads import Sample
 from tests.unit.benchmarks.running import run_benchmark
 
 run = partial(run_benchmark, "offload.py")
@@ -207,3 +210,9 @@ def test_time_that_kernels_cover() -> None:
 def test_impossible_arguments(arguments: list[str], message: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_further_rounds_are_for_what_is_close() -> None:
+    times = {"in_memory": 0.1, "stream": 3.0, "kvpr": 1.2, "chunked": 1.1, "cpu_rank": 1.0, "auto": 2.0}
+    turns = {name: [[Sample(torch.empty(0), [9.0, 9.0, 9.0, seconds])]] for name, seconds in times.items()}
+    assert contenders(turns) == ("chunked", "cpu_rank", "auto")

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from megakv.attention.partial import Scoring
 from megakv.config import load_config
+from megakv.costmodel.memory import grown_bytes
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run import dry_run
@@ -226,13 +227,15 @@ def test_buffers_and_rows_of_an_offloaded_cache(tmp_path: Path) -> None:
 
     row = dry_run(folder, settings(), context=1).ranks[0].kv_bytes // config.num_hidden_layers
     streamed, packed = first(method="stream"), first(method="stream", kv_bits=4)
-    assert (streamed.host_bytes, streamed.kv_bytes) == (config.num_hidden_layers * 1000 * row, 2 * 1000 * row)
-    inputs = config.num_hidden_layers * 1000 * config.hidden_size * 2
+    assert (streamed.host_bytes, streamed.kv_bytes) == (config.num_hidden_layers * 1000 * row, 2 * grown_bytes(1000 * row))
+    inputs = 1000 * config.hidden_size * 2
     recomputed = first(method="kvpr", device_gb=1e-4)
-    assert recomputed.host_bytes == streamed.host_bytes + inputs
-    assert recomputed.kv_bytes == streamed.kv_bytes + int(1e-4 * (1 << 30))
+    assert recomputed.host_bytes == streamed.host_bytes + config.num_hidden_layers * inputs
+    # Activations lie beside the keys and values that they become.
+    assert recomputed.kv_bytes == 2 * grown_bytes(1000 * row + inputs) + int(1e-4 * (1 << 30))
     # Half a byte for each element, and a step and a smallest value in float32 for each head's keys and values.
     bits = row // 4 + 2 * 2 * config.num_key_value_heads * 4
-    assert (packed.host_bytes, packed.kv_bytes) == (config.num_hidden_layers * 1000 * bits, 2 * 1000 * (row + bits))
+    assert packed.host_bytes == config.num_hidden_layers * 1000 * bits
+    assert packed.kv_bytes == 2 * grown_bytes(1000 * (row + bits))
     heavy = dry_run(folder, settings(offload={"enabled": True, "weights": True, "host_gb": 1e-5}), context=9)
     assert "of weights, which lie in host memory alone" in str(heavy.problem)

@@ -232,6 +232,9 @@ def test_outgrown_budgets_are_named_and_sessions_survive(offloaded: Any) -> None
     first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
     with pytest.raises(RuntimeError, match=r"outgrow their budgets: megakv.offload.host_gb holds 192.00 KiB"):
         session.generate(turn.repeat(1, 30), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    # Layer 0 has room for this one, the others have not: that is seen before they are computed.
+    with pytest.raises(RuntimeError, match="this generation needs 240.00 KiB"):
+        session.generate(turn.repeat(1, 6), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert session.length == first.shape[1] - 1
     longer = torch.cat([first, turn], dim=1)
     expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)

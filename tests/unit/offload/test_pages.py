@@ -12,7 +12,8 @@ from megakv.offload.disk import DiskTier
 from megakv.offload.pages import PagedRows, mark_written, unwritten
 from megakv.offload.pool import PagePool
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import HostTier, available_memory
+from megakv.offload import tiers
+from megakv.offload.tiers import HostTier, available_memory, check_host_budget
 
 WIDTH = 5
 PAGE = 7 * WIDTH * 4
@@ -105,6 +106,23 @@ def test_budgets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
         DiskTier(1 << 60, tmp_path)
     with pytest.raises(ValueError, match=r"disk_path = .*missing.* cannot be written to: No such file"):
         DiskTier(100, tmp_path / "missing")
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    check_host_budget(3 << 30, 12 << 30, ranks=4)
+    with pytest.raises(ValueError, match=r"host_gb asks for 4.00 GiB of host memory on each of 4 ranks.*12.00 GiB are"):
+        check_host_budget(4 << 30, 12 << 30, ranks=4)
+
+
+def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    monkeypatch.setattr(tiers, "CONTROL_GROUPS", {str(tmp_path): names, str(tmp_path / "missing"): names})
+    whole = available_memory()
+    for name, text in (("memory.max", "max"), ("memory.current", "7000"), ("memory.stat", "file 30\ninactive_file 500")):
+        (tmp_path / name).write_text(text)
+    assert whole is not None and available_memory() == pytest.approx(whole, rel=0.2)
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert available_memory() == 2500
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megakv.costmodel import offload_pipeline
-from megakv.costmodel.offload import StepTimes
+from megakv.costmodel.offload import LayerCosts, StepTimes
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, step_seconds
+from megakv.offload.division import Division, Plan
+from megakv.offload.record import StepRecord
 from tests.unit.offload.test_exactness import generate, plain_model
 
 LINK_GB_S = 0.001
@@ -18,7 +20,8 @@ LINK_GB_S = 0.001
 
 
 def offloader_after(offloaded: Any, **settings: Any) -> Any:
-    engine = offloaded(plain_model("opt"), method="chunked", emulated_link_gb_s=LINK_GB_S, **settings)
+    settings = {"method": "chunked", **settings}
+    engine = offloaded(plain_model("opt"), emulated_link_gb_s=LINK_GB_S, **settings)
     ids = torch.randint(3, 190, (2, 60), generator=torch.Generator().manual_seed(1))
     generate(engine, ids, torch.ones_like(ids), max_new_tokens=10)
     return engine._offloader
@@ -29,6 +32,9 @@ def test_an_emulated_link_is_found_to_be_what_it_is(offloaded: Any) -> None:
     profile = offloader.costs.profile
     assert profile.link_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.1)
     assert profile.row_bytes == 2 * 64 * 4 and profile.input_bytes == 64 * 4
+    # Each way has a wire of its own.
+    assert profile.out_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.2)
+    assert profile.both_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.2)
     assert 0 < profile.recompute_s < 1e-3
     # Recomputing is much cheaper here than sending, so nearly every token is recomputed, and the link is the limit.
     late = offloader.steps[-3:]
@@ -50,6 +56,58 @@ def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(values))
     offloader = offloader_after(offloaded, profile=str(path))
     assert offloader.steps[0].division.recomputed == 0
+
+
+def test_a_profile_of_one_method_serves_another(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "offload.json"
+    found = []
+    for method in ("stream", "chunked", "cpu_rank", "auto"):
+        offloader_after(offloaded, profile=str(path), method=method)
+        found.append(json.loads(path.read_text()))
+    streamed, recomputed, attended, last = found
+    assert streamed["input_bytes"] == streamed["recompute_s"] == recomputed["host_attend_s"] == 0
+    assert recomputed["recompute_s"] > 0 and recomputed["input_bytes"] > 0 and attended["host_attend_s"] > 0
+    # Nothing is measured twice.
+    assert {**last, "recompute_s": 0} == {**attended, "recompute_s": 0}
+    assert len({values["link_bytes_s"] for values in found}) == 1
+
+
+def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "offload.json"
+    offloader_after(offloaded, profile=str(path))
+    with pytest.raises(ValueError, match="another emulated link"):
+        offloaded(plain_model("opt"), profile=str(path))
+    with pytest.raises(ValueError, match=r"offload.profile = .*there is no folder"):
+        offloaded(plain_model("opt"), profile=str(tmp_path / "nowhere" / "offload.json"))
+
+
+def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
+    """A steady step of 1,000 cached tokens of one sequence, all of them sent."""
+    record = StepRecord(cached=1000, new=1, plan=Plan(plan, (Division(1000),), 64, 1.0, 1.0))
+    record.bytes_in = 2 * 1000 * 64
+    record.elapsed_s, record.busy_s = elapsed_s, record.bytes_in / link_bytes_s
+    record.waited_s, record.attend_s, record.steady = 0.5 * elapsed_s, 0.1 * elapsed_s, True
+    return record
+
+
+def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -> None:
+    costs = offloader_after(offloaded, method="stream").costs
+    costs.profile = costs.profile.model_copy(update={"row_bytes": 64})
+    plain = LayerCosts(kv_s=1.0, activation_s=1.0, recompute_s=1.0)
+
+    def predicted() -> float:
+        known = costs.of_plan("kvpr", plain)
+        return costs.predict(known, [Division(1000)], 2, RESIDENT, chunk=64, ahead=True)
+
+    for _ in range(5):
+        costs.learn(step("kvpr", elapsed_s=0.1, link_bytes_s=1e7), 2)
+    before = predicted()
+    costs.learn(step("kvpr", elapsed_s=0.9, link_bytes_s=1e5), 2)
+    assert predicted() == pytest.approx(before)
+    for _ in range(9):
+        costs.learn(step("kvpr", elapsed_s=0.1, link_bytes_s=1e6), 2)
+    assert costs.link_bytes_s == pytest.approx(1e6)
+    assert costs.of_plan("kvpr", plain).kv_s == pytest.approx(64 / 1e6)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from megakv.offload.division import Division, Plan
 from megakv.offload.trials import FIRST, GRANT, SHARE, PlanTrials
 
 Times = dict[str, float]
@@ -79,6 +80,18 @@ def test_a_plan_that_is_predicted_to_be_hopeless_is_tried_late_and_wins_if_it_is
     assert late.count("kvpr") > 480
 
 
+def test_a_plan_that_was_lucky_at_first_is_left_again() -> None:
+    trials, chosen = PlanTrials(), list[str]()
+    for step in range(120):
+        chosen.append(trials.going_on(1000) or trials.choose({"stream": 1.0, "kvpr": 1.0}, 1000))
+        if step:
+            seconds = 1.0 if chosen[-2] == "stream" else 0.9 if step < 20 else 1.05
+            trials.observe(chosen[-2], tokens=1000, predicted_s=1.0, measured_s=seconds)
+    assert set(chosen[15:20]) == {"kvpr"}
+    # Not only when plans that lost are looked at again.
+    assert chosen[45:60].count("stream") > 10
+
+
 def test_a_machine_that_slows_down_drives_no_plan_away() -> None:
     trials, true = PlanTrials(), {"stream": 1.0, "kvpr": 1.25, "cpu_rank": 1.2}
     play(trials, true, 500)
@@ -106,3 +119,16 @@ def test_the_first_step_of_a_plan_says_nothing() -> None:
         trials.observe("stream", tokens=100, predicted_s=1.0, measured_s=seconds)
     trials.observe("stream", tokens=100, predicted_s=1.0, measured_s=8.0, steady=False)
     assert trials.correction("stream", 100) == 1.5
+
+
+def test_plans_that_come_to_the_same_are_one() -> None:
+    def plan(name: str, recomputed: int, on_host: int, chunk: int = 64) -> Plan:
+        return Plan(name, (Division(1000, recomputed, on_host),), chunk, 1.0, 1.0)
+
+    stream, whole, chunked = plan("stream", 0, 0), plan("kvpr", 500, 0, 1000), plan("chunked", 500, 0)
+    hosted, everything = plan("cpu_rank", 0, 300), plan("all", 200, 250)
+    plans = (stream, whole, chunked, hosted, everything)
+    assert all(one.differs(other) for one in plans for other in plans if one is not other)
+    # By costs of its own steps, but in no other way.
+    assert not plan("all", 0, 350).differs(hosted) and not plan("all", 480, 0).differs(chunked)
+    assert not plan("chunked", 0, 0).differs(stream) and not plan("chunked", 60, 0).differs(plan("kvpr", 60, 0, 1000))

@@ -1,0 +1,85 @@
+"""Measured speeds of one machine for one model, kept in a file: what plans rest on before steps have shown more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from megakv.costmodel.hardware import Fingerprint
+from megakv.costmodel.records import Record, load_record
+from megakv.offload.config import OffloadConfig
+
+REMEDY = "remove it, and it is measured anew"
+
+
+class OffloadProfile(Record):
+    """Measured speeds of one machine for one model.
+
+    Parameters
+    ----------
+    fingerprint : Fingerprint
+    row_bytes, input_bytes : int
+        Of a token's keys and values in one layer, and of its activations.
+    link_bytes_s, transfer_s : float
+        Bandwidth to the accelerator, and what a transfer costs whatever its size.
+    out_bytes_s, both_bytes_s : float
+        Bandwidth from the accelerator, and to it while as much goes the other way; 0 where there was no room to measure.
+    recompute_s, launch_s : float
+        Recomputing a token in one layer, and what each recomputation costs.
+    host_attend_s, host_fixed_s : float
+        Attending to a token of one layer on the host, and what doing so costs for each sequence. What is 0 was not
+        measured: some methods need not know it.
+    emulated_link_gb_s : float, optional
+        Where the link is emulated, at what bandwidth.
+    """
+
+    format: Literal["megakv offload profile"] = "megakv offload profile"
+    fingerprint: Fingerprint
+    row_bytes: int = Field(gt=0)
+    input_bytes: int = Field(ge=0)
+    link_bytes_s: float = Field(gt=0)
+    transfer_s: float = Field(ge=0)
+    out_bytes_s: float = Field(0.0, ge=0)
+    both_bytes_s: float = Field(0.0, ge=0)
+    recompute_s: float = Field(0.0, ge=0)
+    launch_s: float = Field(0.0, ge=0)
+    host_attend_s: float = Field(0.0, ge=0)
+    host_fixed_s: float = Field(0.0, ge=0)
+    emulated_link_gb_s: float | None = None
+
+
+def foreign(config: OffloadConfig, why: str) -> ValueError:
+    """The refusal of a profile that is not of this machine, model and link."""
+    return ValueError(f"megakv.offload.profile = {config.profile!r} was measured elsewhere ({why}); {REMEDY}")
+
+
+def read_profile(config: OffloadConfig, dtype: torch.dtype) -> OffloadProfile | None:
+    """The profile in the file that the JSON names; None where it names none, or one that is yet to be written.
+
+    Raises
+    ------
+    ValueError
+        If the file is of another machine, model type or link, or cannot be written.
+    """
+    path = config.profile
+    if path is None:
+        return None
+    if not Path(path).exists():
+        if not Path(path).parent.is_dir():
+            raise ValueError(f"megakv.offload.profile = {path!r}: there is no folder {str(Path(path).parent)!r}")
+        return None
+    profile = load_record(OffloadProfile, path, setting="megakv.offload.profile", remedy=REMEDY)
+    differences = profile.fingerprint.differences(fingerprint_of(dtype))
+    if profile.emulated_link_gb_s != config.emulated_link_gb_s:
+        differences.append("another emulated link")
+    if differences:
+        raise foreign(config, "; ".join(differences))
+    return profile
+
+
+def fingerprint_of(dtype: torch.dtype) -> Fingerprint:
+    """Of this process, whatever other ranks there are."""
+    return Fingerprint.of_this_process(hosts=1, ranks=1, dtype=dtype)
