@@ -48,7 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chunk", type=int, default=128, help="tokens of a chunk of activations (default 128)")
     add("--repeats", type=int, help="timed rounds of a case at most (default 16; --quick: 8)")
     add("--least-repeats", type=int, help="rounds at least (default 2)")
-    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 5); half are for close methods")
+    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 5)")
     add("--threads", type=int, default=1, help="threads that compute (default 1)")
     add("--parts", metavar="FOLDER", help="where cases are kept (default: FILE with suffix .parts)")
     arguments = parser.parse_args(argv)

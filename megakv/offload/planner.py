@@ -85,17 +85,19 @@ class Planner:
         self._costs = costs
         self._layers = layers
         self._host_rank = host_rank
-        self._agreed: str | None = None
+        # What ranks agreed on for the step that is next or under way, and for the one after it.
+        self._words: tuple[str | None, str | None] = None, None
+        self._step = 0
         self._proposed: str | None = None
         self._leads = leads
         self._trials = PlanTrials(explore=leads is not False)
         self._weights = weights
         self._latest: tuple[object, Plan] | None = None
 
-    def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool) -> Plan:
+    def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a step's layers, by one of them: the same for all.
 
-        Where they do not stay with their rank, the host attends to none.
+        Where they do not stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
         lengths, resident, inputs = store.settled(), store.residents(), store.with_inputs()
         memory = store.in_memory() if self._host_rank is not None and stays else [0] * len(lengths)
@@ -108,9 +110,10 @@ class Planner:
             )
             for group in groups
         )
-        key = (lengths, sizes, self.ahead)
+        # A rank may have the same tokens in several steps.
+        key = (lengths, sizes, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
-            self._latest = key, self._plan(store, sizes)
+            self._latest = key, self._plan(store, sizes, self._words[beyond])
         return self._latest[1]
 
     def observe(self, record: StepRecord) -> None:
@@ -133,10 +136,14 @@ class Planner:
         return -1 if self._proposed is None else NAMES.index(self._proposed)
 
     def heed(self, proposal: int) -> None:
-        """Take the plan that the leading rank proposed, from the next step on that is not planned yet."""
-        self._agreed = None if proposal < 0 else NAMES[proposal]
+        """Take the plan that the leading rank proposed at the end of a step.
 
-    def _plan(self, store: TieredStore, sizes: Sequence[_Size]) -> Plan:
+        The next one is under way on some ranks already: it is used in the one after that.
+        """
+        self._step += 1
+        self._words = self._words[1], None if proposal < 0 else NAMES[proposal]
+
+    def _plan(self, store: TieredStore, sizes: Sequence[_Size], agreed: str | None) -> Plan:
         tokens = sum(size.tokens for size in sizes)
         if not tokens:
             return Plan("stream", tuple(Division(0) for _ in sizes), 1, 0.0, 0.0)
@@ -157,9 +164,9 @@ class Planner:
             plan = plans[self._trials.choose(predicted, tokens) if settled else best]
         if self._leads is not None:
             self._proposed = plan.name if settled else None
-            if self._agreed is not None and self._agreed != plan.name:
+            if agreed is not None and agreed != plan.name:
                 # A rank that has nothing to use it with does what it thinks best.
-                plan = self._solved(self._agreed, costs, sizes, weights) or plan
+                plan = self._solved(agreed, costs, sizes, weights) or plan
         return plan._replace(predicted_s=plan.seconds * self._trials.correction(plan.name, tokens))
 
     def _solved(self, name: str, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes) -> Plan | None:

@@ -63,9 +63,9 @@ class Prefetch:
         """Whether all that was brought is what a pass with so many new tokens per sequence needs."""
         return all(staged.valid(new, self.stays) and staged.group in self.groups for staged in self._staged.values())
 
-    def plan(self, store: TieredStore) -> Plan:
-        """What becomes of the cached tokens of a layer."""
-        return self._planner.plan(store, self.groups, stays=self.stays)
+    def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
+        """What becomes of the cached tokens of a layer, in this step or the next."""
+        return self._planner.plan(store, self.groups, stays=self.stays, beyond=beyond)
 
     def begin(self, cache: OffloadedCache, new: list[int]) -> None:
         """Bring the first groups of a pass."""
@@ -92,16 +92,16 @@ class Prefetch:
             if following < units:
                 self.stage(cache, *divmod(following, count), new)
             elif beyond and following - units <= unit:
-                self.stage(cache, *divmod(following - units, count), [1] * len(new))
+                self.stage(cache, *divmod(following - units, count), [1] * len(new), beyond=True)
 
-    def stage(self, cache: OffloadedCache, layer: int, index: int, new: list[int]) -> None:
+    def stage(self, cache: OffloadedCache, layer: int, index: int, new: list[int], *, beyond: bool = False) -> None:
         """Begin to bring a group's rows in a layer, if there is a buffer and anything to bring."""
         store, group = cache.store(layer), self.groups[index]
         tokens = sum(store.settled()[group.start : group.stop])
         if (layer, index) in self._staged or not self._free or not tokens:
             return
         store.flush()
-        plan = self.plan(store)
+        plan = self.plan(store, beyond=beyond)
         buffer, division = self._free.pop(), plan.divisions[index]
         self._staged[layer, index] = bring(store, group, buffer, self._link, division, new, chunk=plan.chunk)
 

@@ -26,7 +26,7 @@ class OffloadProfile(Record):
     link_bytes_s, transfer_s : float
         Bandwidth to the accelerator, and what a transfer costs whatever its size.
     out_bytes_s, both_bytes_s : float
-        Bandwidth from the accelerator, and to it while as much goes the other way; 0 where there was no room to measure.
+        Bandwidth from the accelerator, and to it while as much goes the other way; 0 if there was no room to measure.
     recompute_s, launch_s : float
         Recomputing a token in one layer, and what each recomputation costs.
     host_attend_s, host_fixed_s : float
@@ -42,12 +42,12 @@ class OffloadProfile(Record):
     input_bytes: int = Field(ge=0)
     link_bytes_s: float = Field(gt=0)
     transfer_s: float = Field(ge=0)
-    out_bytes_s: float = Field(0.0, ge=0)
-    both_bytes_s: float = Field(0.0, ge=0)
-    recompute_s: float = Field(0.0, ge=0)
-    launch_s: float = Field(0.0, ge=0)
-    host_attend_s: float = Field(0.0, ge=0)
-    host_fixed_s: float = Field(0.0, ge=0)
+    out_bytes_s: float = Field(default=0.0, ge=0)
+    both_bytes_s: float = Field(default=0.0, ge=0)
+    recompute_s: float = Field(default=0.0, ge=0)
+    launch_s: float = Field(default=0.0, ge=0)
+    host_attend_s: float = Field(default=0.0, ge=0)
+    host_fixed_s: float = Field(default=0.0, ge=0)
     emulated_link_gb_s: float | None = None
 
 

@@ -153,7 +153,7 @@ class Profiler:
         return count * store.row_bytes, self._timed(send)
 
     def _other_ways(self, store: TieredStore, nbytes: int) -> tuple[float, float]:
-        """Bandwidth from the accelerator, and to it while as much goes the other way; 0 without pages that are unused."""
+        """Bandwidth from the accelerator, and to it while as much goes the other way; 0 without unused pages."""
         count = max(1, nbytes // store.row_bytes)
         found = [self._probe(store, count) for _ in range(2)]
         transfers, traffic = [], self._link.traffic["out"]

@@ -170,7 +170,7 @@ class Offloader:
                 self._pass_on(call.layer, index)
 
     def leave(self, store: TieredStore, before: list[int]) -> None:
-        """A layer's attention is over: its buffer is free for the layer after the next; `before` as for `check_room`."""
+        """A layer's attention is over: its buffer is free for another one; `before` as for `check_room`."""
         cache, layout = self._cache, self._layout
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
+from megakv.offload import tiers
 from megakv.offload.disk import DiskTier
 from megakv.offload.pages import PagedRows, mark_written, unwritten
 from megakv.offload.pool import PagePool
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload import tiers
 from megakv.offload.tiers import HostTier, available_memory, check_host_budget
 
 WIDTH = 5
@@ -118,7 +118,11 @@ def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.Monke
     names = ("memory.max", "memory.current", "inactive_file")
     monkeypatch.setattr(tiers, "CONTROL_GROUPS", {str(tmp_path): names, str(tmp_path / "missing"): names})
     whole = available_memory()
-    for name, text in (("memory.max", "max"), ("memory.current", "7000"), ("memory.stat", "file 30\ninactive_file 500")):
+    for name, text in (
+        ("memory.max", "max"),
+        ("memory.current", "7000"),
+        ("memory.stat", "file 30\ninactive_file 500"),
+    ):
         (tmp_path / name).write_text(text)
     assert whole is not None and available_memory() == pytest.approx(whole, rel=0.2)
     (tmp_path / "memory.max").write_text("9000\n")
