@@ -54,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: both, %(default)s)")
-    for name, value in (("hidden", 1024), ("intermediate", 2816), ("vocab", 8192)):
+    for name, value in (("hidden", 512), ("intermediate", 1408), ("vocab", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"of the engine's Llama (default {value})")
     parser.add_argument("--steps", type=int, default=1, help="attention steps of a sample, of which it is the mean (1)")
     parser.add_argument("--tokens", type=int, default=2, help="engine steps of a sample, of which it is the mean (2)")

@@ -143,7 +143,7 @@ def test_tiny_run_of_both_parts(tmp_path: Path) -> None:
         (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
         (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
         (["--ranks", "2", "--kept", "-1"], "--kept -1"),
-        (["--ranks", "2", "--kept", "1000000"], "--kept 1000000, --layers 8 and --hidden 1024 needs"),
+        (["--ranks", "2", "--kept", "1000000"], "--kept 1000000, --layers 8 and --hidden 512 needs"),
         (["--ranks", "2", "--hidden", "65536"], "--kept 16384, --layers 8 and --hidden 65536 needs"),
     ],
 )
