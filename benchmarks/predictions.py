@@ -37,7 +37,10 @@ SETTINGS = (
 """What a row was measured with, beside the method."""
 MEASURES = (("", "seconds", "predicted_s"), ("TTIT, ", "ttit_seconds", "predicted_ttit_s"))
 """What is measured: its name before the setting, and where a row has the samples and the prediction."""
-WITHOUT = {"attention_gpu": "it measures the kernel that profiles are made of"}
+WITHOUT = {
+    "attention_gpu": "it measures the kernel that profiles are made of",
+    "host_attention": "it measures the kernel that the offload engine's profiles are made of",
+}
 
 
 @dataclass(frozen=True)
