@@ -205,6 +205,9 @@ def _check_offload(section: MegaKVSection, source: str) -> None:
             "num_gpu_batches": offload.num_gpu_batches > 1,
             "kv_bits": offload.kv_bits,
         }
+        if "enabled" not in offload.model_fields_set:
+            # Switched off by name, the others may stay for later; without it they were meant.
+            switches |= dict.fromkeys(sorted(offload.model_fields_set), True)
         for key, given in switches.items():
             if given:
                 raise ValueError(f"{source}: megakv.offload.{key} is set: that needs megakv.offload.enabled = true")

@@ -71,6 +71,11 @@ def llama_mqa() -> LlamaConfig:
     return llama(num_key_value_heads=1)
 
 
+def llama_mha() -> LlamaConfig:
+    """Llama whose query heads each have a KV head of their own, as in Llama 2."""
+    return llama(num_key_value_heads=HEADS)
+
+
 def llama_dynamic_rope() -> LlamaConfig:
     """Frequencies change once the sequence passes 64 tokens: transformers takes that from max_position_embeddings."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -355,6 +360,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         gpt_oss,
     )
 }
+
+# Not walked by every test, and asked for by name: all that is new in them is a number of heads.
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {**FAMILIES, "llama_mha": llama_mha}
 
 # Families that cannot be split over tensor-parallel ranks, and what the refusal says of them.
 TP_REFUSED: dict[str, str] = {

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from families import FAMILIES
+from families import CONFIGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -39,7 +39,7 @@ RAGGED_OPTIONS: dict[str, dict[str, Any]] = {
 def save(name: str, folder: Path) -> None:
     """A random model of a family, written out; norms and biases moved off their neutral values."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -142,7 +142,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             save(name, folder)
         dist.barrier()
-        vocabulary = FAMILIES[name]().get_text_config().vocab_size
+        vocabulary = CONFIGS[name]().get_text_config().vocab_size
         # Ascending lengths: an engine's dynamic rotary embedding must not remember a longer one.
         cases = {case: make_case(case, vocabulary) for run in runs for case in run["cases"]}
         answers = references(name, folder, cases, runs[0]["decoded"])

@@ -10,16 +10,16 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.offload.weight_stream import WeightStream, _Passage
 from megakv.offload.weights import ALIGNMENT, HostWeights
-from tests.families import FAMILIES
+from tests.families import CONFIGS, FAMILIES
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
-NAMED = ("opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma")
+NAMED = ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma")
 SLOW_GB_S = 0.05
 
 
 def deep_model(name: str, layers: int = 5) -> Any:
     """More layers than buffers."""
-    config = FAMILIES[name]()
+    config = CONFIGS[name]()
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * layers

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megakv.offload.runtime import Offloader
 from megakv.offload.staging import StagedLayer
-from tests.families import FAMILIES
+from tests.families import CONFIGS, FAMILIES
 
 CHANGING = ("llama_dynamic_rope", "phi3_longrope")
 """Rotary frequencies follow the length: nothing can be recomputed."""
@@ -22,7 +23,7 @@ TOLERANCE = 2e-4
 def plain_model(name: str) -> Any:
     torch.manual_seed(0)
     attention = "sdpa" if name == "falcon_alibi" else "eager"
-    config = FAMILIES[name]()
+    config = CONFIGS[name]()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,7 +76,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
 
 def generations() -> Iterator[Any]:
     """Families, methods and ways to generate; by default every method with one family, and `auto` with all."""
-    for name in ("opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"):
+    for name in ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma"):
         for method in ("stream", "kvpr", "chunked", "cpu_rank", "auto"):
             for way, options in (("beams", {"num_beams": 3}), ("sampled", {"do_sample": True, "top_k": 20})):
                 often = way == "beams" and (name == "qwen3" or method == "auto") or (name, method) == ("opt", "auto")
@@ -147,17 +148,21 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
     row = 2 * config.hidden_size * 4
     for method, per_token in (("stream", row), ("chunked", row + config.hidden_size * 4)):
         engine = offloaded(copy.deepcopy(model), method=method)
-        generate(engine, ids, mask)
-        steps = engine._offloader.steps
-        assert len(steps) == NEW - 1
-        assert [step.new for step in steps] == [3] * (NEW - 1)
-        sent = sum(step.bytes_out for step in steps)
-        # The prompt's own rows may still be on their way when the first step begins.
-        prompt = int(mask.sum()) * per_token * config.num_hidden_layers
-        tokens = 3 * (NEW - 1) * per_token * config.num_hidden_layers
-        engine._offloader.link.close()
-        total = engine._offloader.link.traffic["out"].nbytes
-        assert total == prompt + tokens and sent <= total
+        offloader, sent = engine._offloader, [0]
+
+        def note(*_: Any, offloader: Offloader = offloader, sent: list[int] = sent, **__: Any) -> Tensor:
+            for ticket in offloader._outgoing:
+                ticket.settle()
+            sent.append(offloader.link.traffic["out"].nbytes)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        generate(engine, ids, mask, stopping_criteria=[note])
+        # The prompt, then three tokens in every step: of each, what belongs to the token alone.
+        tokens = [int(mask.sum()), *[3] * (NEW - 1)]
+        assert [later - earlier for earlier, later in pairwise(sent)] == [
+            count * per_token * config.num_hidden_layers for count in tokens
+        ]
+        assert [step.new for step in offloader.steps] == tokens[1:]
 
 
 @pytest.mark.usefixtures("fixed_costs")

@@ -129,6 +129,44 @@ def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert available_memory() == 2500
 
 
+class Driver:
+    """In the place of CUDA's: locks some pieces of memory and refuses all others."""
+
+    def __init__(self, pieces: int):
+        self.locked: dict[int, int] = {}
+        self._pieces = pieces
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if len(self.locked) == self._pieces:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize(("pieces", "locked"), [(0, "0 B"), (1, "1000 B"), (3, None)])
+def test_memory_that_cannot_be_locked_is_used_all_the_same(
+    pieces: int, locked: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(pieces)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(tiers, "PIN_BYTES", 1000)
+    tier = HostTier(2600, pin=True)
+    # Every byte once, and none beyond the budget.
+    assert list(driver.locked.values()) == [1000, 1000, 600][:pieces]
+    warned = f"pinning host memory failed after {locked} of 2.54 KiB (error 2): copies"
+    assert (warned in caplog.text and "ulimit -l" in caplog.text) == (locked is not None)
+    rows, found = torch.randn(130, 5), torch.empty(130, 5)
+    tier.rows(0, 130, 5, torch.float32).write_from(rows)
+    tier.rows(0, 130, 5, torch.float32).read_into(found)
+    assert torch.equal(found, rows)
+    tier.close()
+    assert not driver.locked
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_files_keep_every_type(dtype: torch.dtype, tmp_path: Path) -> None:
     tier = DiskTier(10000, tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megakv.costmodel import offload_pipeline
 from megakv.costmodel.offload import LayerCosts, StepTimes
@@ -45,6 +46,25 @@ def test_an_emulated_link_is_found_to_be_what_it_is(offloaded: Any) -> None:
     ]
     # At either end some layers are on their way, two at most.
     assert sum(step.bytes_in for step in offloader.steps) == pytest.approx(2 * sum(layers), abs=4.1 * max(layers))
+
+
+def test_a_link_that_drifts_is_measured_anew(offloaded: Any) -> None:
+    engine = offloaded(plain_model("opt"), method="stream", emulated_link_gb_s=4 * LINK_GB_S)
+    link, speeds = engine._offloader.link, []
+
+    def slow_down(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        profile = engine._offloader.costs.profile
+        speeds.append(None if profile is None else profile.link_bytes_s)
+        if len(speeds) == 8:
+            link.bytes_s = LINK_GB_S * 1e9
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    ids = torch.randint(3, 190, (1, 20), generator=torch.Generator().manual_seed(1))
+    generate(engine, ids, torch.ones_like(ids), max_new_tokens=24, stopping_criteria=[slow_down])
+    assert speeds[7] == pytest.approx(4 * LINK_GB_S * 1e9, rel=0.1)
+    assert speeds[-1] == pytest.approx(LINK_GB_S * 1e9, rel=0.1)
+    last = engine._offloader.steps[-1]
+    assert last.plan.seconds == pytest.approx(last.measured_s, rel=0.2)
 
 
 def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:

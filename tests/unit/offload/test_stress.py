@@ -13,14 +13,20 @@ from tests.families import FAMILIES
 from tests.unit.offload.test_exactness import plain_model
 
 STEPS = 1000
+LINK_GB_S = 1.0
 
 
 class Shadow:
-    """A second copy of every row, kept in plain memory as it is appended."""
+    """A second copy of every row, kept where it was computed as it is appended.
+
+    What attention gets is compared with it in line with the computation. The outcome is only looked at in the end, so
+    that nobody waits for anybody on an accelerator either.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.rows: dict[tuple[int, int], list[Tensor]] = {}
-        self.checked = 0
+        self.errors: list[Tensor] = []
+        self.places: list[str] = []
         append, part = TieredStore.append, TieredStore.part
 
         def appended(store: TieredStore, sequence: int, keys: Tensor, values: Tensor) -> None:
@@ -35,13 +41,19 @@ class Shadow:
                 pieces[:] = [torch.cat(pieces, dim=1)]
             expected = torch.cat(pieces, dim=1)[:, -found.shape[1] :]
             assert found.shape == expected.shape
-            error = (found - expected).abs().max() / expected.abs().max()
-            assert error < 1e-4, f"layer {store.layer}, sequence {sequence}, {found.shape[1]} rows: off by {error}"
-            self.checked += 1
+            self.errors.append((found - expected).abs().max() / expected.abs().max())
+            self.places.append(f"layer {store.layer}, sequence {sequence}, {found.shape[1]} rows")
             return keys, values
 
         monkeypatch.setattr(TieredStore, "append", appended)
         monkeypatch.setattr(TieredStore, "part", compared)
+
+    def check(self, count: int, *, tolerance: float) -> None:
+        """So many comparisons were made, and none was off by more."""
+        errors = torch.stack(self.errors).cpu()
+        # A comparison with NaN is false: what is not known to be near counts as far.
+        wrong = [f"{self.places[index]}: {errors[index]}" for index in (~(errors <= tolerance)).nonzero().flatten()]
+        assert len(errors) == count and not wrong, wrong[:5]
 
 
 @pytest.mark.usefixtures("fixed_costs")
@@ -50,13 +62,16 @@ def test_no_row_is_corrupted_in_a_thousand_steps(
     method: str, offloaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     model = plain_model("opt")
-    # Both tiers, and a link that is always behind.
-    engine = offloaded(model, method=method, host_gb=0.001, disk_gb=0.02, disk_path=str(tmp_path))
+    # Both tiers, and a link that computation waits for.
+    tiers = {"host_gb": 0.001, "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    engine = offloaded(model, method=method, emulated_link_gb_s=LINK_GB_S, **tiers)
     shadow = Shadow(monkeypatch)
     ids = torch.randint(3, 190, (2, 5), generator=torch.Generator().manual_seed(1))
     engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS + 1, do_sample=False)
-    assert len(engine._offloader.steps) == STEPS
-    assert shadow.checked == 2 * 2 * (STEPS + 1)
+    steps = engine._offloader.steps
+    assert len(steps) == STEPS and all(step.waited_s > 0 for step in steps)
+    # What is sent comes back bit by bit; what is recomputed is rounded otherwise.
+    shadow.check(2 * 2 * (STEPS + 1), tolerance=0.0 if method == "stream" else 1e-4)
     assert all(used > 0 for used in engine._offloader.pool.used().values())
 
 
