@@ -1,4 +1,4 @@
-"""Keys and values in four bits off the accelerator (KVPR, Section 4.5; FlexGen): lossy, and off unless asked for.
+"""Keys and values in four bits off the accelerator (KVPR, Section 4.4; FlexGen): lossy, and off unless asked for.
 
 Each head's key, and each head's value, is cut along the head dimension into groups, as in FlexGen. A group keeps its
 smallest value and a step, of which there are fifteen up to its largest; every element becomes the nearest of sixteen.
