@@ -135,6 +135,7 @@ def test_weights_beyond_the_budget_are_refused_with_the_numbers(offloaded: Any) 
     [
         ({"offload": {"weights": True}}, r"offload.weights is set: that needs megakv.offload.enabled = true"),
         ({"offload": {"num_gpu_batches": 2}}, r"num_gpu_batches is set: that needs megakv.offload.enabled = true"),
+        ({"offload": {"host_gb": 2.5}}, r"offload.host_gb is set: that needs megakv.offload.enabled = true"),
         (
             {"offload": {"enabled": True, "weights": True}, "feed_forward": "fp8"},
             r"feed_forward = 'fp8'.*weights = true",
