@@ -8,6 +8,7 @@ measured: the same command goes on from there.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--least-repeats", type=int, help="rounds at least (default 2)")
     add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 5)")
     add("--threads", type=int, default=1, help="threads that compute (default 1)")
+    add("--cores", nargs=2, type=int, metavar="CORE", help="of the thread that computes, and of the one that attends")
     add("--parts", metavar="FOLDER", help="where cases are kept (default: FILE with suffix .parts)")
     arguments = parser.parse_args(argv)
     for name, value in (QUICK if arguments.quick else FULL).items():
@@ -88,6 +90,10 @@ def _links(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> li
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     names = ("hidden", "heads", "chunk", "threads", "repeats", "least-repeats", "cell-seconds")
+    cores = set(arguments.cores or ())
+    if arguments.cores and (arguments.gpu or len(cores) < 2 or not cores < os.sched_getaffinity(0)):
+        own = sorted(os.sched_getaffinity(0))
+        parser.error(f"--cores {arguments.cores}: allowed, without --gpu: two of {own}, of which one is left for links")
     optional = [name for name in ("layers", "group") if getattr(arguments, name) is not None]
     check_positive(parser, arguments, *names, *optional)
     if arguments.new and arguments.new[0] < LEAST_NEW:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megakv.offload.record import StepRecord
 
+from .cores import threads_on
 from .models import DTYPES, random_ids
 from .offload_plan import CHOICES, IN_MEMORY, Case, Shape, shape_of, variant
 from .offloads import Decoder, Sample, random_model
@@ -56,6 +57,7 @@ class CaseBench:
     ):
         self._arguments, self._case, self._rate_gb_s, self._ready = arguments, case, rate_gb_s, ready
         self._shape = shape_of(case.model, arguments)
+        self._cores = arguments.cores if case.processes == 1 else None
         self._ids = random_ids(self._shape.vocab, case.prompt, device, case.batch)
         positions = case.prompt + case.new
         self._model = random_model(self._shape, positions=positions, dtype=DTYPES[arguments.dtype], device=device)
@@ -103,7 +105,8 @@ class CaseBench:
             if not self._stays:
                 self._warm_up(name, decoder)
             self._ready()
-            turn = [decoder.generate(share, new) for share in self._shares(name)]
+            with threads_on(self._cores):
+                turn = [decoder.generate(share, new) for share in self._shares(name)]
             self._kept_bytes[name], self._busy[name] = decoder.kept_bytes(), decoder.busy
         finally:
             if not self._stays:

@@ -266,4 +266,5 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 def identity(arguments: argparse.Namespace) -> dict[str, object]:
     """What must be the same for cases to be reported together."""
     names = ("gpu", "quick", "layers", "hidden", "heads", "dtype", "chunk", "threads")
-    return {name: getattr(arguments, name) for name in names}
+    placed = {} if arguments.cores is None else {"cores": arguments.cores}
+    return {name: getattr(arguments, name) for name in names} | placed

@@ -205,6 +205,7 @@ def test_time_that_kernels_cover() -> None:
         (["--heads", "6"], "--heads 6: allowed: multiples of 4"),
         (["--batch", "3"], "--batch 3: allowed for part throughput: multiples of --group 2"),
         (["--gpu", "--links", "1"], "with --gpu the GPU's own is measured"),
+        (["--cores", "0", "0"], "--cores [0, 0]: allowed, without --gpu: two of"),
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:
