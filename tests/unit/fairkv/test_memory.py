@@ -25,19 +25,19 @@ def check(mappings: list[LayerMapping], limits: CopyLimits) -> None:
 
 
 def test_ranks_of_real_depth_hold_equally_much() -> None:
-    """Within a hundredth, but for one model of eighty on 4 ranks."""
+    """Within a hundredth of the mean, or of what the rank with one huge head holds at least."""
     for size in (4, 8):
-        uneven = 0
         for _ in range(9):
             rows = skewed(32, 8)
             mappings = [map_layer(row, CopyLimits(size)).mapping for row in rows]
             arranged = arrange(mappings, rows, size)
             totals = memory_of(arranged, rows, size)
-            uneven += max(totals) > np.mean(totals) * 1.01
+            loads = np.array([mapping.loads(row, size) for mapping, row in zip(mappings, rows, strict=True)])
+            # Of every other layer that rank has what a rank has least of.
+            huge = (loads.max(axis=1) - loads.min(axis=1)).max() + loads.min(axis=1).sum()
+            assert max(totals) <= 1.01 * max(np.mean(totals), huge)
             for before, after, row in zip(mappings, arranged, rows, strict=True):
                 assert sorted(before.loads(row, size)) == pytest.approx(sorted(after.loads(row, size)))
-        # Three of nine are met in one of ten thousand runs.
-        assert uneven <= 2, size
 
 
 def test_orders_are_permutations() -> None:
