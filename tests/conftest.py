@@ -13,6 +13,34 @@ import pytest
 import torch
 
 SEED = "MEGAKV_TEST_SEED"
+# Files that take longest, of ten seconds and more. They begin first: a long one at the end would be waited for alone.
+LONG_FILES = (
+    "distributed/test_exactness.py",
+    "distributed/test_fairkv.py",
+    "distributed/test_runahead.py",
+    "hosts/test_main_job.py",
+    "unit/recipes/test_recipes.py",
+    "unit/offload/test_exactness.py",
+    "hosts/test_hosts.py",
+    "distributed/test_lost_peer.py",
+    "hosts/test_noise.py",
+    "distributed/test_partition_search.py",
+    "unit/benchmarks/test_prefill.py",
+    "distributed/test_properties.py",
+    "distributed/test_job.py",
+    "unit/benchmarks/test_offload.py",
+    "unit/runahead/test_search.py",
+    "distributed/test_launch.py",
+    "distributed/test_passkey.py",
+    "unit/benchmarks/test_runahead.py",
+    "hosts/test_hosts_benchmark.py",
+    "distributed/test_offload.py",
+    "unit/tracking/test_monitor.py",
+    "distributed/test_bad_input.py",
+    "distributed/test_recipe.py",
+    "distributed/test_sessions.py",
+    "unit/costmodel/test_chain.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    place = {folder / name: index for index, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     for item in items:
         if "distributed" in item.path.parts:
             item.add_marker(pytest.mark.distributed)

@@ -33,7 +33,7 @@ check types
 
 echo "== pytest $*"
 # Most tests wait for processes to start or for one thread: two files at a time use two cores.
-pytest -n 2 --dist loadfile "$@" </dev/null
+pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" </dev/null
 status=$?
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED before the tests: %s\n' "${failed[@]}"

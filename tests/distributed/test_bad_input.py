@@ -164,7 +164,6 @@ KINDS: dict[str, Kind] = {
     "prompt longer than the positions": Kind(
         r"the prompt has 1200 tokens but the model has positions for 512 \(max_position_embeddings\)",
         lambda inputs: {"prompt_file": inputs.text("long.txt", prose(1200).encode())},
-        quick=True,
     ),
     "empty prompt file": Kind(
         r"--prompt-file \S+empty\.txt is empty: the prompt is empty$",

@@ -78,9 +78,9 @@ def quick_runs() -> list[Run]:
     for index, family in enumerate(others):
         cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES
         mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x2", "4x1")[index % 3]
-        runs.append(Run(family, mesh, cases, decoded=4))
-    runs += [Run(family, "2x2", SHORT_CASES, decoded=4) for family in REFUSED_WITH_TP]
-    return runs + [Run(family, "1x4", SHORT_CASES, decoded=4) for family in FEW_KV_HEADS]
+        runs.append(Run(family, mesh, cases, decoded=3))
+    runs += [Run(family, "2x2", SHORT_CASES, decoded=3) for family in REFUSED_WITH_TP]
+    return runs + [Run(family, "1x4", SHORT_CASES, decoded=3) for family in FEW_KV_HEADS]
 
 
 def full_runs() -> list[Run]:

@@ -40,14 +40,14 @@ def judge(results: dict[str, Any], alone: dict[str, Any]) -> None:
 
 def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     whole = pytestconfig.getoption("--full")
-    alone = launch(tmp_path, "1x1", 1, 300 if whole else 40)
+    alone = launch(tmp_path, "1x1", 1, 300 if whole else 12)
     judge(alone, alone)
     shared, own = alone["1x1 ada_snapkv 1"], alone["1x1 snapkv 1"]
     # The pool of a layer is as large, but its heads differ.
     sizes = [len(head) for head in shared["kept"][0][0]]
     assert len(set(sizes)) > 1
     assert {len(head) for head in own["kept"][0][0]} == {80}
-    judge(launch(tmp_path, "1x4,4x1:runahead,2x2:last,2x2:mapped", 4, 40), alone)
+    judge(launch(tmp_path, "1x4,4x1:runahead,2x2:last,2x2:mapped", 4, 12), alone)
     if whole:
         judge(launch(tmp_path, "1x2,2x1", 2, 300), alone)
         judge(

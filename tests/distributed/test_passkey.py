@@ -57,7 +57,8 @@ def test_users_own_text(tmp_path: Path) -> None:
     ("mesh", "launcher"),
     [
         ("2x1", "forked"),
-        ("4x1", "deepspeed"),
+        ("4x1", "forked"),
+        pytest.param("4x1", "deepspeed", marks=pytest.mark.full),
         pytest.param("2x2", "deepspeed", marks=pytest.mark.full),
     ],
 )

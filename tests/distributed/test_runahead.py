@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,13 @@ def family_runs(mesh: str, families: tuple[str, ...]) -> list[Exact]:
     ]
 
 
-QUICK = runs("4x1") + family_runs("4x1", SCORINGS) + [run for run in runs("2x2") if "even" in run.name]
+QUICK = runs("4x1") + family_runs("4x1", SCORINGS)
+QUICK += [replace(run, decoded=8) for run in runs("2x2") if "even" in run.name]
 FULL = [
+    *QUICK,
     *(run for mesh in ("2x1", "3x1", "4x1", "2x2", "8x1") for run in runs(mesh)),
     *family_runs("4x1", tuple(FAMILIES)),
     *family_runs("2x2", tuple(name for name in FAMILIES if name not in ("olmo2", "deepseek_v3"))),
-    *QUICK,
 ]
 ALL = {run.name: run for run in FULL}
 

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed.launch import Result, run_forked
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+FORKED = Path(__file__).with_name("forked.py")
 
 
 def tiny(*, heads: int = 4, kv_heads: int | str = 2) -> list[str]:
@@ -20,3 +23,10 @@ def run_benchmark(script: str, *argv: str | Path, timeout: float = 120) -> subpr
         [sys.executable, str(BENCHMARKS / script), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
+
+
+def fork_benchmark(script: str, *argv: str | Path, timeout: float = 120, env: dict[str, str] | None = None) -> Result:
+    """The same in processes that have imported everything, its ranks too."""
+    result = run_forked(FORKED, [[BENCHMARKS / script, *argv]], timeout=timeout, env=env)
+    assert not result.leftovers, result.leftovers
+    return result

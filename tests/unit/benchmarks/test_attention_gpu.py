@@ -1,9 +1,7 @@
 """benchmarks/attention_gpu.py on the CPU: every virtual rank's work, its check and its report."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +10,9 @@ import torch
 
 from benchmarks.harness.virtual_ring import Heads, VirtualRing, Watch, matmul_rate
 from megakv.attention.reference import dense_attention
+from tests.unit.benchmarks.running import fork_benchmark
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "attention_gpu.py"
-
-
-def start(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+start = partial(fork_benchmark, "attention_gpu.py", env={"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.parametrize("context", [37, 500])

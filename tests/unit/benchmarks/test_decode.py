@@ -11,16 +11,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness.breakdown import attention_times, split_phases
 from benchmarks.harness.caches import CopyingCache, RoomyCache, random_layers
 from megakv.tracking import Event
-from tests.unit.benchmarks.running import run_benchmark, tiny
+from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 TINY = tiny(heads=4, kv_heads=4)
 SINGLE = ["single", "single_idle", "in_place", "in_place_idle"]
 run = partial(run_benchmark, "decode.py")
+fork = partial(fork_benchmark, "decode.py")
 
 
 def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     path = tmp_path / "decode.json"
-    done = run(
+    done = fork(
         "--ranks", "2", "--context", "101", "--tokens", "3", "--repeats", "3", "--profile-seconds", "0.1",
         "--json", path, *TINY,
     )  # fmt: skip
@@ -77,7 +78,7 @@ def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -
 
 
 def test_caches_that_do_not_fit_are_refused() -> None:
-    done = run("--ranks", "2", "--context", "100000000", "--batches", "64", timeout=60)
+    done = fork("--ranks", "2", "--context", "100000000", "--batches", "64", timeout=60)
     assert done.returncode != 0 and "--context 100000000" in done.stderr and "GiB" in done.stderr
 
 

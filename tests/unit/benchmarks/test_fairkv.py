@@ -14,9 +14,10 @@ from benchmarks.harness.expectation import Costs, crowded_tokens, expected_secon
 from benchmarks.harness.fairkv_report import load_facts, summarise
 from benchmarks.harness.head_division import METHODS, make_division, skewed_budgets
 from benchmarks.harness.statistics import paired_ratio
-from tests.unit.benchmarks.running import run_benchmark
+from tests.unit.benchmarks.running import fork_benchmark, run_benchmark
 
 run = partial(run_benchmark, "fairkv.py")
+fork = partial(fork_benchmark, "fairkv.py")
 SHAPE = {
     "batch": 6,
     "kept": 37,
@@ -103,7 +104,7 @@ def test_expected_times_are_those_of_the_work_and_the_jitter() -> None:
 
 def test_tiny_run_of_both_parts(tmp_path: Path) -> None:
     path = tmp_path / "fairkv.json"
-    done = run("--ranks", "2", "--repeats", "3", "--methods", ",".join(TRIED), "--profile-seconds", "1",
+    done = fork("--ranks", "2", "--repeats", "3", "--methods", ",".join(TRIED), "--profile-seconds", "1",
                "--json", path, *TINY)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())

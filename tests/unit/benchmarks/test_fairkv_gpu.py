@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.benchmarks.running import run_benchmark
+from tests.unit.benchmarks.running import fork_benchmark, run_benchmark
 
 run = partial(run_benchmark, "fairkv_gpu.py")
+fork = partial(fork_benchmark, "fairkv_gpu.py")
 
 
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "fairkv.json"
     methods = ["uniform", "contiguous", "dp2", "split3"]
-    done = run("--device", "cpu", "--tp", "2,4", "--kept", "9,33", "--methods", ",".join(methods), "--json", path)
+    done = fork("--device", "cpu", "--tp", "2,4", "--kept", "9,33", "--methods", ",".join(methods), "--json", path)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     assert len(report["rows"]) == 16 and set(report["summary"]) == {"attention", "whole"}

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.choices import Cell, crossover, judge
-from tests.unit.benchmarks.running import run_benchmark, tiny
+from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 TINY = tiny(heads=8, kv_heads=2)
 run = partial(run_benchmark, "multiturn.py")
+fork = partial(fork_benchmark, "multiturn.py")
 
 
 def test_tiny_run(tmp_path: Path) -> None:
     path, config = tmp_path / "multiturn.json", tmp_path / "config" / "links-free.json"
     config.parent.mkdir()
     config.write_text(json.dumps({"megakv": {"context_parallel": {"size": 2, "decode": "replicated"}}}))
-    done = run(
+    done = fork(
         "--ranks", "2", "--context", "300", "--miss-rates", "100,3,40", "--pairs", "3", "--most-pairs", "3",
         "--config", config.with_name("links-{rate}.json"), "--json", path, *TINY,
     )  # fmt: skip

@@ -19,24 +19,25 @@ from benchmarks.harness.offload_processes import merged
 from benchmarks.harness.offload_summary import settings, summarise
 from benchmarks.harness.offload_tables import TASKS, tables
 from benchmarks.harness.offloads import Sample
-from tests.unit.benchmarks.running import run_benchmark
+from tests.unit.benchmarks.running import fork_benchmark, run_benchmark
 
 run = partial(run_benchmark, "offload.py")
-LINK = 0.004
+fork = partial(fork_benchmark, "offload.py")
+LINK = 0.003
 TINY = [
-    "--layers", "2", "--hidden", "64", "--heads", "4", "--batch", "2", "--group", "1", "--prompt", "33", "--new", "7",
+    "--layers", "2", "--hidden", "32", "--heads", "4", "--batch", "2", "--group", "1", "--prompt", "33", "--new", "7",
     "--chunk", "8", "--links", str(LINK), "--repeats", "1", "--least-repeats", "1",
 ]  # fmt: skip
 METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "cpu_rank", "auto", "stream_4bit"]
 MEASURED = ("links", "latency", "throughput", "batches", "hiding")
-SHAPES = {"opt": Shape("opt", 2, 64, 4, 4, 256, 512), "gqa": Shape("llama", 2, 64, 4, 1, 256, 512)}
+SHAPES = {"opt": Shape("opt", 2, 32, 4, 4, 128, 512), "gqa": Shape("llama", 2, 32, 4, 1, 128, 512)}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run that measured some parts."""
     path = tmp_path_factory.mktemp("offload") / "offload.json"
-    done = run("--only", ",".join(MEASURED), "--json", path, *TINY, timeout=180)
+    done = fork("--only", ",".join(MEASURED), "--json", path, *TINY, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "EMULATED link" in done.stdout
     return path

@@ -9,16 +9,17 @@ import pytest
 
 from benchmarks.harness.capacity import memory_line
 from benchmarks.harness.statistics import unpaired_ratio
-from tests.unit.benchmarks.running import run_benchmark, tiny
+from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 TINY = tiny(heads=4, kv_heads=2)
 run = partial(run_benchmark, "scaling.py")
+fork = partial(fork_benchmark, "scaling.py")
 
 
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "scaling.json"
     quick = ["--quick", "--contexts", "96,640", "--repeats", "2", "--profile-seconds", "0.1"]
-    done = run("--ranks", "2", *quick, "--json", path, *TINY)
+    done = fork("--ranks", "2", *quick, "--json", path, *TINY)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}

@@ -33,6 +33,8 @@ def test_a_few_numbers_are_as_printed() -> None:
     assert value("runahead_table_3", context=12288, ranks=4, link="1GB/s") == 2.30
     assert value("kvpr_table_4", prompt=256, generated=128, method="streaming") == 104.115
     assert value("fairkv_table_2", model="llama3_8b", budget=512, tp=8) == 0.688
+    assert value("context_parallel_table_4", new=6400, method="pass_q") == 1.30201
+    assert value("context_parallel_table_7", hosts=4, read_by="tp") == 19.841
 
 
 def test_broken_data_are_refused(tmp_path: Path) -> None:
@@ -76,6 +78,13 @@ def test_a_fit_finds_the_constants_and_looks_at_no_held_out_cell() -> None:
     table = blank.model_copy(update={"values": values})
     start = {name: Constant(1.0, 0.1, 10.0) for name in truth}
     assert fitted(cells_of(table), start, predict) == pytest.approx(truth, rel=1e-3)
+
+
+def test_the_papers_own_breakdown_has_its_tipping_point_below_three_per_cent() -> None:
+    """Table 5: pass-KV waits 3 x (627 - 414) us at 2.5%, pass-Q 424; at 10% pass-KV waits for nothing, pass-Q 1023."""
+    balance = context_parallel.balance_of(TABLES[context_parallel.BREAKDOWN])
+    share = (3 * (627 - 414) - 424) / (3 * (627 - 414) - 424 + 3 * (1608 - 631) + 1023)
+    assert balance == pytest.approx(3200 + 9600 * share) and 0.025 < balance / 128_000 < 0.03
 
 
 def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:

@@ -251,6 +251,10 @@ def test_plan_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtur
     best = values["best"]
     assert best == values["choices"][0] | {"config": json.loads(config.read_text())}
     assert best["name"] in shown and "attention " in shown and "memory: weights" in shown
+    several = [choice["mesh"]["cp_size"] * choice["mesh"]["tp_size"] > 1 for choice in values["choices"]]
+    assert [bool(choice["sent_bytes"]) for choice in values["choices"]] == several and "a rank sends " in shown
+    # The model of the recipe has fewer positions.
+    assert "note: the model's config names 8,192 positions" in shown and values["positions"] == 8192
     assert load_config(config).cp_size == best["mesh"]["cp_size"]
     assert values["demand"]["context"] == 60000 and values["evaluated"] >= len(values["choices"])
 

@@ -1,0 +1,66 @@
+"""Runs a benchmark as it is run by hand, but its ranks are forked: DeepSpeed's launcher takes longer than a tiny run.
+
+Usage: forked.py SCRIPT ARGUMENT ..., for the fork server. tests/unit/benchmarks/test_prefill.py has the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.distributed.forkserver import be_rank, wait_for_ranks
+
+SCRIPT, *WORDS = sys.argv[1:]
+
+
+def fork_ranks(
+    arguments: argparse.Namespace,
+    options: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    timeout_s: float | None = None,
+) -> int:
+    """As `harness.ranks.start_ranks`."""
+    from harness.ranks import free_port, rank_environment
+
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    request = {
+        "script": SCRIPT,
+        "commands": [[*WORDS, *options]] * (ranks or arguments.ranks),
+        "env": {**rank_environment(arguments), **address},
+        "stdout": "/proc/self/fd/1",
+        "stderr": "/proc/self/fd/2",
+    }
+    # What is still to be written would be written by every rank.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pids = []
+    for rank in range(len(request["commands"])):
+        pid = os.fork()
+        if pid == 0:
+            be_rank(request, rank)
+        pids.append(pid)
+    codes = wait_for_ranks(pids, time.monotonic() + (arguments.timeout if timeout_s is None else timeout_s))
+    # None stands for a rank that was not done in time.
+    return next((1 if code is None else code for code in codes if code != 0), 0)
+
+
+def main() -> None:
+    """What `SCRIPT` does, in a process that is no rank itself."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    sys.argv = [SCRIPT, *WORDS]
+    sys.path[0] = str(Path(SCRIPT).parent)
+    import harness.ranks
+
+    harness.ranks.start_ranks = fork_ranks
+    runpy.run_path(SCRIPT, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
