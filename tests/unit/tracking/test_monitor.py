@@ -16,6 +16,7 @@ import megakv
 from megakv.errors import MegaKVError
 from megakv.tracking import Tracker, TrackingConfig, WandbTrackingConfig, load_report, report_to_json
 from megakv.tracking.wandb_run import WandbRunMonitor
+from tests.distributed.launch import Result, run_forked
 from tests.unit.tracking.reports import random_report
 
 REPOSITORY = Path(megakv.__file__).parents[1]
@@ -33,6 +34,21 @@ def run_child(script: str, folder: Path, *arguments: str) -> subprocess.Complete
     child = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert child.returncode == 0, child.stdout + child.stderr
     return child
+
+
+FORKED_SCRIPT = """
+import os
+os.chdir({folder!r})
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+"""
+
+
+def run_forked_child(script: str, folder: Path, *arguments: str) -> Result:
+    """The same without W&B, in a process that has imported everything."""
+    path = folder / "child.py"
+    path.write_text(FORKED_SCRIPT.format(folder=str(folder)) + script)
+    return run_forked(path, [arguments], timeout=120).check()
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -113,7 +129,7 @@ assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
 def test_csv_json_and_picture_without_wandb(random_source, tmp_path):
     report = random_report(random_source, cp=3, tp=1)
     (tmp_path / "given.json").write_text(report_to_json(report))
-    run_child(CSV_SCRIPT, tmp_path, "given.json", "")
+    run_forked_child(CSV_SCRIPT, tmp_path, "given.json", "")
     job = tmp_path / "runs" / "job"
     assert rows(job / "loss_first.csv") == [["step", "first"], ["4", "1.0"], ["5", "0.5"]]
     assert rows(job / "speed_of_light.csv") == [["step", "speed of light"], ["4", "3.5"]]
@@ -122,7 +138,7 @@ def test_csv_json_and_picture_without_wandb(random_source, tmp_path):
     assert load_report(tmp_path / "out" / "report.json") == report
     assert (tmp_path / "out" / "picture.png").stat().st_size > 10_000
 
-    child = run_child(CSV_SCRIPT, tmp_path, "given.json", "disk-lost")
+    child = run_forked_child(CSV_SCRIPT, tmp_path, "given.json", "disk-lost")
     assert child.stderr.count("megakv.tracking.csv") == 1, "warned once, and the run went on"
 
 
@@ -131,7 +147,7 @@ def test_a_second_run_of_a_job_appends_without_a_second_header(report, tmp_path)
     job.mkdir(parents=True)
     (job / "loss_first.csv").write_text("step,first\n3,9.0\n")
     (tmp_path / "given.json").write_text(report_to_json(report))
-    run_child(CSV_SCRIPT, tmp_path, "given.json", "")
+    run_forked_child(CSV_SCRIPT, tmp_path, "given.json", "")
     assert rows(job / "loss_first.csv") == [["step", "first"], ["3", "9.0"], ["4", "1.0"], ["5", "0.5"]]
 
 
