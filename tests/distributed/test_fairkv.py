@@ -11,9 +11,9 @@ from tests.distributed.launch import run_ranks
 SCRIPT = Path(__file__).parent / "ranks" / "fairkv.py"
 
 
-def launch(folder: Path, meshes: str, ranks: int, steps: int) -> dict[str, Any]:
+def launch(folder: Path, meshes: str, ranks: int, steps: int, *batches: str) -> dict[str, Any]:
     out = folder / f"fairkv-{ranks}.json"
-    run_ranks(SCRIPT, out, folder, meshes, str(steps), ranks=ranks, timeout=420).check()
+    run_ranks(SCRIPT, out, folder, meshes, str(steps), *batches, ranks=ranks, timeout=420).check()
     return json.loads(out.read_text())
 
 
@@ -47,7 +47,7 @@ def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest
     sizes = [len(head) for head in shared["kept"][0][0]]
     assert len(set(sizes)) > 1
     assert {len(head) for head in own["kept"][0][0]} == {80}
-    judge(launch(tmp_path, "1x4,4x1:runahead,2x2:last,2x2:mapped", 4, 12), alone)
+    judge(launch(tmp_path, "1x4,4x1:runahead,2x2:last,2x2:mapped", 4, 12, "5"), alone)
     if whole:
         judge(launch(tmp_path, "1x2,2x1", 2, 300), alone)
         judge(

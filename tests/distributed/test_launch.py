@@ -39,7 +39,10 @@ def launch(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> Launch:
     return Launch(tmp_path, write_json, ranks=2)
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "forked"])
+# The others' success is what test_job.py begins with.
+@pytest.mark.parametrize(
+    "launcher", ["forked", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepspeed", "torchrun"))]
+)
 def test_ranks_reduce(launch: Launch, launcher: Launcher) -> None:
     launch.run(launcher=launcher).check()
     launch.check_results()

@@ -20,4 +20,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def slots() -> int:
     """Ranks on each of two hosts: tensor parallelism inside each where there are cores for it."""
-    return 2 if (os.cpu_count() or 1) >= 4 else 1
+    return 2 if len(os.sched_getaffinity(0)) >= 4 else 1

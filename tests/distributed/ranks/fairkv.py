@@ -1,8 +1,8 @@
 """Started on every rank: compressed caches against dense attention under a mask of what was kept.
 
-Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS, meshes as CPxTP or CPxTP:PREFILL, separated by commas; STEPS further
-tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with heads and
-copies of heads on random ranks.
+Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS [BATCHES], meshes as CPxTP or CPxTP:PREFILL, separated by commas; STEPS
+further tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with
+heads and copies of heads on random ranks. BATCHES, by default all of `LENGTHS`, are those of meshes with a PREFILL.
 """
 
 from __future__ import annotations
@@ -211,6 +211,7 @@ def whole_cache(family: str, mesh: str, mapping: Path) -> bool:
 def main() -> None:
     """Entry of every rank."""
     out, work, meshes, steps = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
+    batches = [int(batch) for batch in sys.argv[5:]] or list(LENGTHS)
     torch.set_num_threads(1)
     quiet_libraries()
     disable_progress_bar()
@@ -238,7 +239,7 @@ def main() -> None:
             if name == "headkv":
                 section["importance"] = str(importance)
             engine = megakv.init_inference(str(folder), config_of(mesh, section, mapping))
-            for batch in LENGTHS:
+            for batch in batches if ":" in mesh else LENGTHS:
                 count = steps if name == "ada_snapkv" else 3
                 results[f"{mesh} {name} {batch}"] = run_case(engine, plain, batch, count)
             if name == "snapkv":
