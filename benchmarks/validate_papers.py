@@ -31,7 +31,7 @@ def show(summary: Mapping[str, Any]) -> None:
     """Print errors by table, headlines, and pairs with the wrong winner."""
     lines = [["table", "cells", "fitted: median error", "held out", "largest", "right winners"]]
     for name, table in summary["tables"].items():
-        errors = [f"{table[f'{use}_error']:.1%}" for use in ("fitted_median", "held_out_median", "held_out_largest")]
+        errors = [_share(table[f"{use}_error"]) for use in ("fitted_median", "held_out_median", "held_out_largest")]
         lines.append([name, str(table["cells"]), *errors, f"{table['right_winners']} of {table['pairs']}"])
     print(align(lines))
     lines = [["headline", "published", "predicted", "error"]]
@@ -46,6 +46,10 @@ def show(summary: Mapping[str, Any]) -> None:
     )
     for pair in winners["wrong"]:
         print(f"  wrong: {pair['table']}: {pair['cells']}")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:

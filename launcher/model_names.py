@@ -10,7 +10,8 @@ import torch
 
 from megakv.costmodel.shape import ModelShape
 
-RECIPES = Path("recipes")
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""Where recipes are, unless the working folder has some."""
 
 
 def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
@@ -28,7 +29,8 @@ def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
     ValueError
         If there is none: gives the nearest names.
     """
-    found = RECIPES / name if not Path(name).exists() and (RECIPES / name / "config.json").is_file() else Path(name)
+    recipe = _recipes() / name
+    found = recipe if not Path(name).exists() and (recipe / "config.json").is_file() else Path(name)
     try:
         return ModelShape.from_path(found if found.exists() else name, dtype=dtype)
     except ValueError as error:
@@ -39,7 +41,7 @@ def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
 
 def asks_for_fp8(name: str) -> bool:
     """Whether a JSON beside a model's config says that its feed-forward layers are to be FP8."""
-    folder = Path(name) if Path(name).exists() else RECIPES / name
+    folder = Path(name) if Path(name).exists() else _recipes() / name
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -53,6 +55,11 @@ def asks_for_fp8(name: str) -> bool:
 
 def _nearest(name: str) -> list[str]:
     """Models near a path that does not exist: beside it, and among the recipes."""
-    folders = {path.parent for parent in {Path(name).parent, RECIPES} for path in parent.glob("*/config.json")}
+    folders = {path.parent for parent in {Path(name).parent, _recipes()} for path in parent.glob("*/config.json")}
     known = {path.name: str(path) for path in sorted(folders)}
     return [known[near] for near in difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5)]
+
+
+def _recipes() -> Path:
+    here = Path("recipes")
+    return here if here.is_dir() else CHECKOUT / here

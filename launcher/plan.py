@@ -22,6 +22,8 @@ from megakv.launcher.model_names import asks_for_fp8, model_shape
 from megakv.tracking.files import write_whole
 
 SHOWN = 8
+LEAST_SHARE = 0.001
+"""Of the bytes that a rank sends: operations with less are not shown."""
 GB = 1e9
 GIB = 1 << 30
 
@@ -75,9 +77,15 @@ def plan(arguments: argparse.Namespace) -> None:
     if arguments.config:
         write_whole(arguments.config, (json.dumps(config, indent=2) + "\n").encode())
     if arguments.json:
-        values = _values(arguments, machine, demand, found, config) | {"seconds": seconds}
+        values = _values(arguments, machine, demand, planner, found, config)
+        values |= {"positions": model.positions, "seconds": seconds}
         write_whole(arguments.json, (json.dumps(values, indent=1) + "\n").encode())
-    _show(arguments, machine, demand, found, planner.room)
+    _show(arguments, machine, demand, planner, found)
+    if model.positions is not None and demand.total > model.positions:
+        print(
+            f"\nnote: the model's config names {model.positions:,} positions: unless its rotary embedding follows the "
+            f"length, a run refuses a prompt of {demand.total:,} tokens"
+        )
     print(f"\n{found.evaluated} predictions in {seconds:.1f} s; the best as JSON:")
     print(json.dumps(config, indent=2))
 
@@ -90,13 +98,19 @@ def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[
 
 
 def _values(
-    arguments: argparse.Namespace, machine: Hardware, demand: Demand, found: Plan, config: dict[str, Any]
+    arguments: argparse.Namespace,
+    machine: Hardware,
+    demand: Demand,
+    planner: ClusterPlanner,
+    found: Plan,
+    config: dict[str, Any],
 ) -> dict[str, Any]:
     def choice_values(choice: Choice) -> dict[str, Any]:
         return asdict(choice) | {
             "name": str(choice),
             "exact": choice.fit.exact,
             "memory_bytes": choice.memory.total,
+            "sent_bytes": planner.sent_bytes(demand, choice),
             "prompt_tokens_per_s": choice.prompt_tokens_per_s(demand),
             "new_tokens_per_s": choice.new_tokens_per_s(demand),
         }
@@ -114,10 +128,12 @@ def _values(
     }
 
 
-def _show(arguments: argparse.Namespace, machine: Hardware, demand: Demand, found: Plan, room: int) -> None:
+def _show(
+    arguments: argparse.Namespace, machine: Hardware, demand: Demand, planner: ClusterPlanner, found: Plan
+) -> None:
     print(
-        f"{Path(arguments.model).name} on {demand.gpus:,} x {machine.spec.name} ({room / GB:.1f} GB usable each): "
-        f"{demand.context:,} new tokens behind {demand.cached:,}, batch {demand.batch}"
+        f"{Path(arguments.model).name} on {demand.gpus:,} x {machine.spec.name} ({planner.room / GB:.1f} GB usable "
+        f"each): {demand.context:,} new tokens behind {demand.cached:,}, batch {demand.batch}"
     )
     print(f"\n{'':>2} {'choice':<42} {'replicas':>8} {'TTFT':>9} {'TTIT':>9} {'prompt tok/s':>13} {'GB a rank':>10}")
     for number, choice in enumerate(found.choices[:SHOWN], 1):
@@ -127,7 +143,7 @@ def _show(arguments: argparse.Namespace, machine: Hardware, demand: Demand, foun
             f"{choice.memory.total / GB:>10.1f}"
         )
         if arguments.explain:
-            print(f"   {_explained(choice)}")
+            print(f"   {_explained(choice, planner.sent_bytes(demand, choice))}")
     hidden = len(found.choices) - SHOWN
     if hidden > 0:
         print(f"   and {hidden} slower ones")
@@ -140,11 +156,15 @@ def _show(arguments: argparse.Namespace, machine: Hardware, demand: Demand, foun
         print(f"   and {len(found.rejected) - len(shown)} more: --explain lists them")
 
 
-def _explained(choice: Choice) -> str:
+def _explained(choice: Choice, sent: dict[str, int]) -> str:
     terms = ", ".join(f"{name.replace('_', '-')} {seconds:.3g} s" for name, seconds in choice.terms.items())
     memory = choice.memory
     host = f", of the host {memory.host / GB:.1f} GB" if memory.host else ""
+    total = sum(sent.values())
+    shown = {name: nbytes for name, nbytes in sent.items() if nbytes >= LEAST_SHARE * total}
+    parts = ", ".join(f"{name.replace('_', '-')} {nbytes / GB:.3g}" for name, nbytes in shown.items())
+    sends = f"; a rank sends {total / GB:.3g} GB ({parts})" if sent else ""
     return (
         f"{terms}; decode {choice.decode}; memory: weights {memory.weights / GB:.1f}, KV {memory.cache / GB:.1f}, "
-        f"activations {memory.working / GB:.1f} GB{host}"
+        f"activations {memory.working / GB:.1f} GB{host}{sends}"
     )

@@ -6,7 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
+from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import (
     Workload,
     attention_flops,
@@ -14,22 +16,30 @@ from megakv.costmodel.context_parallel import (
     new_tokens_hiding_kv,
 )
 from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.machine_spec import MachineSpec
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.ring_steps import LayerSteps
+from megakv.costmodel.shape import AttentionShape, ModelShape
 
 from .fit import Constant, Constants, fitted
 from .machines import changed, link, model_shape
-from .published import Cell
+from .published import Cell, Table, cells_of
 
 NAMES = (
     "context_parallel_prefill",
     "context_parallel_table_4",
+    "context_parallel_table_5",
+    "context_parallel_table_6",
+    "context_parallel_table_7",
+    "context_parallel_table_8",
     "context_parallel_decoding",
+    "context_parallel_decoding_by_context",
     "context_parallel_figure_7",
 )
+BREAKDOWN = "context_parallel_table_5"
 TP = 8
 STANDALONE_FLOPS = 540e12
 """FlashAttention-3 by itself at 8K tokens, what the paper calls 100% (Section 4.2.3)."""
@@ -40,8 +50,9 @@ CONSTANTS = {
     "memory_efficiency": Constant(0.8, 0.4, 0.95),
     "layer_s": Constant(5e-3, 1e-5, 2e-2),
     "collective_s": Constant(1e-4, 1e-6, 5e-4),
-    "between_bandwidth": Constant(40e9, 10e9, 50e9),
+    "between_bandwidth": Constant(30e9, 10e9, 50e9),
     "between_latency_s": Constant(3e-5, 2e-6, 2e-4),
+    "collective_bandwidth": Constant(40e9, 10e9, 50e9),
 }
 
 
@@ -51,55 +62,77 @@ def fit(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def machine(constants: Constants) -> MachineSpec:
-    """Grand Teton training hosts. A step's time is the preset's: fitted cells show it with the layer's alone."""
-    preset = PRESETS["h100-rdma"]
+    """Grand Teton training hosts. A step of a method takes what the preset says."""
     between = link(
         constants["between_bandwidth"],
         constants["between_latency_s"],
-        collective_bandwidth=preset.between.collective_bandwidth,
+        collective_bandwidth=constants["collective_bandwidth"],
     )
-    return changed(
-        preset.name,
-        matmul_efficiency=constants["matmul_efficiency"],
-        attention_efficiency=constants["attention_efficiency"],
-        memory_efficiency=constants["memory_efficiency"],
-        layer_s=constants["layer_s"],
-        collective_s=constants["collective_s"],
-        between=between,
-    )
+    names = ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "layer_s", "collective_s")
+    return changed(PRESETS["h100-rdma"].name, between=between, **{name: constants[name] for name in names})
 
 
 def predict(cell: Cell, constants: Constants) -> float:
     """Seconds, or a ratio of times."""
     setting = cell.setting
+    if "part" in setting:
+        return part(cell, constants)
     if "ratio" in setting:
         hosts, context = setting["hosts"], setting["context"]
         tensor_parallel = ttft(constants, context, cp=1, tp=TP * hosts)
         return tensor_parallel / ttft(constants, context, cp=hosts)
-    if "scaled" in setting:
-        sizes = {"cp": 1, "tp": TP, setting["scaled"]: setting["hosts"] * (TP if setting["scaled"] == "tp" else 1)}
-        return ttit(constants, setting["context"], **sizes)
+    if "scaled" in setting or "read_by" in setting:
+        scaled = setting.get("scaled") or setting["read_by"]
+        sizes = {"cp": 1, "tp": TP, scaled: setting["hosts"] * (TP if scaled == "tp" else 1)}
+        return (ttit if "scaled" in setting else ttft)(constants, setting["context"], **sizes)
+    if setting.get("time") == "ttit":
+        return ttit(constants, setting["context"], cp=setting["cp"], tp=setting["tp"])
     new = setting.get("new", setting.get("context"))
-    return ttft(constants, new, cached=setting.get("cached", 0), cp=setting["cp"], method=setting["method"])
+    return ttft(constants, new, cached=setting.get("cached", 0), cp=setting["cp"], method=setting.get("method"))
 
 
+def part(cell: Cell, constants: Constants) -> float:
+    """Seconds of a part of one layer's attention: of a prefill (Table 5), or of decoding as a CUDA graph (Table 8)."""
+    setting = cell.setting
+    if "new" in setting:
+        new, cached, cp = setting["new"], setting["cached"], setting["cp"]
+        profile, work = _profile(constants, cp), Workload((new,), (cached,), cp)
+        if setting["part"] == "attention":
+            return Kernels(profile, _attention()).block(new / cp, (new + cached) / cp)
+        steps = LayerSteps(profile, _attention(), work).steps(setting["method"], 0)
+        return steps.transfer_s if setting["part"] == "send_recv" else steps.return_s
+    hosts, batch, context = setting["hosts"], setting["batch"], setting["context"]
+    profile = _profile(constants, hosts, captured=True)
+    if setting["part"] == "kernel":
+        return -(-batch // hosts) * Kernels(profile, _attention()).block(1, context / hosts)
+    work = Workload((1,) * batch, (context,) * batch, hosts)
+    return LayerTimes(profile, _attention(), work).predict("pass_q").seconds
+
+
+@cache
 def _model() -> ModelShape:
     """Llama 3 405B; partial outputs travel in the type of Q (Appendix C), and kernels are taken to be fused."""
     return replace(model_shape("llama3_405b", fp8=True), partial_bytes=2, fused=True)
 
 
-def ttft(constants: Constants, new: int, *, cached: int = 0, cp: int, tp: int = TP, method: str = "pass_kv") -> float:
-    """Seconds of a prefill; Python issues its kernels one by one."""
-    profile = machine(constants).profile(cp_size=cp, tp_size=tp)
-    model = _model()
-    return PrefillTimes(profile, model, Workload((new,), (cached,), cp), tp_size=tp).seconds(method)
+def _attention() -> AttentionShape:
+    return _model().attention(tp_size=TP)
+
+
+def _profile(constants: Constants, cp: int, *, tp: int = TP, captured: bool = False) -> HardwareProfile:
+    return machine(constants).profile(cp_size=cp, tp_size=tp, captured=captured)
+
+
+def ttft(constants: Constants, new: int, *, cached: int = 0, cp: int, tp: int = TP, method: str | None = None) -> float:
+    """Seconds of a prefill, pass-KV unless said; Python issues its kernels one by one."""
+    times = PrefillTimes(_profile(constants, cp, tp=tp), _model(), Workload((new,), (cached,), cp), tp_size=tp)
+    return times.seconds(method or "pass_kv")
 
 
 def ttit(constants: Constants, context: int, *, cp: int, tp: int) -> float:
     """Seconds of a decoding step, replayed as a CUDA graph (Section 4.3)."""
-    profile = machine(constants).profile(cp_size=cp, tp_size=tp, captured=True)
-    model = _model()
-    return ttit_seconds(profile, model, Workload((1,), (context,), cp), "pass_q", tp_size=tp)
+    profile = _profile(constants, cp, tp=tp, captured=True)
+    return ttit_seconds(profile, _model(), Workload((1,), (context,), cp), "pass_q", tp_size=tp)
 
 
 def flops_per_gpu(seconds: float, *, gpus: int) -> float:
@@ -128,19 +161,27 @@ def tipping_point(constants: Constants, *, total: int, cp: int) -> float:
     return math.exp(high)
 
 
-def around_the_tipping_point(constants: Constants, *, total: int = 128_000, cp: int = 4) -> dict[str, float]:
+def around_the_tipping_point(constants: Constants, breakdown: Table, *, total: int = 128_000) -> dict[str, float]:
     """What the paper says beside it: at 5% the two differ by less than 1%; below 3.25% the exchange is exposed.
 
-    Its Equation 5, with the rates that its own times imply, is below both.
+    Its Equation 5, with the rates that its own times imply, is below both, and so are the times of its Table 5.
+
+    Parameters
+    ----------
+    constants : dict
+    breakdown : Table
+        Table 5.
+    total : int
+        T + P.
     """
-    new = total // 20
+    new, cp = total // 20, breakdown.rows[0]["cp"]
     times = [ttft(constants, new, cached=total - new, cp=cp, method=method) for method in ("pass_q", "pass_kv")]
-    shape, profile = _model().attention(tp_size=TP), machine(constants).profile(cp_size=cp, tp_size=TP)
-    rates = {"flops": Kernels(profile, shape).flops, "bandwidth": profile.exchange.bandwidth}
-    hiding = new_tokens_hiding_kv(shape, size=cp, **rates)
+    profile = _profile(constants, cp)
+    rates = {"flops": Kernels(profile, _attention()).flops, "bandwidth": profile.exchange.bandwidth}
+    hiding = new_tokens_hiding_kv(_attention(), size=cp, **rates)
 
     def kv_wins(tokens: int) -> bool:
-        return tokens / total >= miss_rate_with_all_to_all(shape, tokens, size=cp, **rates)
+        return tokens / total >= miss_rate_with_all_to_all(_attention(), tokens, size=cp, **rates)
 
     return {
         "pass_q_over_pass_kv_at_5_percent": times[0] / times[1],
@@ -148,7 +189,22 @@ def around_the_tipping_point(constants: Constants, *, total: int = 128_000, cp: 
         "exposed_below_miss_rate": hiding / total,
         "published_exposed_below_miss_rate": 0.0325,
         "equation_5_miss_rate": bisect_left(range(total), True, key=kv_wins) / total,
+        "table_5_miss_rate": balance_of(breakdown) / total,
     }
+
+
+def balance_of(breakdown: Table) -> float:
+    """New tokens at which, by Table 5, exposed exchanges of pass-KV take as long as the All2All of pass-Q.
+
+    Times are taken to lie on straight lines through the table's two rows.
+    """
+    seconds: dict[str, list[float]] = {}
+    for cell in cells_of(breakdown):
+        seconds.setdefault(f"{cell.setting['method']} {cell.setting['part']}", []).append(cell.value)
+    (first, second), cp = (row["new"] for row in breakdown.rows), breakdown.rows[0]["cp"]
+    sent, attention, back = (seconds[name] for name in ("pass_kv send_recv", "pass_kv attention", "pass_q all_to_all"))
+    gains = [(cp - 1) * (s - a) - b for s, a, b in zip(sent, attention, back, strict=True)]
+    return float(first + (second - first) * gains[0] / (gains[0] - gains[1]))
 
 
 def headlines(constants: Constants) -> dict[str, tuple[float, float]]:

@@ -134,7 +134,7 @@ def summarise(tables: Mapping[str, Table], found: Validation) -> dict[str, Any]:
         "constants": found.constants,
         "reported": {
             "context_parallel_tipping_point": context_parallel.around_the_tipping_point(
-                found.constants["context_parallel"]
+                found.constants["context_parallel"], tables[context_parallel.BREAKDOWN]
             ),
             "kvpr_table_1_recomputation_flops": [
                 {**cell.setting, "implied_flops": offload.implied_flops(cell)}
@@ -146,8 +146,9 @@ def summarise(tables: Mapping[str, Table], found: Validation) -> dict[str, Any]:
     }
 
 
-def _median(found: Validation, cells: Sequence[Cell], use: str) -> float:
-    return median(abs(found.error(cell)) for cell in cells if cell.use == use)
+def _median(found: Validation, cells: Sequence[Cell], use: str) -> float | None:
+    errors = [abs(found.error(cell)) for cell in cells if cell.use == use]
+    return median(errors) if errors else None
 
 
 def _table(found: Validation, table: Table) -> dict[str, Any]:

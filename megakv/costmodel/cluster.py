@@ -19,6 +19,7 @@ from megakv.costmodel.offload_time import moved_seconds, offloaded_ttit
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.traffic import pass_bytes
 from megakv.errors import MegaKVError
 
 MESSAGES = 128
@@ -111,6 +112,18 @@ class ClusterPlanner:
             else:
                 rejected.append(Rejection(str(bound), chain))
         return self._ranked(demand, choices, rejected, evaluated)
+
+    def sent_bytes(self, demand: Demand, choice: Choice) -> dict[str, int]:
+        """Bytes by operation that the rank of a choice which sends most puts on its links while a prompt is read."""
+        cuts = None if choice.partition is None else (choice.partition,) * demand.batch
+        return pass_bytes(
+            self._fitting.shape(choice.fit),
+            self._workload(demand, choice.mesh),
+            choice.prefill,
+            tp_size=choice.mesh.tp_size,
+            partitions=cuts,
+            chunk_tokens=choice.chunk_tokens or CHUNK_TOKENS,
+        )
 
     # What it costs
 

@@ -47,3 +47,9 @@ def experts(text: Any) -> tuple[int, int]:
     count = getattr(text, "num_local_experts", None) or getattr(text, "n_routed_experts", None)
     count = count or getattr(text, "num_experts", None) or 1
     return count, getattr(text, "num_experts_per_tok", None) or 1
+
+
+def positions(text: Any) -> int | None:
+    """Tokens that a sequence may have, the answer included; None where the config does not say."""
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return None if found is None else int(found)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.sharding import pieces
+from megakv.sharding import chunk_bounds, pieces
 
 COORDINATE_BYTES = 4
 COORDINATES = 2
@@ -60,6 +62,13 @@ class Workload:
     def miss_rate(self) -> float:
         """T / (T + P)."""
         return self.total_new / self.total
+
+
+def balanced_tokens(tokens: int, size: int) -> list[int]:
+    """Tokens of each rank where rank i has chunks i and 2N-1-i of 2N (Section 3.5.1)."""
+    chunks = np.diff(chunk_bounds(tokens, 2 * size))
+    counts: list[int] = (chunks[:size] + chunks[: size - 1 : -1]).tolist()
+    return counts
 
 
 # Table 3

@@ -29,6 +29,24 @@ def working_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     return widths * model.element_bytes
 
 
+def activation_bytes(
+    model: ModelShape, *, computed: int, held: int, row_bytes: int, cp_size: int = 1, tp_size: int = 1
+) -> int:
+    """Bytes that a rank works with at a layer's peak: the layer's tensors, and the shards of a ring on their way.
+
+    Parameters
+    ----------
+    model : ModelShape
+    computed, held : int
+        Tokens that it computes, and those whose keys and values travel.
+    row_bytes : int
+        Keys and values of a token in one layer.
+    cp_size, tp_size : int
+    """
+    ring = RING_SHARDS * held * row_bytes if cp_size > 1 else 0
+    return computed * working_bytes(model, tp_size=tp_size) + ring
+
+
 def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     """Bytes that one token of a prompt takes on a rank that reads it alone: keys, values, and tensors of one layer."""
     kept = len(model.layers) * model.attention(tp_size=tp_size).kv_row_bytes
@@ -110,9 +128,8 @@ def rank_memory(
     # Two layers' worth is on the accelerator whatever is offloaded: the one at work, and the next.
     resident = max(resident, min(cache, 2 * kept * row * kept_share))
     whole = model.embedding * model.element_bytes
-    ring = RING_SHARDS * kept * row if cp_size > 1 else 0
     return RankMemory(
         weights=whole + -(-(model.weight_bytes - whole) // tp_size),
         cache=round(resident),
-        working=computed * working_bytes(model, tp_size=tp_size) + ring,
+        working=activation_bytes(model, computed=computed, held=kept, row_bytes=row, cp_size=cp_size, tp_size=tp_size),
     )

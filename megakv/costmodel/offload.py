@@ -225,6 +225,11 @@ def other_work_seconds(seconds: float, layers: int, attended: int, attend_s: flo
     return max(0.0, seconds - attend_s * layers * attended) / layers
 
 
+def may_pay(input_bytes: float, kv_bytes: float) -> bool:
+    """Whether recomputing may pay on any machine: activations must be fewer bytes than keys and values."""
+    return input_bytes < kv_bytes
+
+
 def shared_attend_seconds(alone_s: float, ranks: int) -> float:
     """Seconds per token of the host's attention where so many ranks of a host attend at once.
 

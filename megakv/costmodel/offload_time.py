@@ -6,7 +6,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import LayerCosts, shared_attend_seconds
+from megakv.costmodel.offload import LayerCosts, may_pay, shared_attend_seconds
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, group_times, step_seconds
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.config import OffloadConfig
@@ -137,7 +137,7 @@ def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int =
 
 def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:
     """Whether a token's activations are smaller than its keys and values: else recomputing them cannot pay."""
-    return model.hidden * model.element_bytes < model.attention(tp_size=tp_size).kv_row_bytes
+    return may_pay(model.hidden * model.element_bytes, model.attention(tp_size=tp_size).kv_row_bytes)
 
 
 def host_bytes(model: ModelShape, tokens: int, *, batch: int = 1, tp_size: int = 1) -> int:

@@ -13,9 +13,8 @@ from megakv.costmodel.records import load_record
 
 GB = 10**9
 
-# What is reached of the data sheet is what benchmarks/validate_papers.py finds in the paper's own times.
-# Collectives between hosts are taken to reach all of the 400 Gb/s but for headers; hosts to have the memory that such
-# hosts are sold with.
+# What is reached of the data sheet is what benchmarks/validate_papers.py finds in the paper's own times. What a step
+# takes beside its work is a guess, and hosts are taken to have the memory that such hosts are sold with.
 _H100 = MachineSpec(
     name="h100-rdma",
     accelerator="NVIDIA H100 96GB, 500 W",
@@ -26,14 +25,14 @@ _H100 = MachineSpec(
     peak_flops=800e12,
     fp8_flops=1600e12,
     inside=Link(bandwidth=370e9, latency_s=1.5e-6),
-    between=Link(bandwidth=31.5e9, latency_s=28e-6, collective_bandwidth=46e9),
+    between=Link(bandwidth=25.4e9, latency_s=28e-6, collective_bandwidth=43e9),
     host=Link(bandwidth=50e9, latency_s=10e-6),
-    matmul_efficiency=0.745,
-    attention_efficiency=0.623,
-    memory_efficiency=0.69,
-    layer_s=4.8e-3,
+    matmul_efficiency=0.62,
+    attention_efficiency=0.632,
+    memory_efficiency=0.648,
+    layer_s=4.26e-3,
     step_s=2e-4,
-    collective_s=1.04e-4,
+    collective_s=7.0e-5,
 )
 _A100 = MachineSpec(
     name="a100-nvlink",

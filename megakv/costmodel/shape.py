@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from megakv.costmodel.config_sizes import biased, experts, feed_forward_width, head_dims, windows
+from megakv.costmodel.config_sizes import biased, experts, feed_forward_width, head_dims, positions, windows
 from megakv.placement import head_counts
 
 LOG_SUM_EXP_COLUMNS = 1
@@ -126,6 +126,8 @@ class ModelShape:
         As in `AttentionShape`.
     fused : bool
         Whether norms with residuals, rotary embeddings and gates are one kernel each, as other systems have them.
+    positions : int, optional
+        Tokens that a sequence may have; None: the config does not say.
     """
 
     hidden: int
@@ -141,6 +143,7 @@ class ModelShape:
     kernel: Literal["flash", "math"] = "flash"
     partial_bytes: int | None = None
     fused: bool = False
+    positions: int | None = None
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
@@ -176,6 +179,7 @@ class ModelShape:
             embedding=total - sum(layer.dense + layer.experts for layer in layers),
             dtype=chosen,
             kernel="math" if biased(text) else "flash",
+            positions=positions(text),
         )
 
     @classmethod

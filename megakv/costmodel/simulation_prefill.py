@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from megakv.attention.chain import OPERATION
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.chain import Chain
-from megakv.costmodel.context_parallel import Workload, sent_bytes
+from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.ring_steps import LayerSteps
@@ -22,20 +20,12 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.simulation_chain import ChainTasks
 from megakv.costmodel.simulation_program import Program
 from megakv.costmodel.simulation_rings import RingTasks
-from megakv.costmodel.tensor_parallel import all_reduce_bytes
+from megakv.costmodel.tensor_parallel import SUMS, all_reduce_bytes
 from megakv.costmodel.timeline import in_step
 from megakv.runahead.partition import Partition, even
-from megakv.sharding import chunk_bounds
 
 RINGS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal")
 METHODS = (*RINGS, "runahead")
-
-
-def balanced_tokens(tokens: int, size: int) -> list[int]:
-    """Tokens of each rank where rank i has chunks i and 2N-1-i of 2N."""
-    chunks = np.diff(chunk_bounds(tokens, 2 * size))
-    counts: list[int] = (chunks[:size] + chunks[: size - 1 : -1]).tolist()
-    return counts
 
 
 class PrefillProgram:
@@ -241,7 +231,7 @@ class PrefillProgram:
             group = range(place * self._tp_size, (place + 1) * self._tp_size)
             ready = [index for rank in group for index in last[rank]]
             hidden = tokens[place] * self._model.hidden * self._model.element_bytes
-            nbytes = 2 * all_reduce_bytes(hidden, self._tp_size)
+            nbytes = SUMS * all_reduce_bytes(hidden, self._tp_size)
             parts = program.collective("all_reduce", group, each, ready, nbytes=nbytes, layer=layer)
             for rank, index in zip(group, parts, strict=True):
                 last[rank] = [index]

@@ -7,6 +7,9 @@ import math
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
 
+SUMS = 2
+"""All-reduces of a layer."""
+
 
 def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int, *, shared_memory: bool = False) -> float:
     """Seconds of summing a tensor over ranks: as they were measured, if they were.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megakv.config import MegaKVConfig
-from megakv.costmodel.memory import RING_SHARDS, grown_bytes, working_bytes
+from megakv.costmodel.memory import activation_bytes, grown_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import tokens_per_head
@@ -107,7 +107,6 @@ class MemoryCount:
         if self._section.offload.weights:
             held = sum(share.layer_bytes)
             weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
-        ring = RING_SHARDS * largest * max(tokens, kept) if self._cp_size > 1 else 0
         return VirtualRank(
             rank=cp_rank * self._tp_size + share.tp_rank,
             cp_rank=cp_rank,
@@ -116,7 +115,14 @@ class MemoryCount:
             kept=kept,
             weight_bytes=weights,
             kv_bytes=kv,
-            activation_bytes=tokens * working_bytes(self._shape, tp_size=self._tp_size) + ring,
+            activation_bytes=activation_bytes(
+                self._shape,
+                computed=tokens,
+                held=max(tokens, kept),
+                row_bytes=largest,
+                cp_size=self._cp_size,
+                tp_size=self._tp_size,
+            ),
             host_bytes=host,
             host_weight_bytes=held,
         )
@@ -140,7 +146,7 @@ class MemoryCount:
         host = staged = 0
         for row in share.row_bytes:
             stored = self._stored(row)
-            keeps = offload.method in ("kvpr", "chunked") or (offload.method == "auto" and inputs < stored)
+            keeps = offload.keeps_inputs(inputs, stored)
             host += tokens * (stored + keeps * inputs)
             # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
             beside = keeps * inputs + (0 if offload.kv_bits is None else stored)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from megakv.attention.choice import CONTIGUOUS
 from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
@@ -138,7 +138,7 @@ def dry_run(
     """
     parsed = load_config(config)
     described = read_config(local_directory(model, weights=False))
-    positions = _positions(described)
+    positions = positions_of(described.get_text_config())
     context = _check_lengths(positions if context is None else context, batch, new_tokens)
     _check_files(parsed)
     mapping = read_mapping(parsed.megakv.fairkv, parsed.tp_size)
@@ -212,12 +212,6 @@ def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[i
     if section.runahead.kv == "last":
         return counts, [0] * (size - 1) + [batch * context]
     return counts, counts
-
-
-def _positions(config: PreTrainedConfig) -> int | None:
-    text = config.get_text_config()
-    found = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
-    return None if found is None else int(found)
 
 
 def _check_lengths(context: int | None, batch: int, new_tokens: int) -> int:

@@ -7,6 +7,8 @@ from typing import Literal
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field
 
+from megakv.costmodel.offload import may_pay
+
 
 class OffloadConfig(DeepSpeedConfigModel):
     """Keys and values off the accelerator, layer by layer."""
@@ -72,3 +74,7 @@ class OffloadConfig(DeepSpeedConfigModel):
     def host_attends(self) -> bool:
         """Whether the host's processor may attend: to keys and values in the model's type, where the method has it."""
         return self.method in ("auto", "cpu_rank") and self.kv_bits is None
+
+    def keeps_inputs(self, input_bytes: int, kv_bytes: int) -> bool:
+        """Whether activations are kept beside keys and values: asked for, or of use on some machine."""
+        return self.method in ("kvpr", "chunked") or (self.method == "auto" and may_pay(input_bytes, kv_bytes))

@@ -252,7 +252,7 @@ class Offloader:
 
     def worth_keeping(self, inputs: Tensor, rows: Tensor) -> bool:
         """Whether activations ``[n, h]`` may pay beside rows ``[n, W]``: no larger ones can, on any machine."""
-        return self.config.method != "auto" or inputs.nbytes < rows.nbytes
+        return self.config.keeps_inputs(inputs.nbytes, rows.nbytes)
 
     @property
     def staging_bytes(self) -> int:
