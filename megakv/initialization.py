@@ -8,16 +8,20 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
 from megakv.allocator import settle_allocator
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
 from megakv.engine import MegaKVEngine
+from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.methods import make_method
 from megakv.fairkv.placement import check_same_mapping, place_heads, read_mapping
 from megakv.groups import check_mesh, make_mesh, start_distributed
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
+from megakv.placement import HeadMap, head_counts
 
 
 def init_inference(
@@ -72,7 +76,7 @@ def init_inference(
             feed_forward=section.feed_forward,
             tp_rank=mesh.tp_rank,
             tp_size=tp_size,
-            head_map=None if mapping is None else partial(place_heads, mapping),
+            head_map=partial(_head_map, section.fairkv, mapping),
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,
@@ -87,3 +91,11 @@ def init_inference(
         check_same_mapping(mapping, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     return MegaKVEngine(loaded, parsed, comm, name, mapping)
+
+
+def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrainedConfig) -> HeadMap | None:
+    """Where the JSON places heads; settings of compression that do not fit the model end here, before any weight."""
+    if config.budget is not None:
+        layers, _, kv_heads = head_counts(model)
+        make_method(config, layers, kv_heads)
+    return None if mapping is None else place_heads(mapping, model)

@@ -136,7 +136,7 @@ def build_model(
     feed_forward: Literal["dtype", "fp8"] = "dtype",
     tp_rank: int = 0,
     tp_size: int = 1,
-    head_map: HeadMap | Callable[[PreTrainedConfig], HeadMap] | None = None,
+    head_map: HeadMap | Callable[[PreTrainedConfig], HeadMap | None] | None = None,
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
     seed: int = 0,

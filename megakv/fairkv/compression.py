@@ -53,11 +53,6 @@ class Compressor:
         self._replicas = replicas
         self._layers = len(head_map.layers)
         self.method = make_method(config, self._layers, head_map.n_kv_heads)
-        if 1 < config.budget < self.method.least:
-            raise ValueError(
-                f"megakv.fairkv.budget = {config.budget:g} tokens per head is below the {self.method.least} that "
-                f"{config.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
-            )
         if head_map.n_kv_heads > HEADS:
             raise ValueError(
                 f"megakv.fairkv is not supported for {head_map.n_kv_heads} KV heads: no more than {HEADS} are"

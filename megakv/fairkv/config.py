@@ -17,7 +17,7 @@ class FairKVConfig(DeepSpeedConfigModel):
     method: Literal["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"] = "ada_snapkv"
     """How tokens are chosen."""
 
-    budget: float | None = Field(None, gt=0, strict=True)
+    budget: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
     """What a KV head keeps on average: up to 1 a fraction of the prompt's tokens, above 1 their number. None compresses
     nothing."""
 

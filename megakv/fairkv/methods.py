@@ -24,7 +24,7 @@ def make_method(config: FairKVConfig, layers: int, kv_heads: int) -> Compression
     Raises
     ------
     ValueError
-        If a setting is not one of this method's, or does not fit the model.
+        If a setting is not one of this method's, or does not fit the model or the budget.
     """
     kind = METHODS[config.method]
     known = [entry.name for entry in fields(kind) if not entry.name.startswith("_")]  # type: ignore[arg-type]
@@ -36,4 +36,9 @@ def make_method(config: FairKVConfig, layers: int, kv_heads: int) -> Compression
             )
     method = kind(**given)
     method.bind(layers, kv_heads)
+    if config.budget is not None and 1 < config.budget < method.least:
+        raise ValueError(
+            f"megakv.fairkv.budget = {config.budget:g} tokens per head is below the {method.least} that "
+            f"{config.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
+        )
     return method

@@ -229,7 +229,7 @@ def test_bad_settings_are_named(section: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("budget", [0, -3, 1.5, "many", True])
+@pytest.mark.parametrize("budget", [0, -3, 1.5, "many", True, float("inf")])
 def test_impossible_budgets_are_refused(budget: Any) -> None:
     with pytest.raises(ValueError, match=f"megakv.fairkv.budget = {budget!r}: "):
         load_config({"megakv": {"fairkv": {"budget": budget}}})
