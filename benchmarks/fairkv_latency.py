@@ -21,7 +21,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the results here, and charts (PNG) beside it")
     parser.add_argument("--device", choices=tuple(BATCHES), default="cpu", help="where to measure (default cpu)")
     parser.add_argument("--batches", help=f"sequences decoded together (default {BATCHES['cpu']}; cuda: the paper's)")
-    parser.add_argument("--kept", default=KEPT, help="tokens that a KV head keeps (default %(default)s, the paper's)")
+    parser.add_argument(
+        "--kept", default=KEPT, help="mean tokens that a KV head keeps (default %(default)s, the paper's)"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="rounds of all cells (default 15)")
     parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (default 1)")
     parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of the layer (default 8)")
@@ -30,8 +32,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
     parser.add_argument("--tp", type=int, default=4, help="ranks of the step that is predicted (default 4)")
     parser.add_argument("--layers", type=int, default=8, help="its layers (default 8)")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of its heads' log-normal budgets (default 0.8)")
-    parser.add_argument("--seed", type=int, default=222, help="of its budgets (default 222)")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
+    parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")
     arguments = parser.parse_args(argv)
     arguments.batches = whole_numbers(parser, "--batches", arguments.batches or BATCHES[arguments.device])
     arguments.kept = whole_numbers(parser, "--kept", arguments.kept)

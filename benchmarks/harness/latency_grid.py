@@ -8,13 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from megakv.costmodel.latency_lines import LatencyModel, LatencySample, fit_latency
 from megakv.costmodel.latency_lines import Line as Fit
 
-from .head_division import CONTIGUOUS, UNIFORM, make_division, skewed_budgets
+from .head_division import CONTIGUOUS, make_division, skewed_budgets
 from .lines import COLOURS, Line, draw_lines
 from .ragged_heads import HeadShape, RankLayer, TokenPool
 from .report import align
@@ -29,11 +30,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 @torch.inference_mode()
 def measure_grid(arguments: argparse.Namespace, bench: Bench, shape: HeadShape) -> list[dict[str, Any]]:
-    """One layer whose heads keep equally much, every batch and budget in turn."""
-    pool = TokenPool(shape, arguments.kept[-1], arguments.seed)
+    """One layer, every batch and budget in turn; heads keep unequal numbers of tokens, as the steps' heads do."""
+    budgets = {
+        kept: skewed_budgets(1, shape.kv_heads, kept, arguments.sigma, arguments.seed) for kept in arguments.kept
+    }
+    pool = TokenPool(shape, max(budgets[arguments.kept[-1]][0]), arguments.seed)
     cells = [(batch, kept) for batch in arguments.batches for kept in arguments.kept]
     layers = [
-        RankLayer(pool, make_division(UNIFORM, [[kept] * shape.kv_heads], ranks=1, batch=batch), 0, 0, batch)
+        RankLayer(pool, make_division(CONTIGUOUS, budgets[kept], ranks=1, batch=batch), 0, 0, batch)
         for batch, kept in tqdm(cells, desc="caches", unit="cache")
     ]
     seconds = bench.by_turns([layer.attend for layer in layers])
@@ -53,7 +57,7 @@ def measure_steps(arguments: argparse.Namespace, bench: Bench, shape: HeadShape)
     rows = []
     for name in tqdm(methods, desc="steps", unit="mapping"):
         division = make_division(name, budgets, ranks=arguments.tp, batch=batch)
-        slowest = VirtualRanks(division, pool, batch).attention_seconds(bench).max(axis=2).sum(axis=1)
+        seconds = VirtualRanks(division, pool, batch).attention_seconds(bench)
         rows.append(
             {
                 "part": "step",
@@ -61,7 +65,8 @@ def measure_steps(arguments: argparse.Namespace, bench: Bench, shape: HeadShape)
                 "ranks": arguments.tp,
                 "batch": batch,
                 "kept": kept,
-                "seconds": slowest.tolist(),
+                "seconds": seconds.max(axis=2).sum(axis=1).tolist(),
+                "rank_seconds": seconds.tolist(),
                 "loads": [[tokens / batch for tokens in layer] for layer in division.loads()],
                 "utilisation": division.utilisation,
             }
@@ -83,8 +88,8 @@ def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
     -------
     dict
         ``over_batch`` and ``over_budget``: from budget or batch to slope, intercept (seconds) and R squared;
-        ``over_tokens``; ``predicted``: from method to ``seconds`` with its interval, ``predicted_s`` and ``off``, the
-        prediction over the median, less 1.
+        ``over_tokens``; ``predicted``: from method to ``measured_s``, the slowest rank's median of every layer,
+        ``predicted_s``, and ``off``, the latter over the former, less 1.
     """
     model = fitted(rows)
     found: dict[str, Any] = {
@@ -95,11 +100,13 @@ def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
     }
     for row in rows:
         if row["part"] == "step":
-            predicted, measured = model.barrier_seconds(row["loads"], row["batch"], kv_heads), median(row["seconds"])
+            predicted = model.barrier_seconds(row["loads"], row["batch"], kv_heads)
+            # Ranks run one after the other here: the slowest of each repetition would be the one that was disturbed.
+            measured = float(np.median(row["rank_seconds"], axis=0).max(axis=1).sum())
             found["predicted"][row["method"]] = {
-                "seconds": measured.to_json(),
+                "measured_s": measured,
                 "predicted_s": predicted,
-                "off": predicted / measured.value - 1,
+                "off": predicted / measured - 1,
             }
     return found
 
@@ -123,8 +130,8 @@ def show(rows: Rows, summary: Mapping[str, Any]) -> None:
     lines = [["method", "tokens say", "ms a step", "predicted", "off"]]
     for row in steps:
         found = summary["predicted"][row["method"]]
-        measured, predicted = Interval(**found["seconds"]).scaled(1e3), 1e3 * found["predicted_s"]
-        shown = [f"{row['utilisation']:.3f}", str(measured), f"{predicted:.3f}", f"{found['off']:+.1%}"]
+        times = [f"{1e3 * found[name]:.3f}" for name in ("measured_s", "predicted_s")]
+        shown = [f"{row['utilisation']:.3f}", *times, f"{found['off']:+.1%}"]
         lines.append([row["method"], *shown])
     size = f"{steps[0]['ranks']} ranks, {steps[0]['batch']} x {steps[0]['kept']} kept tokens"
     print(f"\nA step's attention by the slowest rank of every layer, {size}\n{align(lines)}")

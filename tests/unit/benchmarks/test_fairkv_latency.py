@@ -33,7 +33,10 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert (row["batch"], row["kept"]) == (3, 40) and sum(map(sum, row["loads"])) == 2 * 4 * 40
         found = summary["predicted"][row["method"]]
         assert found["predicted_s"] == pytest.approx(model.barrier_seconds(row["loads"], 3, 4))
-        assert found["off"] == pytest.approx(found["predicted_s"] / sorted(row["seconds"])[1] - 1)
+        layers = zip(*row["rank_seconds"], strict=True)
+        measured = sum(max(sorted(times)[1] for times in zip(*layer, strict=True)) for layer in layers)
+        assert found["measured_s"] == pytest.approx(measured)
+        assert found["off"] == pytest.approx(found["predicted_s"] / measured - 1)
     assert "L = alpha B + beta" in done.stdout and "L = gamma C + delta" in done.stdout
     for name in ("batch", "kept"):
         assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")
