@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megakv.costmodel.offload import LayerCosts
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes
 from megakv.errors import MegaKVError
@@ -204,8 +207,13 @@ class Planner:
             return divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host), chunk
         return None
 
-    def check_room(self, store: TieredStore, pool: PagePool, new_tokens: int, before: list[int]) -> None:
+    def check_room(
+        self, store: TieredStore, pool: PagePool, new_tokens: int, before: list[int], counts: NDArray[np.int64]
+    ) -> None:
         """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
+
+        Budgets are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that no rank
+        is refused alone while others wait for it.
 
         Parameters
         ----------
@@ -216,18 +224,22 @@ class Planner:
             How many each sequence may still get on this rank.
         before : list of int
             Tokens of every sequence before this pass: the other layers hold no more yet.
+        counts : NDArray
+            ``[size, B]`` tokens of every sequence on every context-parallel rank.
 
         Raises
         ------
         MegaKVError
             With what is needed and what there is.
         """
-        lengths = store.lengths()
-        needed = self._layers * store.bytes_for([count + new_tokens for count in lengths])
+        lengths, needed = max(
+            ((row, self._layers * store.bytes_for([count + new_tokens for count in row])) for row in counts.tolist()),
+            key=lambda found: found[1],
+        )
         held = store.nbytes() + (self._layers - 1) * store.bytes_for(before)
         if not pool.has_room(needed - held):
             raise MegaKVError(
-                f"this generation needs {in_units(needed)} for offloaded keys and values on this rank "
+                f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "
                 f"({sum(lengths)} tokens so far, up to {new_tokens} more for each of {len(lengths)} sequences), but "
                 f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise a budget or ask "
                 "for fewer tokens"

@@ -177,7 +177,8 @@ class Offloader:
         store.flush()
         # A rank without any token yet does not know the size of its rows: it asks when it has one.
         if self._announced is not None and any(store.lengths()):
-            self._planner.check_room(store, self.pool, -(-self._announced // cache.size), before)
+            share, counts = -(-self._announced // cache.size), cache.table.counts()
+            self._planner.check_room(store, self.pool, share, before, counts)
             self._announced = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()

@@ -121,6 +121,13 @@ class Kind:
     quick: bool = False
 
 
+def offload(**settings: Any) -> dict[str, Any]:
+    """A run's JSON with keys and values off the accelerator."""
+    run = section()
+    run["megakv"]["offload"] = {"enabled": True, "method": "stream", "host_gb": 0.1, **settings}
+    return run
+
+
 def with_config(name: str, value: Any) -> Callable[[Inputs], dict[str, object]]:
     """The change to another JSON."""
     return lambda inputs: {"config": inputs.json(name, value)}
@@ -146,6 +153,22 @@ KINDS: dict[str, Kind] = {
             "model": save_model(
                 inputs.folder / "odd", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48
             ),
+        },
+    ),
+    "host memory that the machine lacks": Kind(
+        r"megakv\.offload\.host_gb asks for 100000\.00 GiB of host memory on each of 2 ranks of this host, .* are free",
+        with_config("host.json", offload(host_gb=1e5)),
+    ),
+    "a disk folder that is missing": Kind(
+        r"megakv\.offload\.disk_path = '/missing' cannot be written to: No such file or directory$",
+        with_config("disk.json", offload(disk_gb=0.01, disk_path="/missing")),
+    ),
+    "keys and values that outgrow the budget of one rank": Kind(
+        # 77 tokens take twenty pages in each of two layers, 76 on the other rank nineteen.
+        r"this generation needs 40\.00 KiB .*\(76 tokens so far, up to 1 more.*host_gb holds 39\.00 KiB",
+        lambda inputs: {
+            "config": inputs.json("room.json", offload(host_gb=39 / (1 << 20), page_kib=1)),
+            "max_new_tokens": 2,
         },
     ),
     "XLNet": Kind(
