@@ -39,7 +39,7 @@ def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
         if mapping.contiguous is None
         else [
             ("contiguous", mapping.contiguous),
-            (f"{mapping.copies} copies, {mapping.split} split" if mapping.copies else "best assignment", mapping),
+            (f"copies {mapping.copies}, {mapping.split} split" if mapping.copies else "best assignment", mapping),
         ]
     )
     tables = [_relative(balance) for _, balance in panels]
@@ -72,8 +72,9 @@ def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
         for side in axes.spines.values():
             side.set_visible(False)
     all_axes[0].set_ylabel("layer", fontsize=9, color=_INK)
+    all_axes[0].set_yticks(range(0, layers, max(1, layers // 16)))
     bar = figure.colorbar(image, ax=all_axes.tolist(), fraction=0.05, pad=0.03)
-    bar.set_label("load over the layer's mean (slowest rank marked)", fontsize=8, color=_INK)
+    bar.set_label("load over the layer's mean\n(slowest rank marked)", fontsize=8, color=_INK)
     bar.ax.tick_params(labelsize=8, colors=_FAINT, length=0)
     buffer = io.BytesIO()
     canvas.print_png(buffer)

@@ -47,3 +47,4 @@ def test_any_mapping_gives_the_plain_tokens(tmp_path: Path, pytestconfig: pytest
         judge(launch(tmp_path, 4, [f"{mesh}:{family}:50:1" for family in FAMILIES for mesh in ("1x4", "2x2")]))
         judge(launch(tmp_path, 2, [f"1x2:{family}:50:1" for family in ("llama", *FAMILIES)]))
         judge(launch(tmp_path, 3, ["1x3:llama:50:2", "1x3:opt:50:1"]))
+        judge(launch(tmp_path, 8, ["1x8:opt:20:1", "1x8:llama:20:1", "2x4:llama:20:1"]))
