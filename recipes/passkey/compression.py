@@ -35,7 +35,10 @@ FULL = "every token"
 ANSWER_TOKENS = 8
 RIVALS = tuple((f"ada_snapkv{suffix}", f"snapkv{suffix}") for suffix in ("", ", peak"))
 """Unequal budgets and equal ones of the same total, which are compared document by document."""
-RESAMPLES, CONFIDENCE = 10_000, 0.95
+CLOSE, SCARCE = RIVALS[1], (0.02, 0.05)
+"""Those that hardly differ, and the budgets at which some document tells them apart: more documents are asked there."""
+Z = 1.96
+"""Of a 95% interval."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[s
     Returns
     -------
     dict
-        ``exact`` answers, ``right`` with 1 or 0 for each document, and the share of the cache's ``bytes`` that was held
-        when the question came.
+        ``exact`` answers of so many ``documents``, ``right`` with 1 or 0 for each, and the share of the cache's
+        ``bytes`` that was held when the question came.
     """
     tokenizer: PreTrainedTokenizerBase = load_tokenizer()
     asked = tokenizer(SEPARATOR + question(), return_tensors="pt").input_ids
@@ -101,27 +104,31 @@ def answers(section: dict[str, Any] | None, documents: list[Document]) -> dict[s
         right.append(int(is_correct(tokenizer.decode(found[0, before:], skip_special_tokens=True), each.number)))
         session.close()
     engine.destroy()
-    return {"exact": sum(right), "right": right, "bytes": held / len(documents)}
+    return {"documents": len(documents), "exact": sum(right), "right": right, "bytes": held / len(documents)}
 
 
 def compare(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Unequal budgets against equal ones: their difference in percent with its bootstrap interval, and McNemar's exact
-    p-value, both over pairs of answers to one document."""
+    """Unequal budgets against equal ones, over pairs of answers to one document.
+
+    Their difference in percent with its 95% interval (Bonett and Price 2012, which also says something where all pairs
+    agree), and McNemar's exact p-value.
+    """
     cells = {(cell["label"], cell["budget"]): cell for cell in record["cells"]}
-    rng, found = np.random.default_rng(0), []
+    found = []
     for rivals in RIVALS:
         for budget in BUDGETS:
             pair = [cells.get((label, budget), {}).get("right") for label in rivals]
             if None in pair:
                 continue
-            difference = 100.0 * (np.array(pair[0]) - np.array(pair[1]))
-            resampled = difference[rng.integers(0, len(difference), (RESAMPLES, len(difference)))].mean(axis=1)
-            low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+            difference = np.array(pair[0]) - np.array(pair[1])
             won, lost = int((difference > 0).sum()), int((difference < 0).sum())
+            up, down = ((count + 1) / (len(difference) + 2) for count in (won, lost))
+            reach = Z * math.sqrt((up + down - (up - down) ** 2) / (len(difference) + 2))
             tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1)) / 2 ** (won + lost)
             found.append(
-                {"label": rivals[0], "against": rivals[1], "budget": budget, "difference": float(difference.mean()),
-                 "low": float(low), "high": float(high), "won": won, "lost": lost, "p": min(1.0, 2 * tail)}
+                {"label": rivals[0], "against": rivals[1], "budget": budget, "documents": len(difference),
+                 "difference": 100 * float(difference.mean()), "low": 100 * (up - down - reach),
+                 "high": 100 * (up - down + reach), "won": won, "lost": lost, "p": min(1.0, 2 * tail)}
             )  # fmt: skip
     return found
 
@@ -135,18 +142,19 @@ def make_documents(tokens: int, count: int, seed: int) -> list[Document]:
 def table(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     cells = {(cell["label"], cell["budget"]): cell for cell in record["cells"]}
-    count = record["prompts"]
     heads = [f"{budget:.0%}" for budget in BUDGETS]
+    close, scarce = " and ".join(f"`{label}`" for label in CLOSE), " and ".join(f"{budget:.0%}" for budget in SCARCE)
     lines = [
-        f"Exact answers of {count}, in percent, by the share of a {record['tokens']}-token document's keys and values "
-        "that is kept; the question comes after compression:",
+        f"Exact answers in percent, of {record['prompts']} documents ({record['pairs']} for {close} at {scarce}), by "
+        f"the share of a {record['tokens']}-token document's keys and values that is kept; the question comes after "
+        "compression:",
         "",
         "| method | " + " | ".join(heads) + " |",
         "|---|" + "---:|" * len(heads),
     ]
     for setting in settings():
         row = [cells.get((setting.label, None if setting.section is None else budget)) for budget in BUDGETS]
-        shown = ["-" if cell is None else f"{100 * cell['exact'] / count:.0f}" for cell in row]
+        shown = ["-" if cell is None else f"{100 * cell['exact'] / cell['documents']:.0f}" for cell in row]
         lines.append(f"| {setting.label} | " + " | ".join(shown) + " |")
     if record.get("comparisons"):
         lines += [
@@ -154,12 +162,12 @@ def table(record: dict[str, Any]) -> str:
             "Unequal against equal budgets, document by document: difference in percent with its 95% interval, "
             "documents won and lost, and McNemar's exact p:",
             "",
-            "| method | budget | difference | won, lost | p |",
-            "|---|---:|---:|---:|---:|",
+            "| method | budget | documents | difference | won, lost | p |",
+            "|---|---:|---:|---:|---:|---:|",
         ]
         lines += [
-            f"| {each['label']} | {each['budget']:.0%} | {each['difference']:.0f} [{each['low']:.0f}, "
-            f"{each['high']:.0f}] | {each['won']}, {each['lost']} | {each['p']:.2g} |"
+            f"| {each['label']} | {each['budget']:.0%} | {each['documents']} | {each['difference']:.1f} "
+            f"[{each['low']:.1f}, {each['high']:.1f}] | {each['won']}, {each['lost']} | {each['p']:.2g} |"
             for each in record["comparisons"]
         ]
     return "\n".join(lines) + "\n"
@@ -170,10 +178,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    count = record["prompts"]
     for index, setting in enumerate(settings()):
         found = sorted(
-            (cell["budget"] or 1.0, 100 * cell["exact"] / count)
+            (cell["budget"] or 1.0, 100 * cell["exact"] / cell["documents"])
             for cell in record["cells"]
             if cell["label"] == setting.label
         )
@@ -189,7 +196,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes.set(xscale="log", ylim=(-3, 103), xlabel="share of keys and values kept", ylabel="exact answers, percent")
     axes.set_xticks(BUDGETS, [f"{budget:.0%}" for budget in BUDGETS])
     axes.minorticks_off()
-    axes.set_title(f"Question after compression, {record['tokens']} tokens, {count} documents")
+    axes.set_title(f"Question after compression, {record['tokens']} tokens, {record['prompts']} documents or more")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -201,6 +208,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS_DIR, help="folder for the results")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the documents")
     parser.add_argument("--prompts", type=int, default=40, help="documents for every method and budget")
+    parser.add_argument("--pairs", type=int, default=200, help="the same where equal and unequal budgets hardly differ")
     parser.add_argument("--seed", type=int, default=99, help="seed of the documents")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--fresh", action="store_true", help="measure everything anew")
@@ -210,25 +218,24 @@ def main() -> None:
     adopt_single_process()
     write_importance()
     path = args.output / "compression.json"
-    record: dict[str, Any] = {"tokens": args.tokens, "prompts": args.prompts, "seed": args.seed, "cells": []}
+    sizes = {"tokens": args.tokens, "prompts": args.prompts, "pairs": args.pairs, "seed": args.seed}
+    record: dict[str, Any] = {**sizes, "cells": []}
     if path.exists() and not args.fresh:
         earlier = json.loads(path.read_text())
-        if all(earlier[name] == record[name] for name in ("tokens", "prompts", "seed")):
+        if {name: earlier.get(name) for name in sizes} == sizes:
             record = earlier
-    # Older results do not say which documents were answered.
-    rivals = {label for pair in RIVALS for label in pair}
-    record["cells"] = [cell for cell in record["cells"] if cell["label"] not in rivals or "right" in cell]
     done = {(cell["label"], cell["budget"]) for cell in record["cells"]}
-    documents = make_documents(args.tokens, args.prompts, args.seed)
+    documents, many = (make_documents(args.tokens, count, args.seed) for count in (args.prompts, args.pairs))
     for setting in settings():
         for budget in [None] if setting.section is None else BUDGETS:
             if (setting.label, budget) in done:
                 continue
             section = None if setting.section is None else {**setting.section, "budget": budget}
-            cell = {"label": setting.label, "budget": budget, **answers(section, documents)}
+            asked = many if setting.label in CLOSE and budget in SCARCE else documents
+            cell = {"label": setting.label, "budget": budget, **answers(section, asked)}
             record["cells"].append(cell)
             path.write_text(json.dumps(record, indent=1) + "\n")
-            print(f"{setting.label}, budget {budget}: {cell['exact']} of {args.prompts}", flush=True)
+            print(f"{setting.label}, budget {budget}: {cell['exact']} of {len(asked)}", flush=True)
     record["comparisons"] = compare(record)
     path.write_text(json.dumps(record, indent=1) + "\n")
     (args.output / "compression.md").write_text(table(record))
