@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 NAMES = ("stream", "kvpr", "chunked", "cpu_rank", "all")
 """Plans, the plainest first; the last one recomputes while the host attends."""
+RECOMPUTING = ("kvpr", "chunked", "all")
+HOPELESS = 1.5
+"""A plan that takes so many times as long as the best will not be used in the same generation."""
 
 
 class _Size(NamedTuple):
@@ -67,6 +70,8 @@ class Planner:
         What recomputation is measured with.
     queries : Queries or None
         What the host's attention is measured with; known after the first pass.
+    wants_inputs : bool
+        Whether activations of generated tokens may be of use; those of prompts are kept in any case.
     ahead : bool
         Whether the first layers of a step can be brought while the step before ends.
     """
@@ -83,7 +88,9 @@ class Planner:
     ):
         self.recomputation: Recomputation | None = None
         self.queries: Queries | None = None
-        self.ahead = True
+        self.ahead = self.wants_inputs = True
+        self._new_tokens = 0
+        self._undecided = True
         self._config = config
         self._costs = costs
         self._layers = layers
@@ -96,6 +103,11 @@ class Planner:
         self._trials = PlanTrials(explore=leads is not False)
         self._weights = weights
         self._latest: tuple[object, Plan] | None = None
+
+    def new_run(self, new_tokens: int) -> None:
+        """A generation begins that may add so many tokens to each sequence; 0 if that is not known."""
+        self._new_tokens = new_tokens
+        self.ahead = self.wants_inputs = self._undecided = True
 
     def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a step's layers, by one of them: the same for all.
@@ -155,7 +167,7 @@ class Planner:
         # From step to step little changes: the plan in use is solved anew every time, the others now and then.
         going_on = self._trials.going_on(tokens) if settled else None
         plan = None if going_on is None else self._solved(going_on, costs, sizes, weights)
-        if plan is None:
+        if plan is None or self._undecided:
             plans: dict[str, Plan] = {}
             for name in NAMES:
                 found = self._solved(name, costs, sizes, weights)
@@ -163,8 +175,13 @@ class Planner:
                     plans[name] = found
             predicted = {name: each.seconds for name, each in plans.items()}
             # Trials of the first steps, which also fill caches and pipelines, would say nothing.
-            best = min(predicted, key=lambda name: predicted[name])
-            plan = plans[self._trials.choose(predicted, tokens) if settled else best]
+            if plan is None:
+                best = min(predicted, key=lambda name: predicted[name])
+                plan = plans[self._trials.choose(predicted, tokens) if settled else best]
+            self._undecided = not settled
+            if settled and self._config.method == "auto":
+                times = {name: seconds * self._trials.correction(name, tokens) for name, seconds in predicted.items()}
+                self.wants_inputs = self._may_recompute_more(costs, sizes, times, len(store.lengths()))
         if self._leads is not None:
             self._proposed = plan.name if settled else None
             if agreed is not None and agreed != plan.name:
@@ -188,6 +205,25 @@ class Planner:
         divisions, chunk = tuple(each[0] for each in chosen), max(each[1] for each in chosen)
         seconds = self._costs.predict(costs, divisions, self._layers, weights, chunk=chunk, ahead=self.ahead)
         return Plan(name, divisions, chunk, seconds, 0.0)
+
+    def _may_recompute_more(
+        self, costs: LayerCosts, sizes: Sequence[_Size], times: Mapping[str, float], batch: int
+    ) -> bool:
+        """Whether a likely plan would recompute more tokens, when this generation ends, than have activations now."""
+        if not self._new_tokens:
+            return True
+        more, best = self._new_tokens * -(-batch // len(sizes)), min(times.values())
+        for name in RECOMPUTING:
+            if times.get(name, best) > HOPELESS * best:
+                continue
+            own = self._costs.of_plan(name, costs)
+            own = replace(own, device_s=own.device_s / len(sizes))
+            for size in set(sizes):
+                later = _Size(size.tokens + more, size.most + more, size.host and size.host + more, size.resident)
+                found = self._divided(name, own, later)
+                if found is not None and found[0].recomputed > size.most:
+                    return True
+        return False
 
     def _divided(self, name: str, costs: LayerCosts, size: _Size) -> tuple[Division, int] | None:
         """A group's division by a plan, and tokens of a chunk of activations; None where there is no such plan."""

@@ -119,7 +119,7 @@ class Offloader:
         self._announced = new_tokens
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
-        self._planner.ahead = True
+        self._planner.new_run(new_tokens)
         return self._planner
 
     # A pass
@@ -151,7 +151,7 @@ class Offloader:
         self._current = layer
         mine = layout.stored[cache.rank]
         store = cache.store(layer)
-        if self._recomputes and store.keeps_inputs:
+        if self._recomputes and store.keeps_inputs and (self._planner.wants_inputs or not self._decoding):
             offer(store, mine, hidden_LE, self._runtime.kept_rows())
         self._prepare(layer, 0)
 

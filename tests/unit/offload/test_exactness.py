@@ -165,6 +165,20 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
         assert [step.new for step in offloader.steps] == tokens[1:]
 
 
+def test_activations_that_nobody_wants_are_not_sent(offloaded: Any) -> None:
+    model = plain_model("opt")
+    ids = torch.randint(3, 190, (2, 60), generator=torch.Generator().manual_seed(4))
+    expected = generate(model, ids, torch.ones_like(ids))
+    # The host attends hundreds of times as fast as this link sends.
+    engine = offloaded(copy.deepcopy(model), method="auto", emulated_link_gb_s=0.0005)
+    for _ in range(2):
+        assert torch.equal(generate(engine, ids, torch.ones_like(ids)), expected)
+    late = engine._offloader.steps[-3:]
+    assert all(step.division.on_host > 100 for step in late)
+    sent = 2 * model.config.num_hidden_layers * 2 * model.config.hidden_size * 4
+    assert [step.bytes_out for step in late] == [sent] * 3
+
+
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("method", ["stream", "chunked", "auto"])
 def test_sessions_go_on_fork_and_are_cut(method: str, offloaded: Any) -> None:
