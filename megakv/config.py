@@ -153,10 +153,14 @@ def _read_json(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"config {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"config {path} is not valid JSON: line {error.lineno}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(f"config {path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"config {path} must be a JSON object, not {type(values).__name__}")
     return values

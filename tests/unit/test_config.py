@@ -106,11 +106,17 @@ def test_contradicting_argument() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not valid JSON: line 1"), ("[1]", "must be a JSON object, not list"), ("", "is not valid JSON")],
+    [
+        (b"{", "is not valid JSON: line 1"),
+        (b"[1]", "must be a JSON object, not list"),
+        (b"", "is not valid JSON"),
+        (b"[" * 100_000, "broken.json is not valid JSON"),
+        (b"\xff{}", "broken.json is not UTF-8 text: invalid start byte at byte 0"),
+    ],
 )
-def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
+def test_broken_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "broken.json"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_config(str(path))
 
