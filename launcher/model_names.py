@@ -32,6 +32,9 @@ def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
     recipe = _recipes() / name
     found = recipe if not Path(name).exists() and (recipe / "config.json").is_file() else Path(name)
     try:
+        if not found.exists() and found.parent != Path() and found.parent.is_dir():
+            # A path that was mistyped: no hub has to be asked.
+            raise ValueError(f"there is no {name!r}")
         return ModelShape.from_path(found if found.exists() else name, dtype=dtype)
     except ValueError as error:
         near = _nearest(name)

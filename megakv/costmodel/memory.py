@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megakv.costmodel.offload import may_pay
 from megakv.costmodel.shape import ModelShape
 
 HIDDEN_WIDTHS = 4
@@ -12,6 +13,7 @@ QUERY_WIDTHS = 6
 """Tensors of all query heads, at attention's peak: before and after rotation, and two float32 ones of output."""
 STAGING_SLACK = 16
 """A staging buffer that is too small grows by this fraction more than needed."""
+STAGED_LAYERS = 2
 RING_SHARDS = 2
 """Shards of one layer that a ring keeps on their way."""
 
@@ -125,8 +127,11 @@ def rank_memory(
     kept, computed = -(-context // cp_size) * batch, -(-sizes["new"] // cp_size) * batch
     cache = len(model.layers) * kept * row * kept_share
     resident = cache * (1 - offloaded_share)
-    # Two layers' worth is on the accelerator whatever is offloaded: the one at work, and the next.
-    resident = max(resident, min(cache, 2 * kept * row * kept_share))
+    if offloaded_share:
+        # Two layers' worth is on the accelerator: the one at work, and the next; with activations that are recomputed.
+        inputs = model.hidden * model.element_bytes
+        staged = kept * (row * kept_share + (inputs if may_pay(inputs, row) else 0))
+        resident = max(resident, min(cache, STAGED_LAYERS * grown_bytes(round(staged))))
     whole = model.embedding * model.element_bytes
     return RankMemory(
         weights=whole + -(-(model.weight_bytes - whole) // tp_size),

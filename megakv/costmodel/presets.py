@@ -127,7 +127,7 @@ def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware
     if text in PRESETS:
         return Hardware(PRESETS[text])
     if not Path(text).is_file():
-        near = difflib.get_close_matches(text, PRESETS, n=3, cutoff=0.3)
+        near = difflib.get_close_matches(text.lower(), PRESETS, n=3, cutoff=0.3)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ValueError(
             f"{setting} = {text!r} is neither a file nor a known machine; {hint}known: {', '.join(PRESETS)}"

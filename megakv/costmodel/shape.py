@@ -198,7 +198,8 @@ class ModelShape:
             else:
                 config = AutoConfig.from_pretrained(str(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
+            missing = "it names no " if isinstance(error, KeyError) else ""
+            first = missing + (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"no model config in {str(path)!r}: {first}") from error
         return cls.from_config(config, dtype=dtype)
 

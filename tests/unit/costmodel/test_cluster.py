@@ -263,7 +263,10 @@ def test_plan_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         ([*PLAN, "--model", "recipes/llama3_8b", "--hardware", "h100-rmda"], "did you mean 'h100-rdma'"),
-        ([*PLAN, "--model", "recipes/lama3_8b", "--hardware", "cpu"], "did you mean recipes/llama3_8b"),
+        (
+            [*PLAN, "--model", "recipes/lama3_8b", "--hardware", "cpu"],
+            "there is no 'recipes/lama3_8b'; did you mean recipes/llama3_8b",
+        ),
         ([*PLAN, "--model", "/no/such", "--hardware", "cpu"], "--model: no model config in '/no/such'"),
         ([*PLAN[:-1], "-3", "--model", "recipes/llama3_8b", "--hardware", "cpu"], "--gpus -3: allowed: 1 to"),
         (

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.machine_spec import machine_of
-from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.memory import grown_bytes, rank_memory
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS, hardware
 from megakv.costmodel.shape import AttentionShape, ModelShape
@@ -99,7 +100,11 @@ def test_the_memory_of_405b() -> None:
     half = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, kept_share=0.5, new=4096)
     assert half.cache == memory.cache // 2 and half.working < memory.working
     away = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, offloaded_share=1)
-    assert away.cache == pytest.approx(memory.cache * 2 / 126)
+    assert away.cache == 2 * grown_bytes(memory.cache // 126)
+    # With as many KV heads as query heads activations come beside them: half as wide.
+    wide = replace(LLAMA3_405B, kv_heads=128)
+    away = rank_memory(wide, context=1000, offloaded_share=1)
+    assert away.cache == 2 * grown_bytes(1000 * 3 * 16384 * 2)
 
 
 @pytest.mark.parametrize("bad", [{"context": -1}, {"cp_size": 0}, {"kept_share": 1.5}, {"offloaded_share": -0.1}])
