@@ -168,6 +168,7 @@ def measure_batch(
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
     from harness.caches import CopyingCache, RoomyCache, sharded_cache
+    from harness.foretold import foretold
     from harness.generations import ContextParallelGeneration, Generation, PlainGeneration
     from harness.models import random_ids
     from harness.sampling import measure
@@ -192,8 +193,7 @@ def measure_batch(
 
     def inspect(name: str, output: Any) -> dict[str, Any]:
         first = None if output is None else output.logits[0]
-        predicted = None if predictions is None else predictions.decode(name, arguments.context, batch)
-        facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first), "predicted_s": predicted}
+        facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first)}
         if name in marks:
             facts["attention_us"] = marks[name].generated()["decode_us"]
         return facts
@@ -208,7 +208,7 @@ def measure_batch(
         if sample.method in ("single", "in_place"):
             # Processes that do not wait for each other: the mean is what one of them takes.
             row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
-        rows.append(row)
+        rows.append(row | foretold("decode", row, predictions, arguments))
     return rows
 
 

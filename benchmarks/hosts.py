@@ -27,6 +27,7 @@ from harness.links import UNLIMITED, LimitedLinks, check_rate, unavailable
 from harness.ranks import is_rank, serve
 
 if TYPE_CHECKING:
+    from harness.predictions import Predictions
     from harness.world import World
 
 OWN = "cp"
@@ -115,8 +116,8 @@ def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, 
     return [picture]
 
 
-def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[tuple[str, str], float | None]:
-    """Seconds of every method at every rate, from a profile of the ranks at that rate; nothing without a time for it.
+def predictions_by_rate(arguments: argparse.Namespace, world: World, model: Any) -> dict[str, Predictions]:
+    """Predictions from a profile of the ranks at every rate; none without a time to measure it.
 
     Every rank must call it.
     """
@@ -124,7 +125,7 @@ def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[t
     from harness.profiles import keep_profile, measured_profile
     from harness.rated import set_rate
 
-    found: dict[tuple[str, str], float | None] = {}
+    found: dict[str, Predictions] = {}
     if not arguments.profile_seconds:
         return found
     inside = arguments.ranks // arguments.hosts
@@ -134,10 +135,8 @@ def predicted(arguments: argparse.Namespace, world: World, model: Any) -> dict[t
             world, shape_of(model), seconds=arguments.profile_seconds, timeout_s=arguments.timeout, tp_size=inside
         )
         with measuring as profile:
-            predictions = predictions_of(profile, world, model, tp_size=inside)
-        keep_profile(world, predictions.profile, arguments.json, f"{world.size}-{rate}")
-        found[OWN, rate] = predictions.prefill("pass_kv", arguments.context)
-        found[PEER, rate] = predictions.prefill("tp_gloo", arguments.context)
+            found[rate] = predictions_of(profile, world, model, tp_size=inside)
+        keep_profile(world, found[rate].profile, arguments.json, f"{world.size}-{rate}")
     return found
 
 
@@ -150,6 +149,7 @@ def run(arguments: argparse.Namespace) -> None:
         If a method computes other logits than the first.
     """
     from harness.agreement import Agreement
+    from harness.foretold import foretold
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin
     from harness.prefills import ContextParallelPrefill, TensorParallelPrefill, tensor_parallel
@@ -168,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
         "tensor_parallel": {"tp_size": arguments.ranks // arguments.hosts},
         "megakv": {"context_parallel": {"size": arguments.hosts, "prefill": "pass_kv"}},
     }
-    times = predicted(arguments, world, model)
+    predictions = predictions_by_rate(arguments, world, model)
     engine = megakv.init_inference(twin(model), config)
     sharded = tensor_parallel(model, world)
 
@@ -184,15 +184,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     samples = measure(world, rated, repeats=arguments.repeats, inspect=inspect)
     rows = [
-        sample.to_row(
-            method=cell.method.name,
-            rate=cell.rate,
-            ranks=world.size,
-            context=arguments.context,
-            predicted_s=times.get((cell.method.name, cell.rate)),
-        )
+        sample.to_row(method=cell.method.name, rate=cell.rate, ranks=world.size, context=arguments.context)
         for cell, sample in zip(rated, samples, strict=True)
     ]
+    rows = [row | foretold("hosts", row, predictions.get(row["rate"]), arguments) for row in rows]
     if world.rank == 0:
         leave_part(arguments.part, {"machine": machine, "rows": rows})
     engine.destroy()

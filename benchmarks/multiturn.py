@@ -98,6 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
     from harness.caches import sharded_cache
+    from harness.foretold import foretold
     from harness.launches import leave_part
     from harness.models import random_ids, random_llama, twin
     from harness.policies import Policies
@@ -153,7 +154,7 @@ def run(arguments: argparse.Namespace) -> None:
             budget_s=arguments.cell_seconds,
             inspect=inspect,
         )
-        rows += [
+        found = [
             # Every rank asks for the times.
             sample.to_row(
                 ranks=world.size,
@@ -166,10 +167,10 @@ def run(arguments: argparse.Namespace) -> None:
                 policies=choices,
                 attention_us=marks[sample.method].microseconds(),
                 load_average=machine["load_average"],
-                predicted_s=None if predictions is None else predictions.prefill(sample.method, new, cached),
             )
             for sample in samples
         ]
+        rows += [row | foretold("multiturn", row, predictions, arguments) for row in found]
     if world.rank == 0:
         leave_part(arguments.part, {"machine": machine, "rows": rows})
     for engine in engines.values():

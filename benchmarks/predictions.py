@@ -32,11 +32,17 @@ SETTINGS = (
     "cached_tokens",
     "batch",
     "kept",
-    "processes",
 )
 """What a row was measured with, beside the method."""
-MEASURES = (("", "seconds", "predicted_s"), ("TTIT, ", "ttit_seconds", "predicted_ttit_s"))
-"""What is measured: its name before the setting, and where a row has the samples and the prediction."""
+MEASURES = (
+    ("", "seconds", ("cost_model_s", "predicted_s")),
+    ("TTIT, ", "ttit_seconds", ("predicted_ttit_s",)),
+)
+"""What is measured: its name before the setting, and where a row has the samples and the prediction.
+
+A scheduler's `predicted_s` is corrected by what the steps before showed of each plan; its `cost_model_s` is not, and
+goes first.
+"""
 WITHOUT = {
     "attention_gpu": "it measures the kernel that profiles are made of",
     "host_attention": "it measures the kernel that the offload engine's profiles are made of",
@@ -70,6 +76,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default=Path(__file__).with_name("results"), help="folder (default %(default)s)")
+    parser.add_argument(
+        "--anew",
+        action="store_true",
+        help="first predict anew, by the cost model as it is now, what has its profiles beside it, and rewrite that",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results, and beside them a chart")
     return parser.parse_args(argv)
 
@@ -78,14 +89,20 @@ def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
     """Predicted and measured times of a benchmark's rows."""
     for row in rows:
         setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
-        for kind, samples, predicted in MEASURES:
-            if isinstance(row.get(predicted), float):
-                yield Time(kind + setting, row["method"], row[predicted], median(row[samples]))
+        for kind, samples, names in MEASURES:
+            known = [row[name] for name in names if isinstance(row.get(name), float)]
+            if known:
+                yield Time(kind + setting, row["method"], known[0], median(row[samples]))
 
 
 def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Methods that some row was measured by without a prediction."""
-    missing = {row["method"] for row in rows for _, key, name in MEASURES if key in row and row.get(name) is None}
+    missing = {
+        row["method"]
+        for row in rows
+        for _, key, names in MEASURES
+        if key in row and all(row.get(name) is None for name in names)
+    }
     return sorted(missing)
 
 
@@ -123,8 +140,8 @@ def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -
     }
 
 
-def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
-    """Times by results file, and why a file has none.
+def results_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files of results with predictions of their own rows, and what they hold.
 
     Raises
     ------
@@ -133,16 +150,50 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
     """
     if not folder.is_dir():
         raise ValueError(f"--results {folder}: no such folder")
-    found: dict[str, list[Time]] = {}
-    without: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
-            benchmark, rows = results["benchmark"], results["rows"]
+            benchmark, _ = results["benchmark"], results["rows"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not a benchmark's results ({error!r})") from error
-        if benchmark in ("validate_papers", "predictions"):
-            continue
+        if benchmark not in ("validate_papers", "predictions"):
+            yield path, results
+
+
+def predict_anew(folder: Path) -> list[str]:
+    """Predict what kept its profiles by the cost model as it is now; the names of the files that were rewritten.
+
+    Raises
+    ------
+    ValueError
+        As `results_in`, or where a profile that was kept cannot be read.
+    """
+    from harness.foretold import foretold_anew
+
+    from megakv.tracking.files import write_whole
+
+    done = []
+    for path, results in results_in(folder):
+        rows = foretold_anew(results, path)
+        if rows is not None:
+            text = json.dumps({**results, "rows": rows}, indent=2, allow_nan=False)
+            write_whole(path, f"{text}\n".encode())
+            done.append(path.stem)
+    return done
+
+
+def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
+    """Times by results file, and why a file has none.
+
+    Raises
+    ------
+    ValueError
+        As `results_in`.
+    """
+    found: dict[str, list[Time]] = {}
+    without: dict[str, str] = {}
+    for path, results in results_in(folder):
+        benchmark, rows = results["benchmark"], results["rows"]
         times = list(times_of(rows))
         if not times:
             without[path.stem] = WITHOUT.get(benchmark, "run without --profile-seconds")
@@ -203,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read, judge, print and write."""
     arguments = parse_arguments(argv)
     try:
+        if arguments.anew:
+            print(f"predicted anew: {', '.join(predict_anew(Path(arguments.results))) or 'nothing kept its profiles'}")
         found, without = read(Path(arguments.results))
     except ValueError as error:
         print(error, file=sys.stderr)

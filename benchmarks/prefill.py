@@ -123,6 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         If a method computes other logits than the first.
     """
     from harness.agreement import Agreement
+    from harness.foretold import foretold
     from harness.models import random_ids, random_llama
     from harness.predictions import measured_predictions
     from harness.prefills import Prefills, cache_bytes, uses_shared_memory
@@ -149,12 +150,12 @@ def run(arguments: argparse.Namespace) -> None:
             "max_logit_difference": agreement.check(name, output.logits[0, -1]),
             "kv_bytes": world.gather(cache_bytes(output.past_key_values)),
             "shared_memory": uses_shared_memory(name, model.dtype),
-            "predicted_s": None if predictions is None else predictions.prefill(name, arguments.context),
         }
 
     samples = measure(world, methods, repeats=arguments.repeats, inspect=inspect)
     if world.rank == 0:
         rows = [sample.to_row(ranks=arguments.ranks, context=arguments.context) for sample in samples]
+        rows = [row | foretold("prefill", row, predictions, arguments) for row in rows]
         summary = summarise(rows, arguments.ranks)
         show(rows, summary)
         publish(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.arguments import (
     add_model_arguments,
@@ -20,9 +20,6 @@ from harness.arguments import (
 )
 from harness.launches import LaunchError, Launches, add_part_argument
 from harness.ranks import is_rank, serve
-
-if TYPE_CHECKING:
-    from harness.predictions import Predictions
 
 CONTEXTS, QUICK_CONTEXTS = "1024,2048,4096,8192,16384", "512,1024,2048"
 TENSOR_PARALLEL = {"tp": True, "tp_gloo": False}
@@ -69,19 +66,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def predicted(predictions: Predictions | None, method: str, context: int, tokens: int) -> dict[str, float | None]:
-    """What a row says of its predicted times."""
-    if predictions is None:
-        return {"predicted_s": None, "predicted_ttit_s": None}
-    # The steps that are measured follow the first token; their mean is that of the middle one.
-    middle = context + tokens // 2
-    own = method == "pass_kv"
-    return {
-        "predicted_s": predictions.prefill(method, context, generating=own),
-        "predicted_ttit_s": predictions.decode("replicated" if own else method, middle),
-    }
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure, as one of the ranks of one launch: all methods of this number of ranks.
 
@@ -92,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
+    from harness.foretold import foretold
     from harness.generations import (
         ContextParallelGeneration,
         Generation,
@@ -155,16 +140,10 @@ def run(arguments: argparse.Namespace) -> None:
         for method, sample in zip(methods, samples, strict=True):
             # The untimed run is not a sample.
             ttit = [max(times) for times in zip(*world.gather(method.ttits[1:]), strict=True)]
-            name = "pass_kv" if sample.method == "cp" else sample.method
-            rows.append(
-                sample.to_row(
-                    ranks=world.size,
-                    context=context,
-                    ttit_seconds=ttit,
-                    load_average=machine["load_average"],
-                    **predicted(predictions, name, context, tokens),
-                )
+            row = sample.to_row(
+                ranks=world.size, context=context, ttit_seconds=ttit, load_average=machine["load_average"]
             )
+            rows.append(row | foretold("scaling", row, predictions, arguments))
     if world.rank == 0:
         leave_part(arguments.part, {"machine": machine, "rows": rows})
     engine.destroy()

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.kernel_times import KernelSizes
-from megakv.costmodel.measurement import DEFAULT_SECONDS, DEFAULT_SIZES, measure_profile
+from megakv.costmodel.kernel_times import KernelSizes, Matrices
+from megakv.costmodel.measurement import DEFAULT_MATRICES, DEFAULT_SECONDS, DEFAULT_SIZES, measure_profile
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.ranks import DTYPES, Progress, add_rank_arguments, join_ranks
@@ -25,23 +25,30 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         seconds=DEFAULT_SECONDS,
         seconds_help=f"how long it may take, about (default {DEFAULT_SECONDS:g}); more is steadier",
     )
-    parser.add_argument("--model", help="directory, hub id or config file: measure with this model's heads")
+    parser.add_argument(
+        "--model", help="directory, hub id or config file: measure with this model's heads and matrices"
+    )
 
 
-def layer_shape(arguments: argparse.Namespace) -> AttentionShape:
-    """A layer of --model on one of --tp ranks.
+def model_shape(arguments: argparse.Namespace) -> ModelShape:
+    """That of --model.
 
     Raises
     ------
     ValueError
-        If there is no such model, or its heads cannot be divided so.
+        If there is no such model, or its heads cannot be divided among --tp ranks.
     """
     try:
         model = ModelShape.from_path(arguments.model, dtype=DTYPES[arguments.dtype])
         contiguous_head_map(len(model.layers), model.heads, model.kv_heads, arguments.tp)
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
-    return model.attention(tp_size=arguments.tp)
+    return model
+
+
+def layer_shape(arguments: argparse.Namespace) -> AttentionShape:
+    """A layer of --model on one of --tp ranks; as `model_shape`."""
+    return model_shape(arguments).attention(tp_size=arguments.tp)
 
 
 def summary(profile: HardwareProfile) -> dict[str, object]:
@@ -72,11 +79,19 @@ def main() -> None:
         adopt_slurm()
         comm = join_ranks(arguments)
         sizes: Sequence[KernelSizes] = DEFAULT_SIZES
+        matrices = DEFAULT_MATRICES
         if arguments.model:
-            sizes = (KernelSizes.of(layer_shape(arguments)),)
+            model = model_shape(arguments)
+            sizes = (KernelSizes.of(model.attention(tp_size=arguments.tp)),)
+            matrices = Matrices.of(model)
         progress = Progress("profile")
         profile = measure_profile(
-            comm, dtype=DTYPES[arguments.dtype], sizes=sizes, seconds=arguments.seconds, report=progress.step
+            comm,
+            dtype=DTYPES[arguments.dtype],
+            sizes=sizes,
+            matrices=matrices,
+            seconds=arguments.seconds,
+            report=progress.step,
         )
         progress.close()
         if own_rank() == 0:

@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 from megakv.costmodel.bounds import without_links
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.plain import PlainTimes
 from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 
-from .profiles import keep_profile, lone_profile, measured_profile
+from .profiles import LONE, keep_profile, lone_profile, measured_profile
 from .world import World
 
 TENSOR_PARALLEL = ("tp", "tp_gloo")
@@ -57,7 +58,7 @@ class Predictions:
         partition: Partition | None = None,
         generating: bool = False,
     ) -> float | None:
-        """Seconds of reading a prompt; None for what was not measured.
+        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured.
 
         Parameters
         ----------
@@ -72,11 +73,16 @@ class Predictions:
         """
         if method in TENSOR_PARALLEL or method in SINGLE:
             plain = self._plain(method)
-            return None if plain is None else plain.prefill(new, masked=method == "single_masked")
+            if plain is None:
+                return None
+            tp_size = 1 if method in SINGLE else self.size
+            seconds = plain.prefill(new, masked=method == "single_masked", generating=generating)
+            return seconds + TokenTimes(self.profile, self.model, tp_size=tp_size).first_s(new)
         profile = without_links(self.profile) if method == "kvr_silent" else self.profile
         work = Workload((new,), (cached,), self.size // self.tp_size)
         times = PrefillTimes(profile, self.model, work, tp_size=self.tp_size)
-        begun = GENERATE_SHARES * profile.share_s if generating and work.size > 1 else 0.0
+        tokens = TokenTimes(profile, self.model, tp_size=self.tp_size)
+        begun = tokens.first_s(-(-new // work.size)) + (self._begun() if generating else 0.0)
         if method == "one_rank":
             partition = alone(work)[0]
         if partition is not None:
@@ -98,6 +104,11 @@ class Predictions:
             return None if plain is None else plain.decode(context, batch, copied=copied)
         work = Workload((1,) * batch, (context,) * batch, self.size // self.tp_size)
         return ttit_seconds(self.profile, self.model, work, method, tp_size=self.tp_size)
+
+    def _begun(self) -> float:
+        """What MegaKV's `generate` takes before its first pass."""
+        shared = GENERATE_SHARES * self.profile.share_s if self.size > 1 else 0.0
+        return shared + TokenTimes(self.profile, self.model).begin_s
 
     def _plain(self, method: str) -> PlainTimes | None:
         if method not in TENSOR_PARALLEL:
@@ -131,8 +142,8 @@ def measured_predictions(
     lone = None
     if idle or alone:
         part = seconds if alone else seconds / 2
-        lone = lone_profile(world, shape_of(model), seconds=part, timeout_s=timeout_s)
-        keep_profile(world, lone, results, f"1-of-{world.size}")
+        lone = lone_profile(world, shape_of(model), seconds=part)
+        keep_profile(world, lone, results, f"{LONE}{world.size}")
         if alone:
             return Predictions(lone, shape_of(model), world.size, lone)
     with measured_profile(world, shape_of(model), seconds=seconds, timeout_s=timeout_s) as path:

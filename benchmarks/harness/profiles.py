@@ -7,51 +7,21 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from megakv.comm import Communicator
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.kernel_times import KernelSizes
+from megakv.costmodel.kernel_times import KernelSizes, Matrices
+from megakv.costmodel.lone import Alone
 from megakv.costmodel.measurement import measure_profile
 from megakv.costmodel.shape import ModelShape
-from megakv.groups import Mesh, make_mesh
+from megakv.groups import make_mesh
 from megakv.launcher.ranks import Progress
 from megakv.ledger import Ledger
 
 from .world import World
 
-T = TypeVar("T")
-
-
-class Alone(Communicator):
-    """One rank of a world, as if there were no other.
-
-    Parameters
-    ----------
-    world : World
-    timeout_s : float
-    """
-
-    def __init__(self, world: World, *, timeout_s: float):
-        self.ledger = Ledger()
-        self.mesh = Mesh(
-            rank=0,
-            world_size=1,
-            cp_size=1,
-            cp_rank=0,
-            tp_size=1,
-            tp_rank=0,
-            cp_ranks=(0,),
-            tp_ranks=(0,),
-            groups={},
-            device=world.device,
-            shared_memory=False,
-            timeout_s=timeout_s,
-        )
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Its own."""
-        return [value]
+LONE = "1-of-"
+"""Begins the name of the profile of one rank while the others, of so many in all, stand idle."""
 
 
 @contextlib.contextmanager
@@ -92,11 +62,11 @@ def measured_profile(
         yield str(path)
 
 
-def lone_profile(world: World, model: ModelShape, *, seconds: float, timeout_s: float) -> HardwareProfile:
+def lone_profile(world: World, model: ModelShape, *, seconds: float) -> HardwareProfile:
     """Measure one rank while all others stand idle. Every rank must call it."""
     profile = None
     if world.rank == 0:
-        profile = _measure(Alone(world, timeout_s=timeout_s), model, seconds, sums=[])
+        profile = _measure(Alone(world.device), model, seconds, sums=[])
     found = world.gather(profile)[0]
     assert found is not None
     return found
@@ -106,9 +76,14 @@ def keep_profile(world: World, profile: HardwareProfile, results: str | None, na
     """Keep a profile in FILE.profiles, beside the results FILE if there are any, for who wants to predict anew."""
     if results is None or world.rank != 0:
         return
-    folder = Path(results).with_suffix(".profiles")
+    folder = profiles_of(Path(results))
     folder.mkdir(parents=True, exist_ok=True)
     profile.save(folder / f"{name}.json")
+
+
+def profiles_of(results: Path) -> Path:
+    """The folder in which a results file has its profiles."""
+    return results.with_suffix(".profiles")
 
 
 def _whole_world(world: World, timeout_s: float) -> list[Communicator]:
@@ -124,7 +99,13 @@ def _measure(comm: Communicator, model: ModelShape, seconds: float, *, sums: lis
     shape = model.attention(tp_size=comm.mesh.tp_size)
     progress = Progress("profile")
     profile = measure_profile(
-        comm, dtype=model.dtype, sizes=[KernelSizes.of(shape)], seconds=seconds, sums=sums, report=progress.step
+        comm,
+        dtype=model.dtype,
+        sizes=[KernelSizes.of(shape)],
+        matrices=Matrices.of(model),
+        seconds=seconds,
+        sums=sums,
+        report=progress.step,
     )
     progress.close()
     return profile

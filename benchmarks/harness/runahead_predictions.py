@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megakv.costmodel.shape import ModelShape
 from .models import CONFIGS, DTYPES
 from .noise import QUIET
 from .predictions import Predictions
-from .runahead_plan import Group, profile_path
+from .runahead_plan import Group
 from .runahead_summary import PREDICTED
 
 CHOSEN = {method: candidate for candidate, method in PREDICTED.items()} | {"runahead": "runahead"}
@@ -21,7 +21,7 @@ CHOSEN = {method: candidate for candidate, method in PREDICTED.items()} | {"runa
 
 
 def with_predictions(
-    rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace, folder: Path
+    rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace, profile_of: Callable[[Group], Path]
 ) -> list[dict[str, Any]]:
     """Rows with ``predicted_s``: None without a profile, and beside a competing flow, which no formula knows.
 
@@ -30,22 +30,21 @@ def with_predictions(
     rows : sequence of dict
     arguments : Namespace
         Of `runahead.py`.
-    folder : Path
-        Of the cells.
+    profile_of : callable
+        Where the profile of a group is, if there is one.
     """
     known: dict[Group, Predictions | None] = {}
     found = []
     for row in rows:
         group = Group(row["ranks"], row["kv_heads"], row["rate"], ())
         if group not in known:
-            known[group] = _predictions(group, arguments, folder)
+            known[group] = _predictions(group, arguments, profile_of(group))
         predictions = known[group] if row["noise"] == QUIET else None
         found.append({**row, "predicted_s": None if predictions is None else _predicted(predictions, row)})
     return found
 
 
-def _predictions(group: Group, arguments: argparse.Namespace, folder: Path) -> Predictions | None:
-    path = profile_path(group, arguments.profile, folder)
+def _predictions(group: Group, arguments: argparse.Namespace, path: Path) -> Predictions | None:
     if not path.exists():
         return None
     sizes = argparse.Namespace(**{**vars(arguments), "kv_heads": group.kv_heads})

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from .parts import Parts
 from .report import publish
 from .runahead_charts import draw_all
+from .runahead_plan import profile_path
 from .runahead_predictions import with_predictions
 from .runahead_summary import summarise
 from .runahead_tables import show
@@ -29,7 +30,11 @@ def report(arguments: argparse.Namespace, parts: Parts, skipped: Mapping[str, st
         print("nothing was measured", file=sys.stderr)
         return 1
     searches = {name.removeprefix(SEARCH): found for name in parts.names(SEARCH) if (found := parts.read(name))}
-    rows = with_predictions([row for cell in cells for row in cell["rows"]], arguments, parts.folder)
+    rows = with_predictions(
+        [row for cell in cells for row in cell["rows"]],
+        arguments,
+        lambda group: profile_path(group, arguments.profile, parts.folder),
+    )
     summary = {**summarise(rows), "searches": searches, "not_measured": dict(skipped)}
     show(summary)
     publish(

@@ -39,7 +39,7 @@ from megakv.attention.replicated import Replicated
 from megakv.attention.runahead import Runahead
 from megakv.attention.tsp import TSP
 from megakv.config import ContextParallelConfig
-from megakv.costmodel.attention_time import LayerTimes, decode_seconds
+from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import (
     Workload,
     miss_rate_of_equal_bytes,
@@ -47,6 +47,7 @@ from megakv.costmodel.context_parallel import (
     miss_rate_with_all_to_all,
     new_tokens_hiding_kv,
 )
+from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.planner import PrefillPlanner
@@ -225,5 +226,5 @@ def _decode(profile: HardwareProfile | None, workload: Workload, model: ModelSha
         # Sharding fewer sequences than ranks would leave ranks idle.
         return "replicated" if len(workload.new) < workload.size else "pass_q"
     return min(
-        ("replicated", "pass_q"), key=lambda method: decode_seconds(profile, model, workload, method, tp_size=tp_size)
+        ("replicated", "pass_q"), key=lambda method: ttit_seconds(profile, model, workload, method, tp_size=tp_size)
     )

@@ -14,13 +14,14 @@ from typing import Literal
 
 from megakv.attention.visibility import SHORT_RUN
 from megakv.costmodel.context_parallel import Workload, message_bytes
-from megakv.costmodel.dense import dense_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
-from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.shape import AttentionShape
 
 Shard = Literal["own", "earlier", "later"]
 OUTPUT_BYTES = 4
+DECODING = "pass_q_decoding"
+"""What `step_overhead_s` of a profile calls pass-Q of fewer than 2N tokens a sequence."""
 
 
 @dataclass
@@ -167,7 +168,7 @@ class LayerTimes:
             total += new / rows * self._kernels.block(rows, (new + cached) / self.size)
         # At every step other sequences are at other ranks: together a rank attends to each of them once.
         steps = [_Step(total / self.size)] * self.size
-        self._ring(prediction, steps, self.profile.exchange.at(message))
+        self._ring(prediction, steps, self.profile.exchange.at(message), known_as=DECODING)
         # The rank with the fewest queries of its own sends most, and all wait for it.
         self._return(prediction, self._computed, self.workload.total_new - self.workload.total_new // self.size)
         return prediction
@@ -186,7 +187,7 @@ class LayerTimes:
 
     # Terms
 
-    def _ring(self, prediction: Prediction, steps: list[_Step], transfer_s: float) -> None:
+    def _ring(self, prediction: Prediction, steps: list[_Step], transfer_s: float, *, known_as: str = "") -> None:
         outputs = self.shape.heads * self.shape.value_dim
         for index, step in enumerate(steps):
             merge = self.profile.merge.at(step.merged_rows * outputs)
@@ -197,7 +198,7 @@ class LayerTimes:
             if index + 1 < len(steps):
                 busy = step.attention_s + merge + copy
                 prediction.add("exposed", self.profile.overlapped(busy, transfer_s) - busy)
-        self._overhead(prediction)
+        self._overhead(prediction, known_as)
 
     def _return(self, prediction: Prediction, rows: float, foreign_rows: float) -> None:
         # Every part is joined with its log-sum-exp, then all are joined to one buffer.
@@ -218,8 +219,9 @@ class LayerTimes:
     def _copied(self, prediction: Prediction, nbytes: float) -> None:
         prediction.add("copy", self.profile.copy_bytes.at(nbytes))
 
-    def _overhead(self, prediction: Prediction) -> None:
-        prediction.add("overhead", self.size * self.profile.step_overhead_s.get(prediction.method, 0.0))
+    def _overhead(self, prediction: Prediction, known_as: str = "") -> None:
+        known = self.profile.step_overhead_s
+        prediction.add("overhead", self.size * known.get(known_as, known.get(prediction.method, 0.0)))
 
     # Kernels
 
@@ -284,16 +286,3 @@ class LayerTimes:
 
 
 _SHARDS: tuple[Shard, Shard] = ("earlier", "later")
-
-
-def decode_seconds(
-    profile: HardwareProfile, model: ModelShape, workload: Workload, method: str, *, tp_size: int = 1
-) -> float:
-    """Seconds of all layers of one decoding pass, but for what both methods share (head, sums over TP ranks)."""
-    tokens = workload.total_new if method == "replicated" else -(-workload.total_new // workload.size)
-    seconds = 0.0
-    for index, count in model.layer_kinds:
-        times = LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
-        dense = dense_seconds(profile, model.layers[index], tokens, tp_size=tp_size)
-        seconds += count * (times.predict(method).seconds + dense)
-    return seconds

@@ -12,9 +12,11 @@ from megakv.costmodel.shape import ModelShape
 def ttit_seconds(
     profile: HardwareProfile, model: ModelShape, workload: Workload, method: str, *, tp_size: int = 1
 ) -> float:
-    """Seconds of one decoding step; sums over tensor-parallel ranks as far as the profile knows their links.
+    """Seconds of one decoding step of `generate`; sums over tensor-parallel ranks as far as the profile knows them.
 
-    All ranks meet in every layer and at the end, where they are told the results and rank 0's word on going on.
+    All ranks meet in every layer and at the end, where they are told the results and rank 0's word on going on. The
+    last of them is late by a part of what all compute between two meetings. Where every rank has queries of its own to
+    attend with while others' are on their way, a ring hides what the one before it is late by.
 
     Parameters
     ----------
@@ -27,17 +29,21 @@ def ttit_seconds(
         of them.
     tp_size : int
     """
-    replicated = method == "replicated"
+    replicated, sequences = method == "replicated", len(workload.new)
     tokens = workload.total_new if replicated else -(-workload.total_new // workload.size)
     dense = TokenTimes(profile, model, tp_size=tp_size)
-    late = 1 + profile.lag if workload.size * tp_size > 1 else 1.0
+    lag = profile.lag if workload.size * tp_size > 1 else 0.0
+    hiding = not replicated and 1 < workload.size <= sequences
     seconds = 0.0
     for index, count in model.layer_kinds:
         times = LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
+        prediction = times.predict(method)
+        attention = prediction.terms["attention"]
         sums = dense.sums(index, tokens)
-        work = times.predict(method).seconds + late * (dense.layer(index, tokens) - sums) + sums
-        seconds += count * max(work, profile.launch_s)
-    owners = 1 if replicated else min(workload.size, len(workload.new))
+        own = dense.layer(index, tokens) - sums
+        late = max(0.0, lag * own - (attention / workload.size if hiding else 0.0)) + lag * attention
+        seconds += count * max(prediction.seconds + own + late + sums, profile.launch_s)
+    owners = 1 if replicated else min(workload.size, sequences)
     shared = 1 + owners if workload.size > 1 else 0
-    heads = len(workload.new) if replicated else tokens
-    return seconds + (late - 1) * dense.head(heads) + dense.end(heads, shared=shared)
+    heads = sequences if replicated else tokens
+    return seconds + lag * dense.head(heads) + dense.end(heads, shared=shared) + dense.step_s

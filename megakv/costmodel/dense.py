@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.hardware import CallTimes, HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.costmodel.tensor_parallel import all_reduce_seconds
 
@@ -36,6 +36,8 @@ FUSED = Passes(hidden=4, rotary=1, gated=1.5, plain=1)
 """Every input is read once, every output written once; a norm also writes the residual that it adds."""
 HELD_HIDDEN = 3
 """Tensors of the hidden width that a layer holds at a time."""
+FILLED = 0.5
+"""Of a pass: zeros are written, and nothing is read."""
 
 
 def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
@@ -60,10 +62,21 @@ class TokenTimes:
         Ranks that share a layer's weights.
     shared_memory : bool
         Whether they sum by DeepSpeed's shared-memory operation.
+    plain : bool
+        Whether the model runs without MegaKV.
     """
 
-    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        model: ModelShape,
+        *,
+        tp_size: int = 1,
+        shared_memory: bool = False,
+        plain: bool = False,
+    ):
         self._profile = profile
+        self._added = CallTimes() if plain else profile.added
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
@@ -87,7 +100,8 @@ class TokenTimes:
         # Of keys and values the keys are rotated; then both are stored.
         rotary = self._counts.rotary
         seconds += self._passes(rotary, tokens, queries) + self._passes(rotary / 2 + 1, tokens, kv)
-        return seconds + self._pages(tokens, queries + kv) + self._profile.issue_s
+        seconds += self._filled(layer, tokens, wanted, queries)
+        return seconds + self._pages(tokens, queries + kv) + self._profile.issue_s + self._added.layer_s
 
     def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Output projection and feed-forward: what follows attention.
@@ -97,8 +111,8 @@ class TokenTimes:
         layer : int
         tokens : float
         wanted : float, optional
-            Tokens whose logits are asked for: the last layer leaves out the others, experts do not, see
-            `megakv.injection.last_layer`.
+            Tokens whose logits are asked for: the matrices of the last layer leave out the others, experts do not, and
+            between matrices these are zero, see `megakv.injection.last_layer`.
         """
         shape, model = self._model.layers[layer], self._model
         asked = self._rows(layer, tokens, wanted)
@@ -110,10 +124,16 @@ class TokenTimes:
             seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
         gate = model.intermediate * shape.active_experts / self._tp_size
         gates = self._counts.gated if model.feed_forward_tensors == 3 else self._counts.plain
-        seconds += self._passes(self._counts.hidden / 2, tokens, model.hidden) + self._passes(gates, rows, gate)
-        seconds += self._passes(1, tokens, self._query_width / self._tp_size)
-        seconds += self.sums(layer, tokens, wanted=wanted)
-        return seconds + self._pages(tokens, model.hidden) + self._pages(rows, model.hidden + gates * gate)
+        between = rows if model.fused else tokens
+        seconds += self._passes(self._counts.hidden / 2, tokens, model.hidden) + self._passes(gates, between, gate)
+        queries = self._query_width / self._tp_size
+        seconds += self._passes(1, tokens, queries)
+        # Attention's output, the projection of it, and what the feed-forward's matrices give.
+        outputs = queries + model.hidden
+        if not shape.experts:
+            outputs += (model.feed_forward_tensors - 1) * gate + model.hidden
+        seconds += self._filled(layer, tokens, wanted, outputs) + self.sums(layer, tokens, wanted=wanted)
+        return seconds + self._pages(tokens, model.hidden) + self._pages(between, model.hidden + gates * gate)
 
     def sums(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """What of `after` is sums over tensor-parallel ranks; parameters as there."""
@@ -131,12 +151,38 @@ class TokenTimes:
 
     def end(self, sequences: int, *, shared: int = 0) -> float:
         """The logits, what a pass takes beside its layers, and how often one rank's results are told to all."""
-        return self.head(sequences) + self._profile.pass_s + shared * self._profile.share_s
+        around = self._profile.pass_s + self._added.pass_s
+        return self.head(sequences) + around + shared * self._profile.share_s
+
+    @property
+    def step_s(self) -> float:
+        """What `generate` takes for a token beside its pass."""
+        return self._profile.step_s + self._added.step_s
+
+    @property
+    def begin_s(self) -> float:
+        """What `generate` takes beside all of its tokens, and before the first."""
+        return self._profile.begin_s + self._added.begin_s
 
     def _summed(self, tokens: float) -> float:
         """The all-reduce behind a projection whose weights are cut along its inputs."""
         nbytes = tokens * self._model.hidden * self._model.element_bytes
         return all_reduce_seconds(self._profile, nbytes, self._tp_size, shared_memory=self._shared_memory)
+
+    def late_s(self, sequences: int) -> float:
+        """How much later the last of all ranks is with a pass: they read all weights at once, and not equally fast."""
+        layers = sum(count * (self.layer(index, 1) - self.sums(index, 1)) for index, count in self._model.layer_kinds)
+        return self._profile.lag * (layers + self.head(sequences))
+
+    def first_s(self, tokens: float) -> float:
+        """What a layer's memory costs once, in a process that has none to use again, beside what every layer pays."""
+        held = self._held(tokens)
+        return max(0.0, self._profile.page_s * held - self._new(held))
+
+    def _filled(self, layer: int, tokens: float, wanted: float | None, width: float) -> float:
+        """Zeros in place of what the last layer leaves out, which the model's next operation takes."""
+        left_out = tokens - self._rows(layer, tokens, wanted)
+        return 0.0 if self._model.fused else self._passes(FILLED, left_out, width)
 
     def _rows(self, layer: int, tokens: float, wanted: float | None) -> float:
         """Tokens that a layer computes where so many are wanted of the last one."""
@@ -175,8 +221,16 @@ class TokenTimes:
         That grows with all that a layer holds at a time: once a C library has handed so much back to the system, every
         page of the next tensor is new, however small the tensor.
         """
-        profile, model, size = self._profile, self._model, self._model.element_bytes
-        widths = HELD_HIDDEN * model.hidden + model.feed_forward_tensors * model.intermediate / self._tp_size
-        held = tokens * widths * size
-        new = max(0.0, profile.copy_fresh.at(held) - profile.copy_bytes.at(held))
-        return new * width / widths
+        return self._new(self._held(tokens)) * width / self._widths
+
+    @property
+    def _widths(self) -> float:
+        """Elements per token that a layer holds at a time."""
+        model = self._model
+        return HELD_HIDDEN * model.hidden + model.feed_forward_tensors * model.intermediate / self._tp_size
+
+    def _held(self, tokens: float) -> float:
+        return tokens * self._widths * self._model.element_bytes
+
+    def _new(self, held: float) -> float:
+        return max(0.0, self._profile.copy_fresh.at(held) - self._profile.copy_bytes.at(held))

@@ -90,6 +90,24 @@ class SumTimes(BaseModel):
     wait_s: Overhead = 0.0
 
 
+class CallTimes(BaseModel):
+    """Seconds of the processor that calls, where that is the one that computes.
+
+    Parameters
+    ----------
+    layer_s, pass_s, step_s, begin_s : float
+        Of a layer, of a pass beside its layers, of a generated token beside its pass, of a generation beside its
+        tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layer_s: Overhead = 0.0
+    pass_s: Overhead = 0.0
+    step_s: Overhead = 0.0
+    begin_s: Overhead = 0.0
+
+
 class HardwareProfile(Record):
     """Measured times of one machine; every prediction starts here.
 
@@ -138,6 +156,10 @@ class HardwareProfile(Record):
         the one that computes.
     pass_s : float
         Seconds of a pass beside its layers and its logits.
+    step_s, begin_s : float
+        Seconds that transformers' `generate` takes for a token beside its pass, and beside all of its tokens.
+    added : CallTimes
+        What MegaKV adds to `issue_s`, `pass_s`, `step_s` and `begin_s`.
     share_s : float
         Seconds until all ranks have what one of them found at the end of a pass.
     lag : float
@@ -182,6 +204,9 @@ class HardwareProfile(Record):
     layer_s: Overhead = 0.0
     issue_s: Overhead = 0.0
     pass_s: Overhead = 0.0
+    step_s: Overhead = 0.0
+    begin_s: Overhead = 0.0
+    added: CallTimes = CallTimes()
     share_s: Overhead = 0.0
     lag: Overhead = 0.0
     sums: tuple[SumTimes, ...] = ()

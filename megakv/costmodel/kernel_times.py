@@ -12,7 +12,7 @@ from megakv.attention.backends import attend_block
 from megakv.attention.backends import math as math_backend
 from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
-from megakv.costmodel.shape import AttentionShape
+from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.stopwatch import Battery, Pool, Times
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
@@ -22,11 +22,46 @@ KEYS = (16, 128, 1024, 8192)
 SQUARES = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = (1, 2, 4, 16, 64, 256)
 """Two by itself: some libraries multiply two rows one by one, and four together."""
-WEIGHT_WIDTH = 2048
+WEIGHT_WIDTH, LEAST_WIDTH = 2048, 1024
+"""Matrices are measured no wider, and no narrower."""
 # Beyond 32 MiB a C library asks the system for fresh pages every time, an order of magnitude slower.
 COPY_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 5 << 23, 5 << 24)
 MERGE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23)
 MERGE_DIM = 64
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Weights that tokens go through one after another, as in a layer.
+
+    Parameters
+    ----------
+    shapes : tuple of (int, int)
+        Outputs and inputs of each.
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ((WEIGHT_WIDTH, WEIGHT_WIDTH),) * 2
+
+    @classmethod
+    def of(cls, model: ModelShape) -> Matrices:
+        """A model's: a projection of its attention, and its feed-forward; small ones take longer for a weight."""
+        hidden, inner = (min(WEIGHT_WIDTH, max(LEAST_WIDTH, width)) for width in (model.hidden, model.intermediate))
+        return cls(((hidden, hidden), *((inner, hidden),) * (model.feed_forward_tensors - 1), (hidden, inner)))
+
+    @property
+    def elements(self) -> int:
+        """Weights of all together."""
+        return sum(outputs * inputs for outputs, inputs in self.shapes)
+
+    def pass_through(self, pool: Pool, tokens: int) -> Callable[[], object]:
+        """A call in which so many tokens go through all of them, each time with other weights from memory."""
+        x_TI = {inputs: pool.take(tokens, inputs).clone() for _, inputs in self.shapes}
+
+        def call() -> None:
+            for outputs, inputs in self.shapes:
+                torch.nn.functional.linear(x_TI[inputs], pool.take(outputs, inputs))
+
+        return call
 
 
 @dataclass(frozen=True)
@@ -153,14 +188,9 @@ class CurveCells:
         return Curve(sizes=self.sizes, seconds=tuple(scale * value for value in seconds))
 
 
-def matmul_cells(pool: Pool) -> CurveCells:
-    """A weight matrix from memory, over the tokens that go through it."""
-
-    def make(tokens: int) -> Callable[[], object]:
-        x_TH = pool.take(tokens, WEIGHT_WIDTH).clone()
-        return lambda: torch.nn.functional.linear(x_TH, pool.take(WEIGHT_WIDTH, WEIGHT_WIDTH))
-
-    return CurveCells("matmul", TOKENS, make, rising=False)
+def matmul_cells(pool: Pool, matrices: Matrices) -> CurveCells:
+    """Weight matrices from memory, over the tokens that go through them."""
+    return CurveCells("matmul", TOKENS, lambda tokens: matrices.pass_through(pool, tokens), rising=False)
 
 
 def copy_cells(pool: Pool) -> CurveCells:

@@ -11,8 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from megakv.comm import Communicator
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
 from megakv.costmodel.kernel_times import (
-    WEIGHT_WIDTH,
     KernelSizes,
+    Matrices,
     TableCells,
     combine_cells,
     copy_cells,
@@ -21,12 +21,14 @@ from megakv.costmodel.kernel_times import (
     merge_cells,
 )
 from megakv.costmodel.link_times import UNIT_KEYS, UNIT_ROWS, RingCells, exchange, no_links, sum_cells
-from megakv.costmodel.rehearsal import MeetingCells, SmallModelCells
+from megakv.costmodel.rehearsal import MeetingCells
+from megakv.costmodel.small_models import SmallModelCells
 from megakv.costmodel.stopwatch import ROUNDS, Battery, Cells, Pool, Stopwatch, lower_decile
 from megakv.tracking.machine import machine_info
 
 DEFAULT_SECONDS = 60.0
 DEFAULT_SIZES = (KernelSizes(64, 8, 4), KernelSizes(128, 8, 4))
+DEFAULT_MATRICES = Matrices()
 CALLS = 120
 """No call may take longer than this part of the whole time."""
 PROBES = 5
@@ -39,6 +41,7 @@ def measure_profile(
     *,
     dtype: torch.dtype,
     sizes: Sequence[KernelSizes] = DEFAULT_SIZES,
+    matrices: Matrices = DEFAULT_MATRICES,
     seconds: float = DEFAULT_SECONDS,
     sums: Sequence[Communicator] = (),
     report: Callable[[int], None] | None = None,
@@ -53,6 +56,8 @@ def measure_profile(
         Of Q, K, V and weights.
     sizes : sequence of KernelSizes
         Heads to measure attention with.
+    matrices : Matrices
+        Weights to measure matrix products with.
     seconds : float
         How long it may take, about. More time makes steadier numbers and reaches larger blocks and messages.
     sums : sequence of Communicator
@@ -67,7 +72,7 @@ def measure_profile(
     probe = TableCells(sizes[0], pool, 1.0, longest_s)
     flops, unit_s, bandwidth = _probe(watch, probe)
     tables = [TableCells(size, pool, flops, longest_s) for size in _with_ungrouped(sizes)]
-    matmul, copy, fresh = matmul_cells(pool), copy_cells(pool), fresh_copy_cells(pool)
+    matmul, copy, fresh = matmul_cells(pool, matrices), copy_cells(pool), fresh_copy_cells(pool)
     merge, combine = merge_cells(pool.device), combine_cells(pool.device, max(2, ring))
     everything: list[Cells] = [*tables, matmul, copy, fresh, merge, combine]
     links = meeting = None
@@ -75,7 +80,7 @@ def measure_profile(
     curves = [sum_cells(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
     if ring > 1:
         links = RingCells(comm, probe, unit_s, bandwidth, longest_s)
-        meeting = MeetingCells(comm, pool, sizes[0], summed)
+        meeting = MeetingCells(comm, pool, sizes[0], summed, matrices)
         everything += [links, *curves, meeting]
     small = SmallModelCells(pool) if pool.device.type == "cpu" else None
     everything += [small] if small else []
@@ -90,7 +95,7 @@ def measure_profile(
         fingerprint=machine,
         ring_size=ring,
         attention=tuple(table.table(times) for table in tables),
-        matmul=matmul.curve(times, scale=1 / WEIGHT_WIDTH**2),
+        matmul=matmul.curve(times, scale=1 / matrices.elements),
         copy_bytes=copy.curve(times),
         copy_fresh=fresh.curve(times),
         merge=merge.curve(times),

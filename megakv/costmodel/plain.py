@@ -34,18 +34,20 @@ class PlainTimes:
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
-        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
+        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory, plain=True)
 
-    def prefill(self, new: int, *, masked: bool = False) -> float:
+    def prefill(self, new: int, *, masked: bool = False, generating: bool = False) -> float:
         """TTFT of a prompt of so many tokens.
 
         Parameters
         ----------
         new : int
+        generating : bool
+            Whether `generate` reads it, or the model is called.
         masked : bool
             Whether all scores are computed and half of them hidden, as if nobody knew of causality.
         """
-        seconds = self._end(1)
+        seconds = self._end(1) + (self._tokens.begin_s if generating else 0.0)
         for index, count in self._model.layer_kinds:
             shape = self._shape(index)
             if masked:
@@ -53,10 +55,10 @@ class PlainTimes:
             else:
                 attention = LayerTimes(self._profile, shape, Workload((new,), (0,), 1)).predict("single").seconds
             seconds += count * (self._tokens.layer(index, new) + attention)
-        return seconds
+        return seconds + (self._tokens.late_s(1) if self._tp_size > 1 else 0.0)
 
     def decode(self, context: int, batch: int = 1, *, copied: bool = False) -> float:
-        """TTIT behind so many cached tokens of each sequence.
+        """TTIT of `generate` behind so many cached tokens of each sequence.
 
         Parameters
         ----------
@@ -66,12 +68,12 @@ class PlainTimes:
         """
         work = Workload((1,) * batch, (context,) * batch, 1)
         late = 1 + self._profile.lag if self._tp_size > 1 else 1.0
-        seconds = self._end(batch) + (late - 1) * self._tokens.head(batch)
+        seconds = self._end(batch) + (late - 1) * self._tokens.head(batch) + self._tokens.step_s
         for index, count in self._model.layer_kinds:
             shape = self._shape(index)
             sums = self._tokens.sums(index, batch)
-            layer = late * (self._tokens.layer(index, batch) - sums) + sums
-            layer += LayerTimes(self._profile, shape, work).predict("single").seconds
+            attention = LayerTimes(self._profile, shape, work).predict("single").seconds
+            layer = late * (self._tokens.layer(index, batch) - sums + attention) + sums
             seconds += count * (layer + (self._copied(shape, batch * (context + 1)) if copied else 0.0))
         return seconds
 

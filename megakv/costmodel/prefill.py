@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes, Prediction
@@ -51,6 +52,7 @@ class PrefillTimes:
         self.workload = workload
         self._profile = profile
         self._model = model
+        self._tp_size = tp_size
         self._tokens = TokenTimes(profile, model, tp_size=tp_size)
         self._layers = {
             index: LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
@@ -74,8 +76,8 @@ class PrefillTimes:
             return self.chain(alone(self.workload)).seconds
         if method == "runahead":
             assert partitions is not None
-            return self.chain(partitions).seconds
-        return self._rings(method)
+            return self.chain(partitions).seconds + self._late_s
+        return self._rings(method) + self._late_s
 
     def terms(self, method: str, partitions: Sequence[Partition] | None = None) -> dict[str, float]:
         """Where a method's seconds go; parameters as `seconds`, which they sum to.
@@ -83,8 +85,8 @@ class PrefillTimes:
         Returns
         -------
         dict
-            ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks' tokens, ``all_reduce`` for
-            sums over tensor-parallel ranks.
+            ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens,
+            ``all_reduce`` for sums over tensor-parallel ranks.
         """
         tokens, sequences = -(-self.workload.total_new // self.workload.size), len(self.workload.new)
         layers = {index: count for index, count in self._model.layer_kinds}
@@ -101,11 +103,13 @@ class PrefillTimes:
             terms["dense"] = self._tokens.layer(last, tokens, wanted=sequences) - terms["all_reduce"]
             terms["dense"] += sum(count * self._tokens.layer(index, tokens) for index, count in layers.items())
             terms["attention"] = chain.seconds - sum(terms.values())
+            terms["exposed"] += self._late_s if method == "runahead" else 0.0
             return terms
         parts = [(count, self._attention(index, method)) for index, count in layers.items()]
         for count, prediction in [*parts, (1, self._attention(final, method, last=True))]:
             for name, seconds in prediction.terms.items():
                 terms["exposed" if name in EXPOSED else "attention"] += count * seconds
+        terms["exposed"] += self._late_s
         terms["dense"] = self.seconds(method) - sum(terms.values())
         return terms
 
@@ -115,6 +119,11 @@ class PrefillTimes:
         if key not in self._chains:
             self._chains[key] = self._chain.predict(key, self.workload.cached)
         return self._chains[key]
+
+    @cached_property
+    def _late_s(self) -> float:
+        """How late the last rank is: by a part of what reading the weights takes, however many tokens share them."""
+        return self._tokens.late_s(len(self.workload.new)) if self.workload.size * self._tp_size > 1 else 0.0
 
     def _attention(self, index: int, method: str, *, last: bool = False) -> Prediction:
         """One layer's attention; seconds and their terms are made from the same prediction."""

@@ -67,7 +67,7 @@ class RaggedTimes:
         tokens = TokenTimes(self._profile, model, tp_size=self._ranks, shared_memory=self._shared_memory)
         whole = TokenTimes(self._profile, model)
         late = self._profile.lag
-        seconds = late * whole.head(self._batch) + whole.end(self._batch, shared=1)
+        seconds = late * whole.head(self._batch) + whole.end(self._batch, shared=1) + whole.step_s
         for index, (layer, shared) in enumerate(zip(loads, divided, strict=True)):
             sums = tokens.sums(index, self._batch)
             seconds += (1 + late) * (tokens.layer(index, self._batch) - sums) + sums

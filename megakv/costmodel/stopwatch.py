@@ -70,13 +70,25 @@ class Battery:
     def __init__(self, watch: Stopwatch):
         self.watch = watch
         self._calls: dict[Key, Callable[[], object]] = {}
+        self._weights: list[float] = []
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, *key: object, call: Callable[[], object]) -> None:
-        """Take a cell. `call` may communicate; every rank must add the same cells in the same order."""
+    def add(self, *key: object, call: Callable[[], object], weight: float = 1.0) -> None:
+        """Take a cell.
+
+        Parameters
+        ----------
+        *key : object
+            Its name.
+        call : callable
+            It may communicate; every rank must add the same cells in the same order.
+        weight : float
+            Of its share of the time: more where samples differ much.
+        """
         self._calls[key] = call
+        self._weights.append(weight)
 
     def run(self, seconds: float, report: Callable[[], None] | None = None) -> Times:
         """Time all cells.
@@ -94,8 +106,11 @@ class Battery:
             call()
         watch.comm.barrier()
         first = watch.slowest([watch.once(call) for call in self._calls.values()])
-        share = seconds / (ROUNDS * len(self._calls))
-        repeats = [min(MOST_REPEATS, max(1, int(share / max(time_s, 1e-7)))) for time_s in first]
+        share = seconds / (ROUNDS * sum(self._weights))
+        repeats = [
+            min(MOST_REPEATS, max(1, int(weight * share / max(time_s, 1e-7))))
+            for weight, time_s in zip(self._weights, first, strict=True)
+        ]
         samples: list[list[float]] = [[] for _ in first]
         for taken_rounds in range(ROUNDS):
             spent = watch.slowest([time.perf_counter() - start])[0]
@@ -138,13 +153,19 @@ class Times:
         return tuple(min(seconds[index:]) for index in range(len(seconds)))
 
     def together(self, key: Key) -> float:
-        """Seconds until the last rank is done with a cell: median of the repeats."""
-        return statistics.median(max(column) for column in zip(*self._samples[key], strict=True))
+        """Seconds until the last rank is done with a cell: mean of the repeats but the longest tenth.
+
+        Of what a pass does again and again it takes the sum. Where ranks wait for a processor to be given to them, one
+        repeat in three may take several times as long as the others, which a median forgets.
+        """
+        last = sorted(max(column) for column in zip(*self._samples[key], strict=True))
+        return statistics.mean(last[: len(last) - (len(last) - 1) // DECILE])
 
     def straggle(self, key: Key) -> float:
         """How much longer the last rank takes, over the repeats, than the slowest one typically does by itself."""
         alone = max(statistics.median(taken) for taken in self._samples[key])
-        return max(0.0, self.together(key) / alone - 1)
+        last = statistics.median(max(column) for column in zip(*self._samples[key], strict=True))
+        return max(0.0, last / alone - 1)
 
 
 class Pool:

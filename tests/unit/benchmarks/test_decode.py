@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness.breakdown import attention_times, split_phases
 from benchmarks.harness.caches import CopyingCache, RoomyCache, random_layers
+from benchmarks.harness.foretold import foretold_anew
 from megakv.tracking import Event
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
@@ -29,6 +30,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "decode" and report["args"]["kv_heads"] == 4
+    assert foretold_anew(report, path) == report["rows"]
     names = [*SINGLE, "replicated", "pass_q"]
     assert [(row["batch"], row["method"]) for row in report["rows"]] == [(b, name) for b in (1, 2) for name in names]
     for row in report["rows"]:

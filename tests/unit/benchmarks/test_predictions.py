@@ -2,13 +2,17 @@
 
 import json
 import random
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.harness.models import llama_config
 from benchmarks.harness.predictions import Predictions
 from benchmarks.predictions import Time, main, read, summarise, times_of, unpredicted, winners
 from megakv.costmodel.curves import Curve
+from megakv.costmodel.shape import ModelShape
 from tests.unit.benchmarks.running import BENCHMARKS
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import attention_only
@@ -40,6 +44,8 @@ def test_several_measures_of_a_row() -> None:
     setting = "ranks 4, context 8"
     assert list(times_of(rows)) == [Time(setting, "cp", scale, 1.0), Time(f"TTIT, {setting}", "cp", 0.4, 0.2)]
     assert unpredicted(rows) == []
+    corrected = row("kvpr", 1.0, 1.0, context=8) | {"cost_model_s": 0.9}
+    assert list(times_of([corrected])) == [Time(setting, "kvpr", 0.9, 1.0)] and unpredicted([corrected]) == []
     assert unpredicted([row("b", None, 1.0), row("a", None, 1.0), row("b", 1.0, 1.0)]) == ["a", "b"]
 
 
@@ -69,6 +75,43 @@ def test_the_answer_as_a_file(
     assert report["summary"]["benchmarks"]["prefill"]["right_winners"] == 1 and len(report["rows"]) == 2
     assert answer.with_suffix(".png").is_file()
     assert main(["--results", str(tmp_path / "none")]) == 2
+
+
+def test_results_are_predicted_anew_from_their_profiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    sizes = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 300, "dtype": "fp32"}
+    context, cached, scale = random.randint(8, 500), random.randint(1, 500), random.uniform(0.5, 2)
+    rows = {
+        "prefill": row("pass_kv", 9.0, 1.0, context=context),
+        "multiturn": row("pass_q", None, 1.0, rate="1gbit", context=9, new_tokens=context, cached_tokens=cached),
+        "hosts": row("tp", 9.0, 1.0, rate="unlimited", context=context),
+        "runahead": row("kvr_e", 9.0, 1.0, rate="free", kv_heads=2, context=8, noise="quiet", partition=[3, 2, 2, 1]),
+    }
+    profile = ideal(matmul=Curve.affine(1e-9, 1e9), exchange=Curve.affine(scale, 1e9))
+    for name, entry in rows.items():
+        args = {**sizes, "hosts": 2, "family": "llama", "context": [8]}
+        results = {"benchmark": name, "args": args, "rows": [entry], "summary": {"kept": True}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+        kept = {"prefill": "4", "multiturn": "4-1gbit", "hosts": "4-unlimited", "runahead": "r4-kv2-free"}[name]
+        profile.save(tmp_path / f"{name}.profiles" / f"{kept}.json")
+    model = ModelShape.from_config(llama_config(Namespace(**sizes), positions=1), dtype=torch.float32)
+    found, hosts = Predictions(profile, model, 4), Predictions(profile, model, 4, tp_size=2)
+    assert main(["--results", str(tmp_path), "--anew"]) == 0
+    assert "predicted anew: hosts, multiturn, prefill, runahead" in capsys.readouterr().out
+    for name, seconds in (
+        ("prefill", found.prefill("pass_kv", context)),
+        ("multiturn", found.prefill("pass_q", context, cached)),
+        ("hosts", hosts.prefill("tp_gloo", context)),
+        ("runahead", found.prefill("kvr_e", 8, partition=(3, 2, 2, 1))),
+    ):
+        results = json.loads((tmp_path / f"{name}.json").read_text())
+        assert results["rows"] == [{**rows[name], "predicted_s": pytest.approx(seconds)}] and results["summary"]["kept"]
+    # A profile that was lost is named.
+    (tmp_path / "prefill.profiles" / "4.json").unlink()
+    assert main(["--results", str(tmp_path), "--anew"]) == 2
+    assert "prefill.profiles/4.json" in capsys.readouterr().err
 
 
 def test_plain_models_are_predicted_whole() -> None:

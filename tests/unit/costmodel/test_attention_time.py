@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megakv.attention.visibility import plan_blocks
-from megakv.costmodel.attention_time import LayerTimes, decode_seconds
+from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, message_bytes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import dense_seconds
@@ -191,12 +191,6 @@ def test_dense_part_of_decoding() -> None:
     touched = 8_000_000 * (1 - 0.75**6)
     per_weight = 1e-9 * (1 + (12e6 / touched - 1) / 100)
     assert dense_seconds(profile, routed, 6) == pytest.approx(touched * per_weight)
-    work = Workload((1,) * 4, (0,) * 4, 2)
-    seconds = decode_seconds(profile, model(10**9), work, "replicated")
-    assert seconds == pytest.approx(4 * dense_seconds(profile, LayerShape(10**9), 4), rel=1e-3)
-    assert decode_seconds(profile, model(10**9), work, "pass_q") == pytest.approx(
-        4 * dense_seconds(profile, LayerShape(10**9), 2), rel=1e-3
-    )
 
 
 def test_predictions_are_finite_and_positive_everywhere() -> None:

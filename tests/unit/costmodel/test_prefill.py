@@ -1,6 +1,7 @@
 """Whole-model predictions: what a person would add up, and what methods gain on each other."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_layers_add_up() -> None:
         assert predicted.seconds(method) == pytest.approx(attention + dense)
 
 
+def test_the_last_rank_is_late_by_what_it_reads() -> None:
+    """However many tokens a pass has; not one rank alone."""
+    matmul, lag = Curve(sizes=(1, 101), seconds=(1e-9, 101e-9)), random.uniform(0.1, 1)
+    late, ready = (
+        PrefillTimes(ideal(matmul=matmul, lag=each), attention_only(5, dense=200_000), Workload((3000,), (0,), 3))
+        for each in (lag, 0.0)
+    )
+    partitions = (even(3000, 3),)
+    for method in ("pass_kv", "pass_q", "runahead"):
+        more = late.seconds(method, partitions) - ready.seconds(method, partitions)
+        assert more == pytest.approx(lag * 1e-3, rel=1e-2)
+        assert sum(late.terms(method, partitions).values()) == pytest.approx(late.seconds(method, partitions))
+    assert late.seconds("single") == ready.seconds("single")
+
+
 def test_last_layer_computes_wanted_tokens() -> None:
     """Keys and values of all, all else of one."""
     matmul = Curve(sizes=(1, 101), seconds=(1e-9, 101e-9))
@@ -100,7 +116,31 @@ def test_results_of_a_large_layer_are_written_to_new_pages() -> None:
     assert tokens.before(0, small) < 1e-6
     assert tokens.before(0, large) == pytest.approx(1536 / (3 * 64), rel=1e-2)
     assert tokens.after(0, large) == pytest.approx(2 * 64 / (3 * 64), rel=1e-2)
-    assert tokens.after(1, large, wanted=1) == pytest.approx(64 / (3 * 64), rel=1e-2)
+    # What the last layer leaves out is zero, in tensors as large.
+    assert tokens.after(1, large, wanted=1) == pytest.approx(2 * 64 / (3 * 64), rel=1e-2)
+
+
+def test_what_the_last_layer_leaves_out_is_filled_with_zeros() -> None:
+    copy = Curve(sizes=(1.0, 1e9), seconds=(1e-9, 1.0))
+    model = replace(attention_only(2), intermediate=640)
+    tokens, wanted = random.randint(100, 900), random.randint(1, 9)
+    times = TokenTimes(ideal(copy_bytes=copy), model)
+    filled = (tokens - wanted) * 4e-9 / 2
+    queries = HEADS * 64
+    assert times.before(1, tokens, wanted=wanted) - times.before(0, tokens) == pytest.approx(filled * queries)
+    feed_forward = (model.feed_forward_tensors - 1) * 640 + 64
+    after = times.after(1, tokens, wanted=wanted) - times.after(0, tokens)
+    assert after == pytest.approx(filled * (queries + 64 + feed_forward))
+
+
+def test_the_first_layer_pays_for_pages_that_others_use_again() -> None:
+    """A process without memory to use again; where every layer pays, nothing is added."""
+    size = 64 << 20
+    fresh = Curve(sizes=(1.0, 32 << 20, size), seconds=(1e-15, 2e-15, 1.0))
+    tokens = TokenTimes(ideal(copy_fresh=fresh), attention_only(2))
+    held = 3 * 64 * 4
+    assert tokens.first_s(1000) == pytest.approx(1000 * held / size)
+    assert tokens.first_s(size / held) == pytest.approx(0, abs=1e-9)
 
 
 def test_cached_tokens_keep_the_chain_in_step() -> None:

@@ -9,13 +9,11 @@ import torch
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.dense import TokenTimes
-from megakv.costmodel.kernel_times import WEIGHT_WIDTH, CurveCells, KernelSizes
+from megakv.costmodel.kernel_times import WEIGHT_WIDTH, CurveCells, KernelSizes, Matrices
 from megakv.costmodel.link_times import fair
-from megakv.costmodel.rehearsal import FEW, LONG, MANY, METHODS, SHORT, MeetingCells, SmallModelCells, product_s
+from megakv.costmodel.rehearsal import LONG, METHODS, SHORT, MeetingCells
 from megakv.costmodel.stopwatch import Pool, Times
 from tests.unit.costmodel.profiles import ideal
-from tests.unit.costmodel.test_chain import attention_only
 
 RING = 4
 PRODUCT_S = 2e-3
@@ -38,12 +36,12 @@ def test_what_meeting_costs_behind_work() -> None:
     lag, shared_s, wait_s = random.uniform(0, 1), random.uniform(1e-3, 1e-2), random.uniform(1e-3, 1e-2)
     extra = {method: random.uniform(1e-3, 1e-2) for method in METHODS}
     tensor_parallel = mesh(tp_size=3, shared_memory=False)
-    cells = MeetingCells(mesh(), pool(), KernelSizes(64, 8, 1), [tensor_parallel])
+    cells = MeetingCells(mesh(), pool(), KernelSizes(64, 8, 1), [tensor_parallel], Matrices())
     profile = machine(collective=Curve.affine(1e-4, 1e9))
-    behind = SHORT * PRODUCT_S * (1 + lag)
+    behind = SHORT * len(Matrices().shapes) * PRODUCT_S * (1 + lag)
     known = {}
     for method, work in cells._works.items():
-        alone = LayerTimes(profile, cells._shape, work).predict(method).seconds
+        alone = LayerTimes(profile, cells._shape, work).predict(METHODS[method]).seconds
         known["behind", method, SHORT] = behind + alone + RING * extra[method]
     known["behind", "replicated", LONG] = known["behind", "replicated", SHORT] + (LONG - SHORT) / SHORT * behind
     known["behind", "share", SHORT] = behind + 2 * shared_s
@@ -61,19 +59,6 @@ def test_what_meeting_costs_behind_work() -> None:
     (sums,) = cells.sum_times(times, [curve])
     assert (sums.ranks, sums.shared_memory) == (3, False)
     assert sums.seconds.at(16384) == 9e-4 and sums.wait_s == pytest.approx(wait_s, abs=2e-4)
-
-
-def test_small_models_show_what_calling_costs() -> None:
-    layer_s, pass_s = random.uniform(1e-3, 1e-2), random.uniform(1e-3, 1e-2)
-    cells, profile = SmallModelCells(pool()), machine()
-    first = SHORT * PRODUCT_S + pass_s
-    times = Times({("small model", layers): ([first + layers * layer_s],) for layers in (FEW, MANY)})
-    found = cells.fields(profile, times)
-    # A little of it is what the layer's matrices take, and the output head.
-    assert found["issue_s"] == pytest.approx(layer_s, rel=0.1) and found["pass_s"] == pytest.approx(pass_s, rel=0.1)
-    whole, model = profile.model_copy(update=found), attention_only(2, dense=1000)
-    more = TokenTimes(whole, model).before(0, 1) - TokenTimes(profile, model).before(0, 1)
-    assert more == pytest.approx(found["issue_s"]) and product_s(whole) == pytest.approx(PRODUCT_S)
 
 
 def test_a_processor_gives_equal_shares() -> None:

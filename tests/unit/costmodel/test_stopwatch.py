@@ -1,6 +1,7 @@
 """What is made of samples: deciles, ranks that wait for each other, and cold numbers."""
 
 import random
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,30 @@ def test_straggle() -> None:
     """Ranks that are disturbed in turn are all late together; ranks that are always equal never."""
     assert Times({("x",): ([1.0, 2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.0, 1.0])}).straggle(("x",)) == 1.0
     assert Times({("x",): ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])}).straggle(("x",)) == 0.0
+
+
+def test_what_a_pass_does_often_counts_by_its_mean() -> None:
+    """One repeat in three takes four times as long; but the longest tenth does not count."""
+    seconds = [1.0, 1.0, 4.0] * 10
+    random.shuffle(seconds)
+    idle = [0.5] * len(seconds)
+    two = Times({("x",): (seconds, idle)}).together(("x",))
+    kept = sorted(seconds)[: 30 - 29 // 10]
+    assert two == pytest.approx(sum(kept) / len(kept)) and 1.7 < two < 2
+    assert Times({("x",): ([3.0], [7.0])}).together(("x",)) == 7.0
+
+
+def test_heavier_cells_get_more_of_the_time() -> None:
+    battery, calls = Battery(Stopwatch(Alone())), {"light": 0, "heavy": 0}  # type: ignore[arg-type]
+
+    def count(name: str) -> None:
+        calls[name] += 1
+        time.sleep(1e-3)
+
+    for name, weight in (("light", 1.0), ("heavy", 3.0)):
+        battery.add(name, call=lambda name=name: count(name), weight=weight)  # type: ignore[misc]
+    battery.run(0.2)
+    assert calls["heavy"] > 2 * calls["light"] > 0
 
 
 def test_rounds_take_every_cell() -> None:

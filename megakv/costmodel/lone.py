@@ -1,0 +1,45 @@
+"""A rank of a world as if there were no other."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from megakv.comm import Communicator
+from megakv.groups import Mesh
+from megakv.ledger import Ledger
+
+T = TypeVar("T")
+
+
+class Alone(Communicator):
+    """Communicates with nobody, however many ranks there are.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where it computes.
+    """
+
+    def __init__(self, device: torch.device):
+        self.ledger = Ledger()
+        self.mesh = Mesh(
+            rank=0,
+            world_size=1,
+            cp_size=1,
+            cp_rank=0,
+            tp_size=1,
+            tp_rank=0,
+            cp_ranks=(0,),
+            tp_ranks=(0,),
+            groups={},
+            device=device,
+            shared_memory=False,
+            # Nobody is ever waited for.
+            timeout_s=float("inf"),
+        )
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Its own."""
+        return [value]
