@@ -94,6 +94,6 @@ def test_tokens_are_the_plain_model_s(run: Run, results: Results) -> None:
 def test_ranks_try_the_same_plans(results: Results) -> None:
     cases = {case["case"]: case["plans"] for case in results["opt", "2x1", "auto", "auto"]}
     for name in ("chunked 65", "ragged greedy"):
-        # The first rank has chosen for both by then.
         first, second = cases[name]
-        assert first == second and len(first) >= 5, cases
+        # In passes of the prompt, and in the first steps, each rank goes by its own predictions.
+        assert first[-3:] == second[-3:] and min(len(first), len(second)) >= 5, cases
