@@ -75,7 +75,8 @@ class RaggedTimes:
         return seconds
 
     def _layer(self, loads: Sequence[int]) -> float:
-        return (1 + self._profile.lag) * (self._call_s + max(loads) * self._token_s)
+        # No lag: it is that of products which wait for memory, and here each key that is read meets a group of queries.
+        return self._call_s + max(loads) * self._token_s
 
     def _sum(self, nbytes: float) -> float:
         return all_reduce_seconds(self._profile, nbytes, self._ranks, shared_memory=self._shared_memory)

@@ -15,6 +15,8 @@ CASES = ("greedy 1", "greedy 65", "chunked 65", "ragged greedy", "ragged beams")
 SLOW = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.001}
 # Weights off the accelerator too, and sequences in groups; recomputation pays or not.
 COLUMNS = {**SLOW, "weights": True, "num_gpu_batches": 2, "emulated_link_gb_s": 0.05}
+# Slower by far than a host whose cores are all busy: it attends to something whatever else runs.
+HOST = {**SLOW, "method": "cpu_rank", "emulated_link_gb_s": 0.0002}
 # Host memory for a few pages: the rest lies on disk.
 BOTH = {**SLOW, "method": "chunked", "host_gb": 6 * 8 / (1 << 20), "disk_gb": 0.02}
 HOSTED = (("opt", "auto"), ("gpt_neox", "tsp"), ("llama", "auto"))
@@ -43,7 +45,7 @@ MORE: list[Run] = [
     if (family, "2x1", method, "auto") not in RUNS
 ]
 """With ``--full`` alone."""
-OFFLOAD = {"columns": COLUMNS, "both": BOTH}
+OFFLOAD = {"columns": COLUMNS, "both": BOTH, "cpu_rank": HOST}
 Results = dict[Run, Any]
 
 

@@ -23,7 +23,7 @@ def test_the_fullest_rank_of_every_layer_counts() -> None:
     loads = [[random.randint(1000, 9000) for _ in range(RANKS)] for _ in MODEL.layers]
     times = RaggedTimes(profile, MODEL.attention(), batch=BATCH, ranks=RANKS, shared_memory=True)
     # Each kept token meets the two query heads of its KV head.
-    attention = (1 + lag) * sum(map(max, loads)) * 2 * PAIR_S
+    attention = sum(map(max, loads)) * 2 * PAIR_S
     outputs = 2 * (2e-3 + BATCH * 8 * 64 * 4 / 1e9)
     assert times.attention(loads, [False, False]) == pytest.approx(attention + outputs, rel=1e-2)
     shared = times.attention(loads, [True, False]) - times.attention(loads, [False, False])
