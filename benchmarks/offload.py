@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LINKS, QUICK_LINKS = "0.1,0.2,0.4", "0.2,0.4"
 FULL = {"least_repeats": 2, "repeats": 16, "cell_seconds": 16.0}
-QUICK = {"least_repeats": 2, "repeats": 8, "cell_seconds": 5.0}
+QUICK = {"least_repeats": 2, "repeats": 8, "cell_seconds": 2.0}
 LEAST_NEW = 6
 
 
@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chunk", type=int, default=128, help="tokens of a chunk of activations (default 128)")
     add("--repeats", type=int, help="timed rounds of a case at most (default 16; --quick: 8)")
     add("--least-repeats", type=int, help="rounds at least (default 2)")
-    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 5)")
+    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 2)")
     add("--threads", type=int, default=1, help="threads that compute (default 1)")
     add("--cores", nargs=2, type=int, metavar="CORE", help="of the thread that computes, and of the one that attends")
     add("--parts", metavar="FOLDER", help="where cases are kept (default: FILE with suffix .parts)")
