@@ -45,6 +45,7 @@ goes first.
 """
 WITHOUT = {
     "attention_gpu": "it measures the kernel that profiles are made of",
+    "fairkv_latency": "it predicts by lines that it fits itself",
     "host_attention": "it measures the kernel that the offload engine's profiles are made of",
 }
 
