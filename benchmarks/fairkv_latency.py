@@ -102,22 +102,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """Entry of the only process: one rank at a time is enough."""
-    arguments = parse_arguments()
-    import torch
+    from harness.single_process import run_single_process
 
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("this machine has no CUDA GPU: nothing is measured; --device cpu measures the CPU", file=sys.stderr)
-        return 2
-    from megakv.errors import MegaKVError
-    from megakv.launcher.voice import quiet_libraries
-
-    quiet_libraries()
-    try:
-        run(arguments)
-    except MegaKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_single_process(parse_arguments(), run, on_cpu="measures the CPU")
 
 
 if __name__ == "__main__":

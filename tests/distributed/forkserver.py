@@ -124,15 +124,21 @@ def wait_for_ranks(pids: list[int], deadline: float) -> list[int | None]:
     return codes
 
 
-def serve(request: dict[str, Any]) -> dict[str, Any]:
-    """Run one request: exit statuses, seconds, and what was left over and is killed by now."""
-    start = time.monotonic()
+def fork_ranks(request: dict[str, Any]) -> list[int]:
+    """Start a request's ranks: their process identifiers."""
     pids = []
     for rank in range(len(request["commands"])):
         pid = os.fork()
         if pid == 0:
             be_rank(request, rank)
         pids.append(pid)
+    return pids
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Run one request: exit statuses, seconds, and what was left over and is killed by now."""
+    start = time.monotonic()
+    pids = fork_ranks(request)
     codes = wait_for_ranks(pids, start + request["timeout"])
     seconds = time.monotonic() - start
     deadline = time.monotonic() + GRACE_S

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.distributed.forkserver import be_rank, wait_for_ranks
+from tests.distributed.forkserver import fork_ranks, wait_for_ranks
 
 SCRIPT, *WORDS = sys.argv[1:]
 
 
-def fork_ranks(
+def start_forked(
     arguments: argparse.Namespace,
     options: Sequence[str] = (),
     *,
@@ -39,13 +39,9 @@ def fork_ranks(
     # What is still to be written would be written by every rank.
     sys.stdout.flush()
     sys.stderr.flush()
-    pids = []
-    for rank in range(len(request["commands"])):
-        pid = os.fork()
-        if pid == 0:
-            be_rank(request, rank)
-        pids.append(pid)
-    codes = wait_for_ranks(pids, time.monotonic() + (arguments.timeout if timeout_s is None else timeout_s))
+    codes = wait_for_ranks(
+        fork_ranks(request), time.monotonic() + (arguments.timeout if timeout_s is None else timeout_s)
+    )
     # None stands for a rank that was not done in time.
     return next((1 if code is None else code for code in codes if code != 0), 0)
 
@@ -58,7 +54,7 @@ def main() -> None:
     sys.path[0] = str(Path(SCRIPT).parent)
     import harness.ranks
 
-    harness.ranks.start_ranks = fork_ranks
+    harness.ranks.start_ranks = start_forked
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
