@@ -16,14 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.layer import LayerMapping
+from megakv.fairkv.pages import PAGE_SIZES
 
 MOST_SETS = 1 << 12
 """Sets of ranks that `slowest_loads` looks at; beyond, the flow itself is faster."""
-CUTS = (512, 64, 8, 1)
-"""What the parts of a head are multiples of, all but one: sizes of pages. Parts that end anywhere have up to 21 small
-pages each, and a small page costs as much as dozens of tokens."""
 FINENESS = 128
-"""A cut moves by no more than half this part of the slowest rank's tokens."""
+"""A cut moves by no more than half this part of the slowest rank's tokens, so that parts of a head are whole pages, all
+but one: ends anywhere make up to 21 small pages a part, and a small page costs as much as dozens of tokens."""
 
 
 class _Flow:
@@ -138,10 +137,10 @@ def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -
     -------
     list of list of int
         ``[head][replica]``, along with ``mapping.ranks``: the split whose slowest rank is fastest, its cuts then moved
-        to the nearest multiple of the largest of `CUTS` that is fine enough.
+        to the nearest multiple of the largest page size that is fine enough.
     """
     slowest, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
-    step = next(cut for cut in CUTS if cut * FINENESS <= slowest or cut == CUTS[-1])
+    step = next(size for size in PAGE_SIZES if size * FINENESS <= slowest or size == PAGE_SIZES[-1])
     return [_moved(row, step) for row in parts]
 
 
