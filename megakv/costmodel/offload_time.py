@@ -156,10 +156,10 @@ def host_bytes(model: ModelShape, tokens: int, *, batch: int = 1, tp_size: int =
     rows = [model.attention(tp_size=tp_size).kv_row_bytes]
     if recomputes(model, tp_size=tp_size):
         rows.append(model.hidden * model.element_bytes)
-    return len(model.layers) * batch * sum(_in_pages(tokens, row) for row in rows)
+    return len(model.layers) * batch * sum(paged_bytes(tokens, row, OffloadConfig().page_kib << 10) for row in rows)
 
 
-def _in_pages(tokens: int, row_bytes: int) -> int:
+def paged_bytes(tokens: int, row_bytes: int, page_bytes: int) -> int:
     """Bytes of the pages that a sequence's rows of one layer take, room in the last one included."""
-    page = max(row_bytes, OffloadConfig().page_kib << 10)
+    page = max(row_bytes, page_bytes)
     return page * -(-tokens // (page // row_bytes))
