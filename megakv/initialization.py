@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from megakv.allocator import settle_allocator
+from megakv.attention.compiled import load_kernel
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
 from megakv.engine import MegaKVEngine
@@ -22,6 +24,8 @@ from megakv.groups import check_mesh, make_mesh, start_distributed
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
 from megakv.placement import HeadMap, head_counts
+
+logger = logging.getLogger(__name__)
 
 
 def init_inference(
@@ -64,6 +68,15 @@ def init_inference(
     comm = Communicator(mesh, Ledger())
     if mesh.device.type == "cpu":
         settle_allocator()
+    if mesh.device.type == "cpu" or (section.offload.enabled and section.offload.host_attends):
+        # Before the first token, which would wait for the compiler.
+        kernel, reason = load_kernel()
+        if kernel is None and mesh.rank == 0:
+            logger.warning(
+                "the processor attends through PyTorch's kernels, two to nine times slower for single tokens, because "
+                "MegaKV's own cannot be had: %s (a C++ compiler that knows OpenMP is needed, c++ or the one in CXX)",
+                reason,
+            )
     failure: Exception | None = None
     loaded: LoadedModel | None = None
     mapping: HeadMapping | None = None

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megakv.attention.agreement import difference
+from megakv.attention.compiled import load_kernel
 from megakv.attention.merge import merge_
 from megakv.attention.reference import dense_attention
 
@@ -74,6 +76,10 @@ def attend_block(
     """Attention of one block by the fastest backend that computes it."""
     if softcap is not None or alibi is not None:
         return math(q_HLD, k_KSD, v_KSD, scale, causal=causal, visible_LS=visible_LS, softcap=softcap, alibi=alibi)
+    if q_HLD.device.type == "cpu" and not causal and visible_LS is None:
+        kernel, _ = load_kernel()
+        if kernel is not None and kernel.computes(q_HLD, k_KSD, v_KSD):
+            return kernel(q_HLD, k_KSD, v_KSD, scale)
     backend = select(q_HLD, v_KSD.shape[-1], masked=visible_LS is not None)
     heads, rows, dim = q_HLD.shape
     kv_heads = k_KSD.shape[0]
@@ -287,7 +293,7 @@ def _agrees(backend: Backend, device: torch.device, dtype: torch.dtype, key_dim:
         expected = dense_attention(queries, k, v, scale, visible_LS=seen)
         try:
             actual = backend(queries, k, v, scale, causal=causal, visible_LS=visible)
-            problem = _difference(actual, expected, tolerance)
+            problem = difference(actual, expected, tolerance)
         except RuntimeError as error:
             problem = str(error)
         if problem:
@@ -296,13 +302,3 @@ def _agrees(backend: Backend, device: torch.device, dtype: torch.dtype, key_dim:
             logger.warning("%s is not used for %s, slower matrix products are: %s", name, case, problem)
             return False
     return True
-
-
-def _difference(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> str:
-    """What differs by more than the tolerance, relative to 1 + the expected size; empty if nothing does."""
-    for name, got, want in zip(("output", "log-sum-exp"), actual, expected, strict=True):
-        if got.shape != want.shape:
-            return f"its {name} has the shape {list(got.shape)} instead of {list(want.shape)}"
-        if not torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance):
-            return f"its {name} differs from the reference by more than {tolerance}"
-    return ""

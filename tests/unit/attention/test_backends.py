@@ -82,7 +82,7 @@ def test_16_bit_keys_are_upcast_in_tiles(monkeypatch, dtype, rows):
     monkeypatch.setattr(backends, "UPCAST_KEYS", 100)
     monkeypatch.setattr(backends, "UPCAST_ELEMENTS", 1)
     q, k, v = inputs(rows, 4, 2, rows, 577, 16, 24, dtype)
-    actual = backends.attend_block(q, k, v, 0.25)
+    actual = backends.cpu_flash(q, k, v, 0.25)
     assert actual[0].dtype == torch.float32
     assert_agrees(actual, dense_attention(q, k, v, 0.25), dtype)
 
