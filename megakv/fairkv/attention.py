@@ -76,8 +76,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Few queries against every kept token of their head.
 
-    All pages of a size go through the kernel of dense attention as if each were a KV head, on whatever device; their
-    results are merged by log-sum-exp.
+    All pages of a size go through the kernel of dense attention as if each were a KV head, or each head's as one (see
+    `Pages.lots`), on whatever device; their results are merged by log-sum-exp.
 
     Parameters
     ----------
@@ -99,13 +99,11 @@ def paged_attention(
     kv_heads = len(body.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
     outs, lses, owners = [], [], []
-    for pages in body.pages:
-        out, lse = attend_block(
-            grouped.index_select(0, pages.heads_P), pages.k_PSD, pages.v_PSD, scale, softcap=softcap
-        )
+    for keys, values, heads_P in (lot for pages in body.pages for lot in pages.lots):
+        out, lse = attend_block(grouped.index_select(0, heads_P), keys, values, scale, softcap=softcap)
         outs.append(out.to(lse.dtype))
         lses.append(lse)
-        owners.append(pages.heads_P)
+        owners.append(heads_P)
     out, lse = merge_by_owner(outs, lses, owners, kv_heads)
     return out.reshape(heads, length, -1), lse.reshape(heads, length)
 

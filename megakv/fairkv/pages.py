@@ -20,6 +20,9 @@ from megakv.sharding import IntArray
 PAGE_SIZES = (512, 64, 8, 1)
 """The largest is what attention is fastest with on a CPU; each divides the one before."""
 
+LEAST_JOINED = 4
+"""Pages of one size that a head has on average, at least, to be taken as one."""
+
 OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 
@@ -46,6 +49,22 @@ class Pages:
     def heads_P(self) -> Tensor:
         """`heads` on the device of the keys."""
         return torch.from_numpy(self.heads).long().to(self.k_PSD.device)
+
+    @cached_property
+    def lots(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What kernel calls take: ``[n, S, D]`` and ``[n, S, Dv]`` as if of n KV heads, and the heads that they are of.
+
+        A head's pages lie one behind the other. Where a call costs little beside merging the results of its pages, as
+        on a processor, they are taken as one.
+        """
+        owners, firsts = np.unique(self.heads, return_index=True)
+        if self.k_PSD.device.type != "cpu" or len(self.heads) < LEAST_JOINED * len(owners):
+            return [(self.k_PSD, self.v_PSD, self.heads_P)]
+        ends = [*firsts[1:].tolist(), len(self.heads)]
+        return [
+            (self.k_PSD[a:b].flatten(0, 1)[None], self.v_PSD[a:b].flatten(0, 1)[None], self.heads_P[a : a + 1])
+            for a, b in zip(firsts.tolist(), ends, strict=True)
+        ]
 
     def nbytes(self) -> int:
         """Bytes held, coordinates included."""
