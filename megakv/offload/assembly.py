@@ -118,7 +118,9 @@ def _offloader(
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
     link = make_link(device, bandwidth)
     held = 0 if weights is None else weights.nbytes
-    tiers: list[Tier] = [HostTier(config.host_bytes - held, pin=device.type == "cuda")]
+    memory = HostTier(config.host_bytes - held, pin=device.type == "cuda")
+    link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
+    tiers: list[Tier] = [memory]
     if config.disk_gb:
         tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
     pool = PagePool(tiers, config.page_kib << 10)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from megakv.costmodel.offload import (
     LayerCosts,
     link_rate,
@@ -69,15 +67,13 @@ class OffloadCosts:
     Parameters
     ----------
     profiler : Profiler
-    device : torch.device
     sharers : int
         Ranks on this host: they share the bandwidth of its memory when they attend there.
     """
 
-    def __init__(self, profiler: Profiler, device: torch.device, *, sharers: int = 1):
+    def __init__(self, profiler: Profiler, *, sharers: int = 1):
         self._profiler = profiler
         self._sharers = sharers
-        self._device = device
         self.profile: OffloadProfile | None = None
         self._shown = _Shown()
         self._plans: dict[str, _Shown] = {}
@@ -155,27 +151,22 @@ class OffloadCosts:
 
     @property
     def settled(self) -> bool:
-        """Whether what steps show has come in, where it does."""
-        return self._device.type != "cpu" or self._steps > STEADY
+        """Whether what steps show has come in."""
+        return self._steps > STEADY
 
     def learn(self, record: StepRecord, layers: int) -> None:
-        """Take in what a step of decoding showed.
-
-        Only a processor that computes as it is told can be timed from outside; the host's attention always is.
-        """
+        """Take in what a step of decoding showed."""
         if not record.usual:
             return
         self._steps += 1
-        on_cpu = self._device.type == "cpu"
-        shown = self._speeds(record, layers, on_cpu=on_cpu)
+        shown = self._speeds(record, layers)
         for name, value in shown.items():
             self._shown.add(name, value, alone=self._steps <= STEADY)
         assert self.profile is not None
         self.profile = self.profile.model_copy(update={name: self._shown.get(name) for name in shown})
-        if on_cpu:
-            self._learn_device(record, layers, self.profile.model_copy(update=shown))
+        self._learn_device(record, layers, self.profile.model_copy(update=shown))
 
-    def _speeds(self, record: StepRecord, layers: int, *, on_cpu: bool) -> dict[str, float]:
+    def _speeds(self, record: StepRecord, layers: int) -> dict[str, float]:
         """Of the profile, what a step showed."""
         profile, division = self.profile, record.division
         assert profile is not None
@@ -185,15 +176,13 @@ class OffloadCosts:
             fixed = layers * profile.host_fixed_s * record.new
             part = shown_part(record.host_s, layers * division.on_host, known, fixed)
             found["host_attend_s"] = profile.host_attend_s * part
-        if not on_cpu:
-            return found
         if division.recomputed >= FEW * record.cached and record.recompute_s:
             chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
             fixed = layers * profile.launch_s * chunks
             part = shown_part(record.recompute_s, layers * division.recomputed, profile.recompute_s, fixed)
             found["recompute_s"] = profile.recompute_s * part
-        if record.bytes_in >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
-            found["link_bytes_s"] = link_rate(record.bytes_in, record.busy_s)
+        if record.timed_bytes >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
+            found["link_bytes_s"] = link_rate(record.timed_bytes, record.busy_s)
         return found
 
     def _learn_device(self, record: StepRecord, layers: int, profile: OffloadProfile) -> None:

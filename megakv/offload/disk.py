@@ -94,6 +94,9 @@ class FileRows:
     def write_from(self, source: Tensor) -> None:
         self.tier.write(self.offset, _bytes_of(source))
 
+    def part(self, first: int, nbytes: int) -> FileRows:
+        return FileRows(self.tier, self.offset + first, nbytes)
+
 
 class DiskTier:
     """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.offload.clock import Clock, HostClock
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore
@@ -41,23 +42,29 @@ class HostPart:
         Gives outputs, log-sum-exps and seconds.
     device : torch.device
         Where the results are wanted.
+    clock : Clock
+        Of that device.
 
     Attributes
     ----------
-    seconds, waited_s : float
-        What it took, and how long it was waited for; once merged.
+    seconds : float
+        What it took, once merged.
+    waited : (object, object) or None
+        Moments between which it was waited for, once merged.
     """
 
-    def __init__(self, future: Future[tuple[Tensor, Tensor, float]], device: torch.device):
+    def __init__(self, future: Future[tuple[Tensor, Tensor, float]], device: torch.device, clock: Clock):
         self._future = future
         self._device = device
-        self.seconds = self.waited_s = 0.0
+        self._clock = clock
+        self.seconds = 0.0
+        self.waited: tuple[Any, Any] | None = None
 
     def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
         """Merge it into what the accelerator attended to, in place, once it is there."""
-        begun = time.perf_counter()
+        begun = self._clock.mark()
         out, lse, self.seconds = self._future.result()
-        self.waited_s = time.perf_counter() - begun
+        self.waited = begun, self._clock.mark()
         merge_(out_HLD, lse_HL, out.to(self._device), lse.to(self._device))
 
 
@@ -68,9 +75,12 @@ class HostRank:
     ----------
     threads : int, optional
         Cores that it computes with; as many as the process's other computations if None.
+    clock : Clock, optional
+        Of the accelerator; the host's own if left out.
     """
 
-    def __init__(self, threads: int | None = None):
+    def __init__(self, threads: int | None = None, clock: Clock | None = None):
+        self._clock = clock or HostClock()
         self._pool = ThreadPoolExecutor(1, "host-rank", initializer=self._prepare, initargs=(threads,))
 
     @staticmethod
@@ -95,7 +105,8 @@ class HostRank:
         on_host : list of int
             Tokens, per sequence.
         """
-        return HostPart(self._pool.submit(self._attend, q_HLD.cpu(), tokens, call, store, on_host), q_HLD.device)
+        future = self._pool.submit(self._attend, q_HLD.cpu(), tokens, call, store, on_host)
+        return HostPart(future, q_HLD.device, self._clock)
 
     @staticmethod
     @torch.no_grad()

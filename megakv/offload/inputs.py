@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,10 +56,10 @@ def recompute(
     record : StepRecord
         Takes the time.
     """
+    begun = record.clock.mark()
     for chunk in staged.chunks:
-        begun = time.perf_counter()
         chunk.ticket.wait()
-        landed = time.perf_counter()
+        landed = record.clock.mark()
         positions = [
             table.positions(rank, piece.sequence)[piece.first : piece.first + piece.count] for piece in chunk.pieces
         ]
@@ -72,6 +71,7 @@ def recompute(
             k_rows.copy_(keys[:, at : at + piece.count])
             v_rows.copy_(values[:, at : at + piece.count])
             at += piece.count
-        record.waited_s += landed - begun
-        record.recompute_s += time.perf_counter() - landed
+        ended = record.clock.mark()
+        record.recomputed(begun, landed, ended)
+        begun = ended
     staged.chunks = []

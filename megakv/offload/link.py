@@ -1,15 +1,19 @@
 """The link between host and accelerator: transfers of rows that run beside computation, in order in each direction.
 
-`cuda_link.py` uses a stream for each direction, `thread_link.py` emulates a link where there is no accelerator.
+`stream_link.py` uses a stream for each direction, `thread_link.py` emulates a link where there is no accelerator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
+
+from megakv.offload.clock import Clock
 
 Direction = Literal["in", "out"]
 
@@ -26,6 +30,14 @@ class Rows(Protocol):
 
     def write_from(self, source: Tensor) -> None:
         """Copy them from contiguous host memory of their shape."""
+
+    def part(self, first: int, nbytes: int) -> Rows:
+        """So many of their bytes from one on; their shape is that of so many bytes."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, of any type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,9 @@ class MemoryRows:
     def write_from(self, source: Tensor) -> None:
         self.rows.copy_(source)
 
+    def part(self, first: int, nbytes: int) -> MemoryRows:
+        return MemoryRows(as_bytes(self.rows)[first : first + nbytes])
+
 
 @dataclass(frozen=True)
 class Move:
@@ -70,6 +85,12 @@ class Move:
     def nbytes(self) -> int:
         """Bytes that it moves."""
         return self.host.nbytes
+
+    def parts(self, starts: Sequence[int]) -> Iterator[Move]:
+        """The same as several moves, of which each begins at one of these bytes, ascending from 0."""
+        device = as_bytes(self.device)
+        for first, last in pairwise([*starts, self.nbytes]):
+            yield Move(self.host.part(first, last - first), device[first:last])
 
 
 class Ticket(Protocol):
@@ -107,20 +128,41 @@ class Traffic:
     Parameters
     ----------
     nbytes, transfers : int
+        Begun, where it is known when that is, or ended.
+    timed_bytes : int
+        Of transfers that have ended and were timed.
     busy_s : float
-        Seconds in which the direction was at work, where the link can tell.
+        Seconds in which the direction was at work on those.
     """
 
     nbytes: int = 0
     transfers: int = 0
+    timed_bytes: int = 0
     busy_s: float = 0.0
+
+    def begin(self, nbytes: int) -> None:
+        """Count a transfer."""
+        self.nbytes += nbytes
+        self.transfers += 1
+
+    def end(self, nbytes: int, seconds: float) -> None:
+        """Count what it took."""
+        self.timed_bytes += nbytes
+        self.busy_s += seconds
 
 
 class Link(Protocol):
     """Both directions between the host and one accelerator."""
 
     emulated: bool
-    traffic: dict[Direction, Traffic]
+    clock: Clock
+    """Of the accelerator's side."""
+    seams: list[int]
+    """Addresses on the host, ascending, across which no single copy goes."""
+
+    @property
+    def traffic(self) -> dict[Direction, Traffic]:
+        """What went each way; what transfers took comes in when they have ended, and nobody waits for that."""
 
     def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket] = ()) -> Ticket:
         """Queue copies to the accelerator (``in``) or from it (``out``), behind all earlier ones of the direction.

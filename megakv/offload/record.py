@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from typing import Any
 
 from megakv.costmodel.offload import link_utilisation
 from megakv.ledger import Ledger
+from megakv.offload.clock import Clock, HostClock
 from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link
@@ -17,6 +18,8 @@ from megakv.tracking.offload import OffloadStep
 class StepRecord:
     """What one pass over cached tokens did.
 
+    It is told of moments (`megakv.offload.clock`); seconds are there once it has been `read`.
+
     Parameters
     ----------
     cached, new : int
@@ -24,6 +27,8 @@ class StepRecord:
     plan : Plan
     kv_bits : int, optional
         Of each key and value off the accelerator, where they are quantised.
+    clock : Clock, optional
+        Of the accelerator; the host's own if left out.
 
     Attributes
     ----------
@@ -35,59 +40,101 @@ class StepRecord:
         Waiting for other ranks.
     bytes_in, bytes_out : int
         Sent to the accelerator and from it meanwhile.
-    busy_s : float
-        In which the link to the accelerator was at work.
+    timed_bytes, busy_s : int, float
+        Sent to the accelerator by transfers that were found to have ended meanwhile, and seconds that these took.
     link_bytes_s : float
         The link's measured bandwidth.
     steady : bool
         Whether the step before was one of the same plan, so that this one began as all of its kind do.
+    decoding : bool
+        Whether it was a step of decoding.
+    ended : object
+        The moment at which it ended.
     """
 
-    def __init__(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None = None):
+    def __init__(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None = None, clock: Clock | None = None):
         self.cached, self.new, self.plan = cached, new, plan
         self.predicted_s = plan.predicted_s
         self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
         self.host_s = self.attend_s = self.peers_s = 0.0
-        self.weight_bytes = 0
+        self.weight_bytes = self.timed_bytes = 0
         self.link_bytes_s = 0.0
-        self.steady = False
+        self.steady = self.decoding = False
         self.kv_bits = kv_bits
         self.bytes_in = self.bytes_out = 0
-        self.begun = self.ended = self._attending = 0.0
+        self.clock = clock or HostClock()
+        self.ended: Any = None
+        self._begun: Any = None
+        self._before: Any = None
+        self._attending: Any = None
+        self._waited: list[tuple[Any, Any]] = []
+        self._recomputed: list[tuple[Any, Any]] = []
+        self._attended: list[tuple[Any, Any]] = []
+        self._beside: list[tuple[Any, Any]] = []
 
-    def begin(self, link: Link, ledger: Ledger) -> None:
-        """Start the clock and the counts."""
-        self.bytes_in, self.bytes_out = link.traffic["in"].nbytes, link.traffic["out"].nbytes
-        self.busy_s = link.traffic["in"].busy_s
+    def begin(self, link: Link, ledger: Ledger, before: Any) -> None:
+        """Start the clock and the counts; `before` is the moment at which the step before ended, or None."""
+        inwards = link.traffic["in"]
+        self.bytes_in, self.bytes_out = inwards.nbytes, link.traffic["out"].nbytes
+        self.timed_bytes, self.busy_s = inwards.timed_bytes, inwards.busy_s
         self.peers_s = ledger.waited_s()
-        self.begun = time.perf_counter()
+        self._before, self._begun = before, self.clock.mark()
 
     def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None) -> None:
         """Stop them."""
-        self.ended = time.perf_counter()
-        self.elapsed_s = self.ended - self.begun
-        self.bytes_in = link.traffic["in"].nbytes - self.bytes_in
+        self.ended = self.clock.mark()
+        inwards = link.traffic["in"]
+        self.bytes_in = inwards.nbytes - self.bytes_in
         self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
-        self.busy_s = link.traffic["in"].busy_s - self.busy_s
+        self.timed_bytes, self.busy_s = inwards.timed_bytes - self.timed_bytes, inwards.busy_s - self.busy_s
         self.peers_s = ledger.waited_s() - self.peers_s
         if weights is not None:
-            self.waited_s += weights.waited_s
+            self._waited += weights.waited
             self.weight_bytes = weights.step_bytes
 
-    def arrived(self, begun: float) -> None:
+    @property
+    def attending(self) -> bool:
+        """Whether attention to a layer's rows has begun."""
+        return self._attending is not None
+
+    def arrived(self, begun: Any) -> None:
         """A layer's rows are there, waited for since `begun`: attention to them begins."""
-        now = time.perf_counter()
-        self.waited_s += now - begun
-        self._attending = self._attending or now
+        now = self.clock.mark()
+        self._waited.append((begun, now))
+        if self._attending is None:
+            self._attending = now
 
     def attended(self, parts: Sequence[HostPart]) -> None:
         """A layer, or a group in it, was attended to, some of it on the host."""
-        waited = sum(part.waited_s for part in parts)
+        waits = [part.waited for part in parts if part.waited is not None]
         self.host_s += sum(part.seconds for part in parts)
-        self.waited_s += waited
-        if self._attending:
-            self.attend_s += time.perf_counter() - self._attending - waited
-        self._attending = 0.0
+        self._waited += waits
+        if self._attending is not None:
+            self._attended.append((self._attending, self.clock.mark()))
+            self._beside += waits
+        self._attending = None
+
+    def recomputed(self, begun: Any, landed: Any, ended: Any) -> None:
+        """Activations were waited for and recomputed from."""
+        self._waited.append((begun, landed))
+        self._recomputed.append((landed, ended))
+
+    @property
+    def known(self) -> bool:
+        """Whether the accelerator has come to the end of the step."""
+        return self.ended is not None and self.clock.passed(self.ended)
+
+    def read(self) -> None:
+        """Take the seconds of a step that is `known`."""
+        self.elapsed_s = self.clock.seconds(self._begun, self.ended)
+        self.gap_s = 0.0 if self._before is None else self.clock.seconds(self._before, self._begun)
+        self.waited_s, self.recompute_s = self._sum(self._waited), self._sum(self._recomputed)
+        self.attend_s = self._sum(self._attended) - self._sum(self._beside)
+        for spans in (self._waited, self._recomputed, self._attended, self._beside):
+            spans.clear()
+
+    def _sum(self, spans: Sequence[tuple[Any, Any]]) -> float:
+        return sum(self.clock.seconds(first, last) for first, last in spans)
 
     @property
     def division(self) -> Division:

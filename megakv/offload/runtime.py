@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from megakv.offload.profiler import Profiler
 from megakv.offload.record import StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.staging import StagedLayer
+from megakv.offload.steps import StepLog
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
 
@@ -69,8 +69,8 @@ class Offloader:
         self.config, self.link, self.pool, self.device, self.weights = config, link, pool, device, weights
         self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
         profiler = Profiler(config, link, pool, device)
-        self.costs = OffloadCosts(profiler, device, sharers=runtime.comm.watch.neighbours)
-        self.steps: list[StepRecord] = []
+        self.costs = OffloadCosts(profiler, sharers=runtime.comm.watch.neighbours)
+        self._log = StepLog(link, self._learn)
         self._recomputation: Recomputation | None = None
         self._recomputes = False
         self._runtime, self._layers = runtime, layers
@@ -79,11 +79,9 @@ class Offloader:
         self._new: list[int] = []
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
-        self._decoding, self._group, self._ended = False, 0, 0.0
+        self._decoding, self._group = False, 0
         self._announced: int | None = None
-        self._record: StepRecord | None = None
-        self._previous: str | None = None
-        self._host_rank = HostRank(config.cpu_threads) if config.host_attends else None
+        self._host_rank = HostRank(config.cpu_threads, link.clock) if config.host_attends else None
         leads = runtime.comm.mesh.rank == 0 if runtime.comm.mesh.world_size > 1 else None
         self._planner = Planner(
             config, self.costs, layers=layers, host_rank=self._host_rank, leads=leads, weights=weights
@@ -115,7 +113,7 @@ class Offloader:
 
     def new_run(self, new_tokens: int) -> Planner:
         """A generation begins that may add so many tokens to each sequence; returns what its ranks agree on."""
-        self.steps.clear()
+        self._log.clear()
         self._announced = new_tokens
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
@@ -126,6 +124,7 @@ class Offloader:
 
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> None:
         """A pass over a cache begins, its new tokens in the table; `stays` as for `ShardedCache.begin`."""
+        self._log.read()
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
         if self._cache is not cache or not self._prefetch.valid(new):
@@ -137,9 +136,13 @@ class Offloader:
         self._group = 0
         if self._recomputation is not None:
             self._recomputation.begin()
-        self._record = self._new_record(cache, new)
+        cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
+        # Where nothing can be brought ahead, each step is like the others all the same.
+        ready = len(self._prefetch) > 0 or not self._planner.ahead
+        bits, ledger = self.config.kv_bits, self._runtime.comm.ledger
+        self._log.begin(ledger, cached=cached, new=sum(new), plan=plan, kv_bits=bits, ready=ready)
         if self.weights is not None:
-            self.weights.waited_s = 0.0
+            self.weights.waited.clear()
             self.weights.spread = len(self._prefetch.groups) > 1
         self._prefetch.begin(cache, new)
 
@@ -190,26 +193,21 @@ class Offloader:
         """A pass has succeeded."""
         if cache is not self._cache:
             return
-        record, self._record = self._record, None
         self._current = self._layout = None
-        if record is not None:
-            record.finish(self.link, self._runtime.comm.ledger, self.weights)
-            record.gap_s = record.begun - self._ended if self._ended else 0.0
-            self._ended = record.ended
-            self._previous = record.plan.name if record.cached and self._decoding else None
-            if record.cached:
-                self.steps.append(record)
-                record.link_bytes_s = self.costs.link_bytes_s
-                if self._decoding:
-                    self.costs.learn(record, self._layers)
-                    self._planner.observe(record)
+        ledger, speed = self._runtime.comm.ledger, self.costs.link_bytes_s
+        self._log.end(ledger, self.weights, decoding=self._decoding, link_bytes_s=speed)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
         if cache is self._cache:
             self._prefetch.drop_all()
-            self._current = self._layout = self._record = self._previous = None
-            self._ended = 0.0
+            self._current = self._layout = None
+            self._log.abandon()
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """What the passes over cached tokens of the latest generation did."""
+        return self._log.steps
 
     # For stores
 
@@ -226,13 +224,16 @@ class Offloader:
 
     def await_streamed(self, staged: StagedLayer) -> None:
         """Let attention come after all rows of a layer."""
-        begun = time.perf_counter()
+        record = self._log.current
+        if staged.streamed is None and (record is None or record.attending):
+            return
+        begun = self.link.clock.mark()
         if staged.streamed is not None:
             staged.streamed.wait()
             staged.streamed = None
             staged.unpack()
-        if self._record is not None:
-            self._record.arrived(begun)
+        if record is not None:
+            record.arrived(begun)
 
     def attend_on_host(
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
@@ -262,6 +263,10 @@ class Offloader:
 
     # Inside
 
+    def _learn(self, record: StepRecord) -> None:
+        self.costs.learn(record, self._layers)
+        self._planner.observe(record)
+
     def _prepare(self, layer: int, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""
         cache = self._cache
@@ -275,8 +280,8 @@ class Offloader:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
         cache = self._cache
         assert cache is not None
-        if self._record is not None:
-            self._record.attended(self._host_parts)
+        if self._log.current is not None:
+            self._log.current.attended(self._host_parts)
         self._host_parts.clear()
         self._prefetch.release(layer, index)
         self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._planner.ahead)
@@ -287,14 +292,5 @@ class Offloader:
         """Keys and values of the activations, as they land, into their rows."""
         staged.recomputed = True
         if staged.chunks:
-            assert self._recomputation is not None and self._record is not None
-            recompute(layer, staged, cache.table, cache.rank, self._recomputation, self._record)
-
-    def _new_record(self, cache: OffloadedCache, new: list[int]) -> StepRecord:
-        cached = int(cache.table.counts()[cache.rank].sum()) - sum(new)
-        plan = self._prefetch.plan(cache.store(0))
-        record = StepRecord(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits)
-        # Where nothing can be brought ahead, each step is like the others all the same.
-        record.steady = plan.name == self._previous and (len(self._prefetch) > 0 or not self._planner.ahead)
-        record.begin(self.link, self._runtime.comm.ledger)
-        return record
+            assert self._recomputation is not None and self._log.current is not None
+            recompute(layer, staged, cache.table, cache.rank, self._recomputation, self._log.current)

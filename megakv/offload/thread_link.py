@@ -5,16 +5,13 @@ Whatever is measured on it must say so.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from megakv.errors import MegaKVError
+from megakv.offload.clock import Clock, HostClock
+from megakv.offload.lane import Lane, QueuedTicket
 from megakv.offload.link import Direction, MemoryRows, Move, Rows, Ticket, Traffic
 
 PIECE_BYTES = 1 << 20
@@ -22,37 +19,21 @@ PIECE_BYTES = 1 << 20
 LEAST_SLEEP_S = 2e-4
 """Within a transfer an emulated link sleeps no less: each sleep disturbs the thread that computes."""
 
-EXIT_SECONDS = 5.0
-"""How long the end of the interpreter waits for copies of a link that nobody closed."""
 
-
-@dataclass
-class _ThreadTicket:
+class _ThreadTicket(QueuedTicket):
     """A transfer of a `ThreadLink`."""
 
-    moves: tuple[Move, ...]
-    after: tuple[Ticket, ...]
-    nbytes: int
-    written: tuple[int, int]
-    started: float = field(default_factory=time.perf_counter)
-    error: Exception | None = None
-    _ended: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket]):
+        super().__init__(moves, after)
+        self.direction = direction
+        self.written = _written(direction, moves)
+        self.started = time.perf_counter()
 
     @property
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self.made
 
-    def end(self, error: Exception | None) -> None:
-        """Let those who wait go on; what it moved is no longer held."""
-        self.error, self.moves, self.after = error, (), ()
-        self._ended.set()
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self.error is not None:
-            raise MegaKVError(f"a transfer of {self.nbytes} bytes failed: {self.error}") from self.error
-
-    settle = wait
+    wait = settle = QueuedTicket.join
 
 
 def _written(direction: Direction, moves: Sequence[Move]) -> tuple[int, int]:
@@ -62,17 +43,6 @@ def _written(direction: Direction, moves: Sequence[Move]) -> tuple[int, int]:
     begins = [move.device.data_ptr() for move in moves]
     ends = [move.device.data_ptr() + move.nbytes for move in moves]
     return min(begins), max(ends)
-
-
-def _finish(
-    queues: Mapping[Direction, queue.SimpleQueue[_ThreadTicket | None]],
-    threads: Sequence[threading.Thread],
-    timeout: float | None = None,
-) -> None:
-    for transfers in queues.values():
-        transfers.put(None)
-    for thread in threads:
-        thread.join(timeout)
 
 
 class ThreadLink:
@@ -95,66 +65,51 @@ class ThreadLink:
         if bytes_s is not None and bytes_s <= 0:
             raise ValueError(f"a link of {bytes_s} bytes per second: allowed: more than 0")
         self.bytes_s = bytes_s
+        self.clock: Clock = HostClock()
+        self.seams: list[int] = []
         self.traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
-        self._queues: dict[Direction, queue.SimpleQueue[_ThreadTicket | None]] = {}
+        self._lanes = {name: Lane(f"link-{name}", self._make) for name in self.traffic}
         self._waiting: dict[Direction, list[_ThreadTicket]] = {"in": [], "out": []}
-        self._threads: list[threading.Thread] = []
-        for direction in self.traffic:
-            self._queues[direction] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(direction,), name=f"link-{direction}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        # An interpreter that ends while a thread is in the middle of a copy aborts the process.
-        self._at_exit = weakref.finalize(self, _finish, self._queues, self._threads, EXIT_SECONDS)
+        # The moment from which each emulated wire is free: oversleeping is made good by what follows at once.
+        self._free: dict[Direction, float] = {"in": 0.0, "out": 0.0}
 
     def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket] = ()) -> Ticket:
-        written = _written(direction, moves)
-        ticket = _ThreadTicket(tuple(moves), tuple(after), sum(move.nbytes for move in moves), written)
+        ticket = _ThreadTicket(direction, moves, after)
         pending = [other for other in self._waiting[direction] if not other.done]
-        low, high = written
+        low, high = ticket.written
         for other in pending:
             begin, end = other.written
             assert high <= begin or end <= low, "a buffer is used again while a transfer into it is under way"
         self._waiting[direction] = [*pending, ticket]
-        self._queues[direction].put(ticket)
+        self._lanes[direction].put(ticket)
         return ticket
 
     def close(self) -> None:
-        self._at_exit.detach()
-        _finish(self._queues, self._threads)
+        for lane in self._lanes.values():
+            lane.close()
 
-    def _work(self, direction: Direction) -> None:
-        # The moment from which the emulated wire is free: oversleeping is made good by what follows at once.
-        free = 0.0
-        while (ticket := self._queues[direction].get()) is not None:
-            error: Exception | None = None
-            try:
-                held_up = not all(other.done for other in ticket.after)
-                for other in ticket.after:
-                    other.settle()
-                begun = time.perf_counter()
-                free = max(free, begun if held_up else ticket.started)
-                wire = free
-                for move in ticket.moves:
-                    free = self._copy(direction, move, free)
-                self._keep_pace(free, 0.0)
-                traffic = self.traffic[direction]
-                traffic.nbytes += ticket.nbytes
-                traffic.transfers += 1
-                # A thread that wakes up late is no slow wire: it makes that good with what follows.
-                traffic.busy_s += time.perf_counter() - begun if self.bytes_s is None else free - wire
-            except Exception as problem:  # it belongs to whoever waits for the ticket
-                error = problem
-            ticket.end(error)
+    def _make(self, ticket: _ThreadTicket) -> None:
+        direction = ticket.direction
+        held_up = not all(other.done for other in ticket.after)
+        for other in ticket.after:
+            other.settle()
+        begun = time.perf_counter()
+        wire = free = max(self._free[direction], begun if held_up else ticket.started)
+        for move in ticket.moves:
+            free = self._copy(direction, move, free)
+        self._keep_pace(free, 0.0)
+        self._free[direction] = free
+        # A thread that wakes up late is no slow wire: it makes that good with what follows.
+        seconds = time.perf_counter() - begun if self.bytes_s is None else free - wire
+        self.traffic[direction].begin(ticket.nbytes)
+        self.traffic[direction].end(ticket.nbytes, seconds)
 
     def _copy(self, direction: Direction, move: Move, free: float) -> float:
         """Copy a move; returns when the emulated wire is free again."""
         if self.bytes_s is None or not isinstance(move.host, MemoryRows) or move.nbytes <= PIECE_BYTES:
             return self._copy_piece(direction, move.host, move.device, free)
-        rows = max(1, PIECE_BYTES * len(move.device) // move.nbytes)
-        for first in range(0, len(move.device), rows):
-            piece = MemoryRows(move.host.rows[first : first + rows])
-            free = self._copy_piece(direction, piece, move.device[first : first + rows], free)
+        for piece in move.parts(range(0, move.nbytes, PIECE_BYTES)):
+            free = self._copy_piece(direction, piece.host, piece.device, free)
         return free
 
     def _copy_piece(self, direction: Direction, host: Rows, device: Tensor, free: float) -> float:

@@ -79,11 +79,6 @@ def check_host_budget(budget: int, free: int | None, *, ranks: int = 1) -> None:
         )
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, of any type."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
 def host_memory(nbytes: int) -> Tensor:
     """So many bytes, in large pages where the system gives them on request.
 
@@ -145,6 +140,12 @@ class HostTier:
         nbytes = count * width * dtype.itemsize
         return MemoryRows(self._memory[offset : offset + nbytes].view(dtype).view(count, width))
 
+    @property
+    def seams(self) -> list[int]:
+        """Addresses at which pieces of pinned memory meet: the driver knows each by itself, and copies within one."""
+        start = self._memory.data_ptr()
+        return [start + first for first in range(PIN_BYTES, self.budget, PIN_BYTES)] if self._pinned else []
+
     def close(self) -> None:
         runtime = torch.cuda.cudart() if self._pinned else None
         for address in self._pinned:
@@ -169,5 +170,15 @@ class HostTier:
                     in_units(self.budget),
                     status,
                 )
+                _forget_error()
                 return
             self._pinned.append(start + first)
+
+
+def _forget_error() -> None:
+    """Take back what a refusal leaves behind in CUDA: the next kernel, whoever starts it, would be blamed for it.
+
+    Torch has no call for that alone, but starts no kernel without asking for the latest error, which clears it.
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,8 +68,8 @@ class WeightStream:
     ----------
     spread : bool
         Whether pieces are asked for one by one, by `next_piece`; what is left when a layer begins then comes at once.
-    waited_s : float
-        In which modules waited for their weights.
+    waited : list of (object, object)
+        Moments between which modules waited for their weights.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class WeightStream:
         groups: int,
     ):
         self.spread = False
-        self.waited_s = 0.0
+        self.waited: list[tuple[Any, Any]] = []
         self._weights = weights
         self._link = link
         self._model = model
@@ -173,10 +172,10 @@ class WeightStream:
     def _await(self, layer: int, pieces: int, *_: Any) -> None:
         if self._active is None or self._active.layer != layer:
             return
-        begun = time.perf_counter()
+        begun = self._link.clock.mark()
         for ticket in self._active.tickets[:pieces]:
             ticket.wait()
-        self.waited_s += time.perf_counter() - begun
+        self.waited.append((begun, self._link.clock.mark()))
 
     def _end(self, layer: int) -> None:
         active = self._active

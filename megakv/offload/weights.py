@@ -172,6 +172,11 @@ class HostWeights:
         """``[n, ALIGNMENT]`` bytes of a layer, on the host."""
         return self._memory[layer]
 
+    @property
+    def seams(self) -> list[int]:
+        """As those of `HostTier`."""
+        return self._tier.seams
+
     def home(self, name: str) -> Tensor | None:
         """Memory of a parameter on the host; None for one that stays on the accelerator."""
         if name not in self._homes:

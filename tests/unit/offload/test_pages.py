@@ -134,10 +134,15 @@ class Driver:
 
     def __init__(self, pieces: int):
         self.locked: dict[int, int] = {}
+        self.error = 0
         self._pieces = pieces
+
+    def forget(self) -> None:
+        self.error = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         if len(self.locked) == self._pieces:
+            self.error = 2
             return 2
         self.locked[address] = size
         return 0
@@ -153,8 +158,13 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(
 ) -> None:
     driver = Driver(pieces)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(tiers, "_forget_error", driver.forget)
     monkeypatch.setattr(tiers, "PIN_BYTES", 1000)
     tier = HostTier(2600, pin=True)
+    assert not driver.error
+    # Copies keep within a piece, and within what is locked.
+    start = tier.rows(0, 1, 1, torch.float32).rows.data_ptr()
+    assert tier.seams == ([start + 1000, start + 2000] if pieces else [])
     # Every byte once, and none beyond the budget.
     assert list(driver.locked.values()) == [1000, 1000, 600][:pieces]
     warned = f"pinning host memory failed after {locked} of 2.54 KiB (error 2): copies"

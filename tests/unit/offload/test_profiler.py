@@ -104,8 +104,8 @@ def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:
 def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
     """A steady step of 1,000 cached tokens of one sequence, all of them sent."""
     record = StepRecord(cached=1000, new=1, plan=Plan(plan, (Division(1000),), 64, 1.0, 1.0))
-    record.bytes_in = 2 * 1000 * 64
-    record.elapsed_s, record.busy_s = elapsed_s, record.bytes_in / link_bytes_s
+    record.timed_bytes = 2 * 1000 * 64
+    record.elapsed_s, record.busy_s = elapsed_s, record.timed_bytes / link_bytes_s
     record.waited_s, record.attend_s, record.steady = 0.5 * elapsed_s, 0.1 * elapsed_s, True
     return record
 

@@ -1,0 +1,219 @@
+"""The link in streams, on an accelerator made of threads: order, files beside computation, errors, and times."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megakv.errors import MegaKVError
+from megakv.offload import assembly, stream_link
+from megakv.offload.disk import DiskTier
+from megakv.offload.link import MemoryRows, Move, Rows
+from megakv.offload.stream_link import StreamLink
+from megakv.offload.tiers import HostTier
+from tests.unit.offload.streams import Ahead, ThreadStreams
+from tests.unit.offload.test_exactness import generate, plain_model, ragged
+
+
+class Gate:
+    """Rows of ones that are only there once somebody opens the gate, or never."""
+
+    def __init__(self, nbytes: int = 4, *, broken: bool = False):
+        self.nbytes, self.broken = nbytes, broken
+        self.open = threading.Event()
+
+    def read_into(self, target: Tensor) -> None:
+        assert self.open.wait(10)
+        if self.broken:
+            raise OSError("no such rows")
+        target.view(torch.float32).fill_(1)
+
+    def write_from(self, source: Tensor) -> None:
+        self.read_into(torch.empty_like(source))
+
+    def part(self, first: int, nbytes: int) -> Rows:
+        assert (first, nbytes) == (0, self.nbytes)
+        return self
+
+
+@pytest.fixture
+def ahead() -> ThreadStreams:
+    """An accelerator that computes behind its thread."""
+    return ThreadStreams(Ahead())
+
+
+@pytest.fixture
+def link(ahead: ThreadStreams, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamLink]:
+    """Its link, with small buffers for files."""
+    monkeypatch.setattr(stream_link, "BOUNCE_BYTES", 1000)
+    made = StreamLink(ahead)
+    yield made
+    made.close()
+
+
+def moves(*pairs: tuple[Tensor, Tensor]) -> list[Move]:
+    return [Move(MemoryRows(host), device) for host, device in pairs]
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("link-")}
+
+
+def test_rows_go_both_ways_and_only_files_take_a_thread(link: StreamLink, tmp_path: Path) -> None:
+    memory, disk = HostTier(20000), DiskTier(20000, tmp_path)
+    before = threads()
+    rows = [torch.randn(count, 5) for count in (1, 77, 200, 0)]
+    for tiers in ((memory, memory, memory, memory), (disk, memory, disk, disk), (disk, disk, disk, memory)):
+        places, offset = [], 0
+        for tier, data in zip(tiers, rows, strict=True):
+            places.append(tier.rows(offset, len(data), 5, data.dtype))
+            offset += data.nbytes
+        out = link.start("out", [Move(place, data) for place, data in zip(places, rows, strict=True)])
+        found = [torch.zeros_like(data) for data in rows]
+        back = link.start("in", [Move(place, data) for place, data in zip(places, found, strict=True)], after=[out])
+        back.settle()
+        assert out.done and back.done and all(map(torch.equal, found, rows))
+        assert (threads() - before != set()) == (disk in tiers)
+    assert link.traffic["out"].nbytes == link.traffic["in"].nbytes == 3 * 278 * 20
+    memory.close()
+    disk.close()
+
+
+def test_computation_comes_before_and_behind_and_nobody_waits(link: StreamLink, ahead: ThreadStreams) -> None:
+    slow, host, device, found = threading.Event(), torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
+    ahead.compute.put(lambda: slow.wait(10) and device.fill_(7))
+    out = link.start("out", moves((host, device)))
+    back = torch.zeros(3, 2)
+    came = link.start("in", moves((host, back)), after=[out])
+    came.wait()
+    ahead.compute.put(lambda: found.copy_(back))
+    assert not out.done and not came.done and host.sum() == 0
+    slow.set()
+    ahead.compute.synchronize()
+    assert out.done and torch.equal(found, torch.full((3, 2), 7.0))
+
+
+def test_what_comes_behind_a_file_keeps_its_turn(link: StreamLink) -> None:
+    gate, target, later, other = Gate(), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
+    first = link.start("in", [Move(gate, target)])
+    second = link.start("in", moves((torch.ones(1, 1), later)))
+    out = link.start("out", moves((other, torch.ones(1, 1))))
+    out.settle()
+    # What must come after something that a thread is still to do waits there, too.
+    third = link.start("out", moves((torch.zeros(1, 1), torch.ones(1, 1))), after=[second])
+    assert not first.done and not second.done and not third.done and later.item() == 0 and other.item() == 1
+    gate.open.set()
+    third.settle()
+    second.settle()
+    assert first.done and target.item() == later.item() == 1
+
+
+def test_errors_reach_the_waiter_and_the_link_goes_on(link: StreamLink) -> None:
+    gate, memory = Gate(broken=True), torch.zeros(1, 1)
+    broken = link.start("in", [*moves((torch.ones(1, 1), memory)), Move(gate, torch.zeros(1, 1))])
+    depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
+    gate.open.set()
+    for ticket in (broken, depending):
+        with pytest.raises(MegaKVError, match=r"transfer of \d bytes failed.*no such rows"):
+            ticket.wait()
+        with pytest.raises(MegaKVError, match="no such rows"):
+            ticket.settle()
+        assert ticket.done
+    target = torch.zeros(3, 2)
+    link.start("in", moves((torch.ones(3, 2), target))).settle()
+    assert target.sum() == 6 and link.traffic["in"].timed_bytes == 24
+
+
+def test_transfers_are_timed_when_they_have_ended(link: StreamLink, ahead: ThreadStreams) -> None:
+    slow, rows = threading.Event(), torch.randn(500, 100)
+    ahead.compute.put(lambda: slow.wait(10))
+    ticket = link.start("in", moves((rows, torch.empty_like(rows))))
+    traffic = link.traffic["in"]
+    assert traffic.nbytes == rows.nbytes and traffic.timed_bytes == 0 and traffic.busy_s == 0
+    slow.set()
+    ticket.settle()
+    assert link.traffic["in"] is traffic and traffic.timed_bytes == rows.nbytes and 0 < traffic.busy_s < 0.5
+
+
+@pytest.mark.parametrize("cuts", [[], [400], [4, 404, 2000], [-8, 0, 4000, 5000]])
+def test_no_copy_goes_across_a_seam(cuts: list[int], link: StreamLink, ahead: ThreadStreams) -> None:
+    rows, found = torch.randn(100, 10), torch.zeros(100, 10)
+    link.seams += [rows.data_ptr() + cut for cut in cuts]
+    link.start("in", moves((rows, found))).settle()
+    within = [0, *(cut for cut in cuts if 0 < cut < 4000), 4000]
+    assert len(ahead.copied) == len(within) - 1 and torch.equal(found, rows)
+
+
+def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: ThreadStreams, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    disk, width = DiskTier(64 * 132, tmp_path), 33
+    host = torch.randn(64, width, generator=generator)
+    link.start("out", [Move(disk.rows(0, 64, width, host.dtype), host.clone())]).settle()
+    expected, buffers, wrong = host.clone(), [torch.empty(16, width) for _ in range(2)], []
+    written: dict[int, Any] = {}
+    for step in range(1000):
+        on_disk, first = bool(step % 3), int(torch.randint(0, 49, (1,), generator=generator))
+        target, after = buffers[step % 2], [written[row] for row in range(first, first + 16) if row in written]
+        # Rows lie in memory and in a file: those that are written last are in both.
+        source = disk.rows(first * 132, 16, width, host.dtype) if on_disk else MemoryRows(host[first : first + 16])
+        link.start("in", [Move(source, target)], after=after).wait()
+        held = expected[first : first + 16].clone()
+        ahead.compute.put(lambda target=target, held=held: wrong.append(not torch.equal(target, held)))
+        new = torch.randn(1, width, generator=generator)
+        expected[first] = new[0]
+        places = [MemoryRows(host[first : first + 1]), disk.rows(first * 132, 1, width, host.dtype)]
+        # It may be read no more before it is written again.
+        written[first] = link.start("out", [Move(place, new) for place in places])
+    ahead.compute.synchronize()
+    written[first].settle()
+    assert len(wrong) == 1000 and not any(wrong)
+    found = torch.empty(64, width)
+    link.start("in", [Move(disk.rows(0, 64, width, host.dtype), found)]).settle()
+    assert torch.equal(host, expected) and torch.equal(found, expected)
+    disk.close()
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["stream", "auto"])
+def test_tokens_are_the_plain_model_s_over_both_tiers(
+    method: str, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "make_link", lambda *_: StreamLink(ThreadStreams()))
+    monkeypatch.setattr(stream_link, "BOUNCE_BYTES", 3000)
+    model = plain_model("opt")
+    ids, mask = ragged(4)
+    expected = generate(model, ids, mask)
+    places = {"host_gb": 12 * 8192 / (1 << 30), "disk_gb": 0.01, "disk_path": str(tmp_path)}
+    engine = offloaded(copy.deepcopy(model), method=method, **places)
+    for _ in range(2):
+        assert torch.equal(generate(engine, ids, mask), expected)
+    assert engine._offloader.pool.used()["disk"]
+
+
+def test_costs_are_learned_behind_the_steps(offloaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ThreadStreams()
+    monkeypatch.setattr(assembly, "make_link", lambda *_: StreamLink(streams))
+    engine = offloaded(plain_model("opt"), method="chunked")
+    log, clock = engine._offloader._log, engine._offloader.link.clock
+    passed, marks = clock.passed, []
+
+    def late(mark: Any) -> bool:
+        """The accelerator is two steps behind."""
+        if mark not in marks:
+            marks.append(mark)
+        return marks.index(mark) < len(log._steps) - 2 and passed(mark)
+
+    monkeypatch.setattr(clock, "passed", late)
+    ids = torch.randint(3, 190, (2, 40), generator=torch.Generator().manual_seed(1))
+    generate(engine, ids, torch.ones_like(ids), max_new_tokens=12, min_new_tokens=12)
+    costs, steps = engine._offloader.costs, engine._offloader.steps
+    assert len(steps) == 11 and len(log._unread) == 2 and costs._steps == sum(step.usual for step in steps[:-2])
+    assert all(step.measured_s > 0 and step.waited_s >= 0 for step in steps[1:-2])
+    assert 0 < sum(step.timed_bytes for step in steps) <= engine._offloader.link.traffic["in"].nbytes
+    assert all(step.recompute_s > 0 for step in steps[:-2] if step.division.recomputed)
+    assert costs._shown.get("device_s") > 0
