@@ -176,8 +176,9 @@ class MegaKVEngine(InferenceEngine):
         reset_peak_memory(self.mesh.device)
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
-        limit = new_token_limit(self.module, options, 0 if ids is None else ids.shape[1])
-        plans = None if self._offloader is None else self._offloader.new_run(limit)
+        width = 0 if ids is None else ids.shape[1]
+        limit = new_token_limit(self.module, options, width)
+        plans = None if self._offloader is None else self._offloader.new_run(limit, width)
         prepared = prepare_options(self.module, options, self._comm, self._record.clock, plans)
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False

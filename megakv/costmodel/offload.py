@@ -42,6 +42,8 @@ class LayerCosts:
         Attending to a token on the accelerator.
     host_attend_s, host_fixed_s : float
         Attending to a token on the host, and what doing so at all costs.
+    disk_kv_s, disk_activation_s : float
+        As `kv_s` and `activation_s`, of a token whose rows lie on disk, where any do.
     head_s, tail_s : float
         Sending weights before the activations, and weights beside the keys and values, where weights are offloaded.
     """
@@ -55,6 +57,8 @@ class LayerCosts:
     attend_s: float = 0.0
     host_attend_s: float = 0.0
     host_fixed_s: float = 0.0
+    disk_kv_s: float = 0.0
+    disk_activation_s: float = 0.0
     head_s: float = 0.0
     tail_s: float = 0.0
 

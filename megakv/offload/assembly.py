@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from transformers import PreTrainedModel
 
@@ -16,7 +18,7 @@ from megakv.offload.pool import PagePool
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
 from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import HostTier, Tier, available_memory, check_host_budget
+from megakv.offload.tiers import HostTier, Tier, available_memory, check_host_budget, in_units
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
 from megakv.placement.plan import decoder_layers
@@ -74,6 +76,7 @@ def make_offloader(
     # Nobody takes any before all have looked.
     runtime.comm.barrier()
     try:
+        _check_budgets(config)
         held = 0 if weights is None else weights.nbytes
         check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
         offloader = _offloader(model, config, runtime, layers, weights)
@@ -89,6 +92,26 @@ def make_offloader(
     return offloader
 
 
+def _gigabytes(nbytes: int) -> str:
+    """A budget that holds so many bytes, in GiB, rounded up."""
+    size = nbytes / GIB
+    unit = 10 ** (math.floor(math.log10(size)) - 2)
+    return f"{math.ceil(size / unit - 1e-9) * unit:.3g}"
+
+
+def _check_budgets(config: OffloadConfig) -> None:
+    """Refuse a budget in which not even one page has room."""
+    page = config.page_kib << 10
+    for name, gigabytes in (("host_gb", config.host_gb), ("disk_gb", config.disk_gb)):
+        if gigabytes and int(gigabytes * GIB) < page:
+            otherwise = "" if name == "host_gb" else ", or leave it out"
+            raise ValueError(
+                f"megakv.offload.{name} = {gigabytes!r} is {in_units(gigabytes * GIB)}, less than one page of "
+                f"megakv.offload.page_kib = {config.page_kib}; make it {_gigabytes(page)} or more, or lower "
+                f"page_kib{otherwise}"
+            )
+
+
 def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
     """Refuse budgets in which not even one short sequence has room."""
     needed = layers * (2 if config.method in ("kvpr", "chunked") else 1)
@@ -96,7 +119,7 @@ def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
         raise ValueError(
             f"{pool.budgets()}: {pool.capacity} pages of megakv.offload.page_kib = {config.page_kib}, but a sequence "
             f"needs {needed} of them at least, as every layer has its own; raise megakv.offload.host_gb to "
-            f"{needed * pool.page_bytes / GIB:.3g} or more, or lower page_kib"
+            f"{_gigabytes(needed * pool.page_bytes)} or more, or lower page_kib"
         )
 
 
@@ -123,7 +146,7 @@ def _offloader(
     tiers: list[Tier] = [memory]
     if config.disk_gb:
         tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
-    pool = PagePool(tiers, config.page_kib << 10)
+    pool = PagePool(tiers, config.page_kib << 10, layers=layers)
     try:
         _check_pages(config, pool, layers)
     except ValueError:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from megakv.costmodel.offload import (
     LayerCosts,
-    link_rate,
     other_work_seconds,
     sending_seconds,
     shared_attend_seconds,
     shown_part,
 )
+from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, shown_rates
 from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
 from megakv.offload.division import Division
 from megakv.offload.profile import OffloadProfile
@@ -33,6 +33,10 @@ STEADY = 3
 FEW, SOME, MANY = 1 / 8, 1 / 4, 1 / 2
 """Parts of the cached tokens. What concerns less than that of them shows its overhead rather than its speed: calls that
 compute with many weights show their speed early, transfers later, and attention last."""
+
+
+SHOWN_COSTS = ("kv_s", "activation_s", "disk_kv_s", "disk_activation_s", "recompute_s", "host_attend_s")
+"""What is believed of each plan by itself, beside the accelerator's other work."""
 
 
 class _Shown:
@@ -102,6 +106,8 @@ class OffloadCosts:
             launch_s=profile.launch_s,
             host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
             attend_s=self._shown.get("attend_s"),
+            disk_kv_s=disk_seconds(profile.row_bytes, profile.link_bytes_s, profile.disk_read_bytes_s),
+            disk_activation_s=disk_seconds(profile.input_bytes, profile.link_bytes_s, profile.disk_read_bytes_s),
         )
 
     def of_plan(self, plan: str, costs: LayerCosts) -> LayerCosts:
@@ -124,11 +130,27 @@ class OffloadCosts:
         *,
         chunk: int,
         ahead: bool,
+        lots: Sequence[Sequence[Lot]] = (),
     ) -> float:
-        """Seconds from step to step, of a division for each group; `costs` are of one group, `chunk` is in tokens."""
+        """Seconds from step to step, of a division for each group.
+
+        Parameters
+        ----------
+        costs : LayerCosts
+            Of one group.
+        divisions : sequence of Division
+        layers : int
+        weights : WeightTimes
+        chunk : int
+            In tokens.
+        ahead : bool
+            As for `step_seconds`.
+        lots : sequence of sequence of Lot
+            Of each group with rows on disk, where they lie.
+        """
         groups = [
             group_times(
-                costs,
+                mean_costs(costs, group, each.recomputed, each.on_host) if group else costs,
                 each.recomputed,
                 each.on_host,
                 each.streamed,
@@ -136,7 +158,7 @@ class OffloadCosts:
                 outside_s=self._shown.get("outside_s"),
                 resident=each.resident,
             )
-            for each in divisions
+            for each, group in zip(divisions, lots or [()] * len(divisions), strict=True)
         ]
         return step_seconds(groups, layers, weights, ahead=ahead)
 
@@ -148,6 +170,11 @@ class OffloadCosts:
     def link_bytes_s(self) -> float:
         """Bandwidth to the accelerator; 0 before the first call of `layer`."""
         return 0.0 if self.profile is None else self.profile.link_bytes_s
+
+    @property
+    def disk_bytes_s(self) -> float:
+        """Bandwidth of reading the disk; 0 before the first call of `layer`, and without a disk."""
+        return 0.0 if self.profile is None else self.profile.disk_read_bytes_s
 
     @property
     def settled(self) -> bool:
@@ -182,7 +209,12 @@ class OffloadCosts:
             part = shown_part(record.recompute_s, layers * division.recomputed, profile.recompute_s, fixed)
             found["recompute_s"] = profile.recompute_s * part
         if record.timed_bytes >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
-            found["link_bytes_s"] = link_rate(record.timed_bytes, record.busy_s)
+            from_disk = min(record.disk_bytes, record.timed_bytes)
+            link, disk = shown_rates(
+                record.timed_bytes, from_disk, record.busy_s, profile.link_bytes_s, profile.disk_read_bytes_s
+            )
+            rates = {"link_bytes_s": link, "disk_read_bytes_s": disk}
+            found |= {name: rate for name, rate in rates.items() if rate}
         return found
 
     def _learn_device(self, record: StepRecord, layers: int, profile: OffloadProfile) -> None:
@@ -197,6 +229,6 @@ class OffloadCosts:
         self._shown.add("outside_s", record.gap_s, alone=early)
         if record.steady:
             plan, costs = self._plans.setdefault(record.plan.name, _Shown()), self._layer(profile)
-            values = {name: getattr(costs, name) for name in ("kv_s", "activation_s", "recompute_s", "host_attend_s")}
+            values = {name: getattr(costs, name) for name in SHOWN_COSTS}
             for name, value in {**values, "device_s": busy, "attend_s": self._shown.get("attend_s")}.items():
                 plan.add(name, value, alone=early)

@@ -97,6 +97,20 @@ class FileRows:
     def part(self, first: int, nbytes: int) -> FileRows:
         return FileRows(self.tier, self.offset + first, nbytes)
 
+    def write_through(self, source: Tensor) -> None:
+        """As `write_from`, until the disk itself has them.
+
+        Raises
+        ------
+        OSError
+            If it does not take them.
+        """
+        self.tier.write_through(self.offset, _bytes_of(source))
+
+    def forget(self) -> None:
+        """Let them go from the page cache: what `write_through` wrote is read from the disk then."""
+        self.tier.forget(self.offset, self.nbytes)
+
 
 class DiskTier:
     """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.
@@ -121,6 +135,8 @@ class DiskTier:
     ----------
     io : str
         How it is read: ``aio`` or ``files``.
+    bytes_read : int
+        What was read of it.
     """
 
     name = "disk"
@@ -128,6 +144,7 @@ class DiskTier:
     def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
         self.budget = budget
         self.io: str | None = "files"
+        self.bytes_read = 0
         self._reader: AsyncReader | None = None
         self._folder = str(folder)
         self._rescue: _Rescue | None = None
@@ -151,6 +168,11 @@ class DiskTier:
         self._read_with(io)
 
     @property
+    def place(self) -> str:
+        """Which disk it is, and how it is read."""
+        return f"{Path(self._folder).resolve()} ({self.io})"
+
+    @property
     def rescued(self) -> int:
         """Bytes in host memory that the disk refused."""
         return 0 if self._rescue is None else self._rescue.held
@@ -166,6 +188,7 @@ class DiskTier:
         OSError
             If the disk does not give it back.
         """
+        self.bytes_read += len(memory)
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
         rescue = self._rescue
         if rescue is None:
@@ -230,6 +253,16 @@ class DiskTier:
             assert self._rescue is not None
             with self._lock:
                 self._rescue.put(offset + done, memory[done:])
+
+    def write_through(self, offset: int, memory: memoryview) -> None:
+        """Write until the disk itself has all; errors are those of the system."""
+        done = 0
+        while done < len(memory):
+            done += os.pwritev(self._file.fileno(), [memory[done:]], offset + done, os.RWF_DSYNC)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Let the page cache forget a range, but for what is not on the disk yet."""
+        os.posix_fadvise(self._file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         if self._reader is not None:

@@ -95,3 +95,23 @@ class Plan(NamedTuple):
         """
         in_chunks = self.ways[0] and (self.name == "kvpr") != (other.name == "kvpr")
         return self.shape != other.shape and (self.ways != other.ways or in_chunks)
+
+
+def spread(total: int, limits: Sequence[int]) -> list[int]:
+    """A split point for each sequence, as equal as their limits allow, with a given sum.
+
+    Parameters
+    ----------
+    total : int
+        Tokens of all sequences together, at most the sum of the limits.
+    limits : sequence of int
+        Tokens that each sequence can give.
+    """
+    assert 0 <= total <= sum(limits)
+    shares = [0] * len(limits)
+    left = total
+    order = sorted(range(len(limits)), key=lambda index: limits[index])
+    for place, index in enumerate(order):
+        shares[index] = min(limits[index], -(-left // (len(order) - place)))
+        left -= shares[index]
+    return shares

@@ -10,7 +10,7 @@ from torch import Tensor
 from megakv.errors import MegaKVError
 from megakv.offload.link import MemoryRows, Move, Ticket
 from megakv.offload.pool import Page, PagePool
-from megakv.offload.tiers import HostTier, in_units
+from megakv.offload.tiers import HostTier, Tier, in_units
 
 
 def page_bytes(count: int, row_bytes: int, size: int) -> int:
@@ -37,6 +37,10 @@ class PagedRows:
     width : int
         Elements of a row.
     dtype : torch.dtype
+    layer : int
+        Whose rows they are.
+    only : Tier, optional
+        Where they must lie.
 
     Raises
     ------
@@ -44,9 +48,10 @@ class PagedRows:
         If a row does not fit a page.
     """
 
-    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype):
+    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, only: Tier | None = None):
         self.width = width
         self.length = 0
+        self._layer, self._only = layer, only
         self._pool = pool
         self._dtype = dtype
         self._row_bytes = width * dtype.itemsize
@@ -84,7 +89,7 @@ class PagedRows:
             if count and inner and self._pages[first // self._per_page].users > 1:
                 self._replace_last(inner)
             while len(self._pages) + len(taken) < needed:
-                taken.append(self._pool.take())
+                taken.append(self._pool.take(self._layer, self._only))
         except MegaKVError:
             for page in taken:
                 self._pool.give(page)
@@ -96,7 +101,7 @@ class PagedRows:
     def _replace_last(self, rows: int) -> None:
         """A page of one's own in the place of a shared last page that is partly filled."""
         index = self.length // self._per_page
-        shared, own = self._pages[index], self._pool.take()
+        shared, own = self._pages[index], self._pool.take(self._layer, self._only)
         for page in (shared, own):
             if page.written is not None:
                 page.written.settle()
@@ -181,7 +186,7 @@ class PagedRows:
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
-        twin = PagedRows(self._pool, self.width, self._dtype)
+        twin = PagedRows(self._pool, self.width, self._dtype, layer=self._layer, only=self._only)
         twin.length = self.length
         twin._pages, twin._leading = list(self._pages), self._leading
         for page in twin._pages:

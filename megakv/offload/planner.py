@@ -6,21 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload_disk import Lot
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes
-from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostRank, Queries
-from megakv.offload.pool import PagePool
 from megakv.offload.profiler import HostTrial
 from megakv.offload.scheduler import divide, split_point
 from megakv.offload.store import TieredStore
-from megakv.offload.tiers import in_units
 from megakv.offload.trials import PlanTrials
 from megakv.offload.weight_stream import WeightStream
 
@@ -38,13 +33,22 @@ HOPELESS = 1.5
 class _Size(NamedTuple):
     """Cached tokens of a group of sequences.
 
-    Of them, those with activations, those that the host may attend to, and those that stay on the accelerator.
+    Of them, those with activations, those that the host may attend to, and those that stay on the accelerator; and
+    where those of each sequence lie, if some do on disk.
     """
 
     tokens: int
     most: int
     host: int
     resident: int
+    lots: tuple[Lot, ...] = ()
+
+    def grown(self, each: int, sequences: int) -> _Size:
+        """With so many more tokens of each of so many sequences: on disk, where some are."""
+        lots = tuple(lot._replace(tokens=lot.tokens + each, inputs=lot.inputs + each) for lot in self.lots)
+        more = each * (len(lots) or sequences)
+        host = self.host + more if self.host and not lots else self.host
+        return _Size(self.tokens + more, self.most + more, host, self.resident, lots)
 
 
 class Planner:
@@ -110,24 +114,36 @@ class Planner:
         self.ahead = self.wants_inputs = self._undecided = True
 
     def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool, beyond: bool = False) -> Plan:
-        """What becomes of the cached tokens of a step's layers, by one of them: the same for all.
+        """What becomes of the cached tokens of a step's layers, by the first that is asked for: the same for all.
 
         Where they do not stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
         lengths, resident, inputs = store.settled(), store.residents(), store.with_inputs()
-        memory = store.in_memory() if self._host_rank is not None and stays else [0] * len(lengths)
-        sizes = tuple(
-            _Size(
-                sum(lengths[row] for row in group),
-                sum(min(lengths[row], inputs[row]) for row in group),
-                sum(min(lengths[row], memory[row]) for row in group),
-                sum(min(lengths[row], resident[row]) for row in group),
-            )
-            for group in groups
-        )
         # A rank may have the same tokens in several steps.
-        key = (lengths, sizes, self.ahead, self._step + beyond)
+        key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
+            attends = self._host_rank is not None and stays
+            memory, held = store.in_memory(), store.in_memory(inputs=True)
+            sizes = []
+            for group in groups:
+                lots = tuple(
+                    Lot(
+                        lengths[row] - min(lengths[row], resident[row]),
+                        min(lengths[row], inputs[row]),
+                        min(lengths[row], memory[row]),
+                        min(lengths[row], inputs[row], held[row]),
+                    )
+                    for row in group
+                )
+                sizes.append(
+                    _Size(
+                        sum(lengths[row] for row in group),
+                        sum(lot.inputs for lot in lots),
+                        sum(lot.rows_in_memory for lot in lots) if attends else 0,
+                        sum(min(lengths[row], resident[row]) for row in group),
+                        lots if any(lot.on_disk for lot in lots) else (),
+                    )
+                )
             self._latest = key, self._plan(store, sizes, self._words[beyond])
         return self._latest[1]
 
@@ -203,7 +219,8 @@ class Planner:
         # A group may have fewer choices than others: without any cached token, only the plainest.
         chosen = [each or (Division(size.tokens), 1) for each, size in zip(found, sizes, strict=True)]
         divisions, chunk = tuple(each[0] for each in chosen), max(each[1] for each in chosen)
-        seconds = self._costs.predict(costs, divisions, self._layers, weights, chunk=chunk, ahead=self.ahead)
+        lots = [size.lots for size in sizes]
+        seconds = self._costs.predict(costs, divisions, self._layers, weights, chunk=chunk, ahead=self.ahead, lots=lots)
         return Plan(name, divisions, chunk, seconds, 0.0)
 
     def _may_recompute_more(
@@ -212,74 +229,36 @@ class Planner:
         """Whether a likely plan would recompute more tokens, when this generation ends, than have activations now."""
         if not self._new_tokens:
             return True
-        more, best = self._new_tokens * -(-batch // len(sizes)), min(times.values())
+        best = min(times.values())
         for name in RECOMPUTING:
             if times.get(name, best) > HOPELESS * best:
                 continue
             own = self._costs.of_plan(name, costs)
             own = replace(own, device_s=own.device_s / len(sizes))
             for size in set(sizes):
-                later = _Size(size.tokens + more, size.most + more, size.host and size.host + more, size.resident)
-                found = self._divided(name, own, later)
+                found = self._divided(name, own, size.grown(self._new_tokens, -(-batch // len(sizes))))
                 if found is not None and found[0].recomputed > size.most:
                     return True
         return False
 
     def _divided(self, name: str, costs: LayerCosts, size: _Size) -> tuple[Division, int] | None:
         """A group's division by a plan, and tokens of a chunk of activations; None where there is no such plan."""
-        (tokens, most, host, resident), chunk = size, self._config.chunk_tokens
+        (tokens, most, host, resident, lots), chunk = size, self._config.chunk_tokens
         auto = self._config.method == "auto"
         if not (auto or name == self._config.method or (name == "stream" and not (most or host))):
             return None
         if name == "stream":
             return Division(tokens, resident=resident), chunk
         if name == "kvpr" and most:
-            return replace(split_point(costs, tokens - resident, most=most), tokens=tokens, resident=resident), tokens
+            found = split_point(costs, tokens - resident, most=most, lots=lots)
+            return replace(found, tokens=tokens, resident=resident), tokens
         if name == "chunked" and most:
-            return divide(costs, tokens, chunk=chunk, resident=resident, most=most), chunk
+            return divide(costs, tokens, chunk=chunk, resident=resident, most=most, lots=lots), chunk
         if name == "cpu_rank" and host:
-            return divide(costs, tokens, chunk=chunk, resident=resident, recompute=False, host=host), chunk
+            return divide(costs, tokens, chunk=chunk, resident=resident, recompute=False, host=host, lots=lots), chunk
         if name == "all" and auto and most and host:
-            return divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host), chunk
+            return divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host, lots=lots), chunk
         return None
-
-    def check_room(
-        self, store: TieredStore, pool: PagePool, new_tokens: int, before: list[int], counts: NDArray[np.int64]
-    ) -> None:
-        """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
-
-        Budgets are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that no rank
-        is refused alone while others wait for it.
-
-        Parameters
-        ----------
-        store : TieredStore
-            Of the first layer, the prompt in it.
-        pool : PagePool
-        new_tokens : int
-            How many each sequence may still get on this rank.
-        before : list of int
-            Tokens of every sequence before this pass: the other layers hold no more yet.
-        counts : NDArray
-            ``[size, B]`` tokens of every sequence on every context-parallel rank.
-
-        Raises
-        ------
-        MegaKVError
-            With what is needed and what there is.
-        """
-        lengths, needed = max(
-            ((row, self._layers * store.bytes_for([count + new_tokens for count in row])) for row in counts.tolist()),
-            key=lambda found: found[1],
-        )
-        held = store.nbytes() + (self._layers - 1) * store.bytes_for(before)
-        if not pool.has_room(needed - held):
-            raise MegaKVError(
-                f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "
-                f"({sum(lengths)} tokens so far, up to {new_tokens} more for each of {len(lengths)} sequences), but "
-                f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise a budget or ask "
-                "for fewer tokens"
-            )
 
     def _weight_times(self) -> WeightTimes:
         """Seconds of the link for a layer's weights."""

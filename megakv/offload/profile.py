@@ -32,6 +32,10 @@ class OffloadProfile(Record):
     host_attend_s, host_fixed_s : float
         Attending to a token of one layer on the host, and what doing so costs for each sequence. What is 0 was not
         measured: some methods need not know it.
+    disk_read_bytes_s, disk_write_bytes_s : float
+        Bandwidth of the disk tier, past the page cache where the file system allows; 0 without one.
+    disk : str
+        Which disk that is: its folder, and how it is read.
     emulated_link_gb_s : float, optional
         Where the link is emulated, at what bandwidth.
     """
@@ -48,6 +52,9 @@ class OffloadProfile(Record):
     launch_s: float = Field(default=0.0, ge=0)
     host_attend_s: float = Field(default=0.0, ge=0)
     host_fixed_s: float = Field(default=0.0, ge=0)
+    disk_read_bytes_s: float = Field(default=0.0, ge=0)
+    disk_write_bytes_s: float = Field(default=0.0, ge=0)
+    disk: str = ""
     emulated_link_gb_s: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""The profiler: what the link and recomputation take on this machine, measured once and kept in a file."""
+"""The profiler: what the link, the disk and recomputation take on this machine, measured once and kept in a file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megakv.costmodel.offload import affine, link_rate
 from megakv.offload.config import OffloadConfig
+from megakv.offload.disk_speed import disk_rates
 from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.link import Link
 from megakv.offload.pages import PagedRows, unwritten
@@ -89,6 +90,12 @@ class Profiler:
         found = known or self._load(store)
         profile = found or self._link_profile(store)
         profile = profile.model_copy(update={"input_bytes": max(profile.input_bytes, store.input_bytes)})
+        disk = self._pool.disk
+        if disk is not None and profile.disk != disk.place:
+            read, written = disk_rates(disk, self._pool, store.stored_width, store.stored_dtype)
+            if read or profile.disk:
+                rates = {"disk_read_bytes_s": read, "disk_write_bytes_s": written, "disk": disk.place if read else ""}
+                profile = profile.model_copy(update=rates)
         if recomputation is not None and store.input_bytes and not (profile.recompute_s or profile.launch_s):
             recompute_s, launch_s = self._recomputed(store, recomputation)
             profile = profile.model_copy(update={"recompute_s": recompute_s, "launch_s": launch_s})
@@ -135,7 +142,7 @@ class Profiler:
         rows = self._probe(store, count)
         if rows is None:
             # The budgets are full: rows that are there must do.
-            lengths = store.lengths()
+            lengths = store.in_memory() if any(store.in_memory()) else store.lengths()
             sequence = max(range(len(lengths)), key=lambda index: lengths[index])
             count = min(count, lengths[sequence])
         target = torch.empty((count, store.stored_width), dtype=store.stored_dtype, device=self._device)
@@ -182,9 +189,10 @@ class Profiler:
         return rates
 
     def _probe(self, store: TieredStore, count: int) -> PagedRows | None:
-        """Rows like a store's in pages that nobody uses; None where there are too few."""
-        rows = PagedRows(self._pool, store.stored_width, store.stored_dtype)
-        if not self._pool.has_room(rows.bytes_for(count)):
+        """Rows like a store's in pages of host memory that nobody uses; None where there are too few."""
+        memory = self._pool.tiers[0]
+        rows = PagedRows(self._pool, store.stored_width, store.stored_dtype, only=memory)
+        if not self._pool.has_room(rows.bytes_for(count), memory):
             return None
         rows.extend(count)
         return rows

@@ -8,6 +8,7 @@ from typing import Any
 from megakv.costmodel.offload import link_utilisation
 from megakv.ledger import Ledger
 from megakv.offload.clock import Clock, HostClock
+from megakv.offload.disk import DiskTier
 from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link
@@ -40,10 +41,12 @@ class StepRecord:
         Waiting for other ranks.
     bytes_in, bytes_out : int
         Sent to the accelerator and from it meanwhile.
+    disk_bytes : int
+        Read from disk meanwhile.
     timed_bytes, busy_s : int, float
         Sent to the accelerator by transfers that were found to have ended meanwhile, and seconds that these took.
-    link_bytes_s : float
-        The link's measured bandwidth.
+    link_bytes_s, disk_bytes_s : float
+        Measured bandwidths of the link and of reading the disk; 0 without a disk.
     steady : bool
         Whether the step before was one of the same plan, so that this one began as all of its kind do.
     decoding : bool
@@ -58,10 +61,10 @@ class StepRecord:
         self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
         self.host_s = self.attend_s = self.peers_s = 0.0
         self.weight_bytes = self.timed_bytes = 0
-        self.link_bytes_s = 0.0
+        self.link_bytes_s = self.disk_bytes_s = 0.0
         self.steady = self.decoding = False
         self.kv_bits = kv_bits
-        self.bytes_in = self.bytes_out = 0
+        self.bytes_in = self.bytes_out = self.disk_bytes = 0
         self.clock = clock or HostClock()
         self.ended: Any = None
         self._begun: Any = None
@@ -72,19 +75,21 @@ class StepRecord:
         self._attended: list[tuple[Any, Any]] = []
         self._beside: list[tuple[Any, Any]] = []
 
-    def begin(self, link: Link, ledger: Ledger, before: Any) -> None:
+    def begin(self, link: Link, ledger: Ledger, before: Any, disk: DiskTier | None) -> None:
         """Start the clock and the counts; `before` is the moment at which the step before ended, or None."""
         inwards = link.traffic["in"]
         self.bytes_in, self.bytes_out = inwards.nbytes, link.traffic["out"].nbytes
         self.timed_bytes, self.busy_s = inwards.timed_bytes, inwards.busy_s
+        self.disk_bytes = 0 if disk is None else disk.bytes_read
         self.peers_s = ledger.waited_s()
         self._before, self._begun = before, self.clock.mark()
 
-    def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None) -> None:
+    def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None, disk: DiskTier | None) -> None:
         """Stop them."""
         self.ended = self.clock.mark()
         inwards = link.traffic["in"]
         self.bytes_in = inwards.nbytes - self.bytes_in
+        self.disk_bytes = 0 if disk is None else disk.bytes_read - self.disk_bytes
         self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
         self.timed_bytes, self.busy_s = inwards.timed_bytes - self.timed_bytes, inwards.busy_s - self.busy_s
         self.peers_s = ledger.waited_s() - self.peers_s
@@ -162,6 +167,8 @@ class StepRecord:
             weight_bytes=self.weight_bytes,
             kv_bits=self.kv_bits,
             link_utilisation=link_utilisation(self.bytes_in, self.link_bytes_s, self.measured_s),
+            disk_bytes=self.disk_bytes,
+            disk_utilisation=link_utilisation(self.disk_bytes, self.disk_bytes_s, self.measured_s),
         )
 
     @property

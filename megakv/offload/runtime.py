@@ -23,6 +23,7 @@ from megakv.offload.prefetch import Prefetch
 from megakv.offload.profiler import Profiler
 from megakv.offload.record import StepRecord
 from megakv.offload.residents import ResidentBudget
+from megakv.offload.room import check_room
 from megakv.offload.staging import StagedLayer
 from megakv.offload.steps import StepLog
 from megakv.offload.store import TieredStore
@@ -70,7 +71,7 @@ class Offloader:
         self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
         profiler = Profiler(config, link, pool, device)
         self.costs = OffloadCosts(profiler, sharers=runtime.comm.watch.neighbours)
-        self._log = StepLog(link, self._learn)
+        self._log = StepLog(link, self._learn, pool.disk)
         self._recomputation: Recomputation | None = None
         self._recomputes = False
         self._runtime, self._layers = runtime, layers
@@ -80,7 +81,7 @@ class Offloader:
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
         self._decoding, self._group = False, 0
-        self._announced: int | None = None
+        self._announced: tuple[int, int] | None = None
         self._host_rank = HostRank(config.cpu_threads, link.clock) if config.host_attends else None
         leads = runtime.comm.mesh.rank == 0 if runtime.comm.mesh.world_size > 1 else None
         self._planner = Planner(
@@ -111,10 +112,10 @@ class Offloader:
         mesh = self._runtime.comm.mesh
         return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, offloader=self)
 
-    def new_run(self, new_tokens: int) -> Planner:
-        """A generation begins that may add so many tokens to each sequence; returns what its ranks agree on."""
+    def new_run(self, new_tokens: int, prompt: int) -> Planner:
+        """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""
         self._log.clear()
-        self._announced = new_tokens
+        self._announced = prompt, new_tokens
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
         self._planner.new_run(new_tokens)
@@ -180,8 +181,7 @@ class Offloader:
         store.flush()
         # A rank without any token yet does not know the size of its rows: it asks when it has one.
         if self._announced is not None and any(store.lengths()):
-            share, counts = -(-self._announced // cache.size), cache.table.counts()
-            self._planner.check_room(store, self.pool, share, before, counts)
+            check_room(store, self.pool, self._layers, cache.table, self._announced, before)
             self._announced = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()
@@ -194,8 +194,8 @@ class Offloader:
         if cache is not self._cache:
             return
         self._current = self._layout = None
-        ledger, speed = self._runtime.comm.ledger, self.costs.link_bytes_s
-        self._log.end(ledger, self.weights, decoding=self._decoding, link_bytes_s=speed)
+        rates = self.costs.link_bytes_s, self.costs.disk_bytes_s
+        self._log.end(self._runtime.comm.ledger, self.weights, decoding=self._decoding, rates=rates)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""

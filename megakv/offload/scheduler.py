@@ -1,6 +1,7 @@
 """The scheduler: how many cached tokens of a layer are resident, streamed, recomputed, or attended to on the host.
 
-Every form of `megakv.costmodel.offload` is solved exactly over all integers, anew at every step.
+Every form of `megakv.costmodel.offload` is solved exactly over all integers, anew at every step; with rows on disk,
+piece by piece (`megakv.costmodel.offload_disk`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megakv.costmodel.offload import (
     split_lines,
     steady_lines,
 )
+from megakv.costmodel.offload_disk import Lot, Piece, pieces
 from megakv.offload.division import Division
 
 EQUAL = 1e-12
@@ -54,7 +56,11 @@ def _checked(tokens: int, most: int | None) -> int:
     return tokens if most is None else min(tokens, most)
 
 
-def split_point(costs: LayerCosts, tokens: int, *, most: int | None = None) -> Division:
+def _pieces(costs: LayerCosts, lots: Sequence[Lot], on_host: int, limit: int) -> Sequence[Piece]:
+    return pieces(costs, lots, on_host) if lots else (Piece(0, limit, costs),)
+
+
+def split_point(costs: LayerCosts, tokens: int, *, most: int | None = None, lots: Sequence[Lot] = ()) -> Division:
     """Equation 11: the split point with the shortest time by Equation 10.
 
     Parameters
@@ -65,6 +71,8 @@ def split_point(costs: LayerCosts, tokens: int, *, most: int | None = None) -> D
         s'.
     most : int, optional
         Tokens that may be recomputed, where not all have activations.
+    lots : sequence of Lot
+        Where they lie, if some do on disk.
 
     Raises
     ------
@@ -76,11 +84,14 @@ def split_point(costs: LayerCosts, tokens: int, *, most: int | None = None) -> D
     if limit == tokens > 0:
         ranges.append((tokens, tokens, True, False))
     best = Division(tokens, seconds=math.inf)
-    for low, high, recomputing, streaming in ranges:
-        if low <= high:
-            point, seconds = lowest_point(split_lines(costs, tokens, recomputing, streaming), low, high)
-            if _less(seconds, best.seconds):
-                best = Division(tokens, point, seconds=seconds)
+    found = _pieces(costs, lots, 0, limit)
+    for first, last, recomputing, streaming in ranges:
+        for piece in found:
+            low, high = max(first, piece.first), min(last, piece.last)
+            if low <= high:
+                point, seconds = lowest_point(split_lines(piece.costs, tokens, recomputing, streaming), low, high)
+                if _less(seconds, best.seconds):
+                    best = Division(tokens, point, seconds=seconds)
     return best
 
 
@@ -112,35 +123,58 @@ class _Rest:
     With every full chunk of activations the link's time changes by one amount, and the accelerator's grows by another.
     Before the chunk at whose end the accelerator is the slower one, the link is waited for, so that the last of those
     chunks is best; behind it all is slower, as the accelerator is. So that chunk and the end of the one before are all
-    that can be best, but for recomputing nothing, and for sending no keys and values at all.
+    that can be best, but for recomputing nothing, and for sending no keys and values at all. With rows on disk that is
+    so within each piece, but for chunks in which a piece begins or ends.
     """
 
-    def __init__(self, costs: LayerCosts, tokens: int, *, resident: int, limit: int, chunk: int):
+    def __init__(
+        self, costs: LayerCosts, tokens: int, *, resident: int, limit: int, chunk: int, lots: Sequence[Lot] = ()
+    ):
         self._costs, self._tokens, self._resident = costs, tokens, resident
-        self._limit, self._chunk = limit, chunk
+        self._limit, self._chunk, self._lots = limit, chunk, lots
 
     def best(self, on_host: int) -> tuple[int, float]:
         """It, and the layer's seconds without the host's: never more with more tokens on the host."""
         rest = self._tokens - self._resident - on_host
         limit = max(0, self._limit - on_host)
-        none, all_sent = self._lines(on_host, 0, rest > 0), min(limit, rest - 1)
-        found = [lowest_point(none, 0, 0)]
-        if all_sent > 0:
-            chunks = self._crossing(none, self._lines(on_host, 1, True), -(-all_sent // self._chunk))
-            for index, low in ((chunks - 1, self._chunk * (chunks - 1)), (chunks, self._chunk * (chunks - 1) + 1)):
-                if index > 0:
-                    high = min(index * self._chunk, all_sent)
-                    found.append(lowest_point(self._lines(on_host, index, True), low, high))
+        parts = _pieces(self._costs, self._lots, on_host, limit)
+        found = [lowest_point(self._lines(parts[0], on_host, 0, rest > 0), 0, 0)]
+        for part in parts:
+            low, high = max(1, part.first), min(part.last, limit, rest - 1)
+            if low <= high:
+                found += self._within(part, on_host, low, high, alone=len(parts) == 1)
         if limit == rest > 0:
-            found.append(lowest_point(self._lines(on_host, -(-rest // self._chunk), False), rest, rest))
+            found.append(lowest_point(self._lines(parts[-1], on_host, -(-rest // self._chunk), False), rest, rest))
         best = found[0]
         for other in found[1:]:
             if _less(other[1], best[1]):
                 best = other
         return best
 
-    def _lines(self, on_host: int, chunks: int, streaming: bool) -> tuple[Line, ...]:
-        return steady_lines(self._costs, self._tokens, self._resident, on_host, chunks, streaming)
+    def _within(self, part: Piece, on_host: int, low: int, high: int, *, alone: bool) -> list[tuple[int, float]]:
+        """What can be best of the split points of a piece."""
+        first, last = -(-low // self._chunk), -(-high // self._chunk)
+        begin = self._chunk * (first - 1)
+        none, one = (
+            [Line(line.at(begin), line.slope) for line in self._lines(part, on_host, chunks, True)]
+            for chunks in (first - 1, first)
+        )
+        chunks = self._crossing(none, one, last - first + 1)
+        found = {first - 2 + chunks, first - 1 + chunks} if chunks else set()
+        if not alone:
+            found |= {first, last}
+        return [
+            lowest_point(
+                self._lines(part, on_host, index, True),
+                max(low, self._chunk * (index - 1) + 1),
+                min(high, self._chunk * index),
+            )
+            for index in sorted(found)
+            if first <= index
+        ]
+
+    def _lines(self, part: Piece, on_host: int, chunks: int, streaming: bool) -> tuple[Line, ...]:
+        return steady_lines(part.costs, self._tokens, self._resident, on_host, chunks, streaming)
 
     def _crossing(self, none: Sequence[Line], one: Sequence[Line], last: int) -> int:
         """The first chunk at whose end the accelerator needs no less than the link, at most `last`; 0 if none pays."""
@@ -161,6 +195,7 @@ def divide(
     recompute: bool = True,
     host: int = 0,
     most: int | None = None,
+    lots: Sequence[Lot] = (),
 ) -> Division:
     """The fastest division of a layer's tokens among all that are allowed; plain streaming always is.
 
@@ -179,10 +214,13 @@ def divide(
         Tokens that the host may attend to.
     most : int, optional
         Tokens of which there are activations, where not all have them; the host's come first among them.
+    lots : sequence of Lot
+        Where they lie, if some do on disk. The number of tokens on the host is exact for one sequence, and for several
+        that lie alike.
     """
     resident = min(resident, tokens)
     limit = _checked(tokens - resident, most) if recompute else 0
-    rest = _Rest(costs, tokens, resident=resident, limit=limit, chunk=chunk)
+    rest = _Rest(costs, tokens, resident=resident, limit=limit, chunk=chunk, lots=lots)
     choices = [0]
     if host and resident < tokens:
         # What the others need falls with every token on the host, and the host's own time rises: where they cross.
@@ -224,23 +262,3 @@ def _first_crossing(excess: Callable[[int], float], last: int) -> int:
             low, over = middle, value
         halve = not halve and 2 * (high - low) > width
     return high
-
-
-def spread(total: int, limits: Sequence[int]) -> list[int]:
-    """A split point for each sequence, as equal as their limits allow, with a given sum.
-
-    Parameters
-    ----------
-    total : int
-        Tokens of all sequences together, at most the sum of the limits.
-    limits : sequence of int
-        Tokens that each sequence can give.
-    """
-    assert 0 <= total <= sum(limits)
-    shares = [0] * len(limits)
-    left = total
-    order = sorted(range(len(limits)), key=lambda index: limits[index])
-    for place, index in enumerate(order):
-        shares[index] = min(limits[index], -(-left // (len(order) - place)))
-        left -= shares[index]
-    return shares

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel.memory import grown_bytes
-from megakv.offload.division import Division
+from megakv.offload.division import Division, spread
 from megakv.offload.link import Link, Move, Ticket
 from megakv.offload.pages import unwritten
-from megakv.offload.scheduler import spread
 from megakv.offload.tiers import host_memory
 
 if TYPE_CHECKING:

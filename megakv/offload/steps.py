@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megakv.ledger import Ledger
+from megakv.offload.disk import DiskTier
 from megakv.offload.division import Plan
 from megakv.offload.link import Link
 from megakv.offload.record import StepRecord
@@ -24,6 +25,7 @@ class StepLog:
     link : Link
     learn : callable
         Told of every step of decoding, in order, once its times are known.
+    disk : DiskTier, optional
 
     Attributes
     ----------
@@ -31,9 +33,9 @@ class StepLog:
         Of the pass under way.
     """
 
-    def __init__(self, link: Link, learn: Callable[[StepRecord], None]):
+    def __init__(self, link: Link, learn: Callable[[StepRecord], None], disk: DiskTier | None = None):
         self.current: StepRecord | None = None
-        self._link, self._learn = link, learn
+        self._link, self._learn, self._disk = link, learn, disk
         self._steps: list[StepRecord] = []
         self._unread: deque[StepRecord] = deque()
         self._plan: str | None = None
@@ -54,16 +56,16 @@ class StepLog:
         """A pass begins; `ready` says whether its first layers are as far as they are in others of its kind."""
         record = StepRecord(cached=cached, new=new, plan=plan, kv_bits=kv_bits, clock=self._link.clock)
         record.steady = ready and plan.name == self._plan
-        record.begin(self._link, ledger, self._ended)
+        record.begin(self._link, ledger, self._ended, self._disk)
         self.current = record
 
-    def end(self, ledger: Ledger, weights: WeightStream | None, *, decoding: bool, link_bytes_s: float) -> None:
-        """The pass has succeeded."""
+    def end(self, ledger: Ledger, weights: WeightStream | None, *, decoding: bool, rates: tuple[float, float]) -> None:
+        """The pass has succeeded; `rates` are the bandwidths of the link and of the disk."""
         record, self.current = self.current, None
         if record is None:
             return
-        record.finish(self._link, ledger, weights)
-        record.decoding, record.link_bytes_s = decoding, link_bytes_s
+        record.finish(self._link, ledger, weights, self._disk)
+        record.decoding, (record.link_bytes_s, record.disk_bytes_s) = decoding, rates
         self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
         if record.cached:
             self._steps.append(record)

@@ -44,9 +44,7 @@ class TieredStore(UniformStore):
     """
 
     def __init__(self, layer: int, batch: int, offloader: Offloader):
-        self.layer = layer
-        self.version = 0
-        self.keeps_inputs = True
+        self.layer, self.version, self.keeps_inputs = layer, 0, True
         self._offloader = offloader
         self._shape: HeadShape | None = None
         self._dtype: torch.dtype | None = None
@@ -261,9 +259,10 @@ class TieredStore(UniformStore):
         paged = self._inputs[sequence]
         return ([], []) if paged is None else paged.moves(first, device)
 
-    def in_memory(self) -> list[int]:
-        """Leading tokens of every sequence whose keys and values lie in host memory, up to those that are resident."""
-        return self._before_residents([0 if row is None else row.in_memory() for row in self._rows])
+    def in_memory(self, *, inputs: bool = False) -> list[int]:
+        """Leading tokens whose keys and values, or activations, lie in host memory, up to those that are resident."""
+        column = self._inputs if inputs else self._rows
+        return self._before_residents([row.in_memory() if row else 0 for row in column])
 
     def rows_in_memory(self, sequence: int, count: int) -> list[tuple[int, Tensor]]:
         """The first tokens' keys and values where they lie: runs of rows ``[n, W]``, each with its first token."""
@@ -292,7 +291,7 @@ class TieredStore(UniformStore):
     def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> int:
         paged = column[sequence]
         if paged is None:
-            paged = column[sequence] = PagedRows(self._offloader.pool, rows.shape[1], rows.dtype)
+            paged = column[sequence] = PagedRows(self._offloader.pool, rows.shape[1], rows.dtype, layer=self.layer)
         first = paged.extend(len(rows))
         moves, pages = paged.moves(first, rows.contiguous())
         self._moves += moves

@@ -34,6 +34,8 @@ class OffloadStep:
         Bits of each key and value off the accelerator where they are quantised: results are lossy then.
     link_utilisation
         `bytes_in` as a share of what the link carries in `measured_s`, by its measured bandwidth.
+    disk_bytes, disk_utilisation
+        Of `bytes_in`, what was read from disk, and as a share of what the disk gives in `measured_s`.
     """
 
     plan: str
@@ -49,6 +51,8 @@ class OffloadStep:
     weight_bytes: int = 0
     kv_bits: int | None = None
     link_utilisation: float = 0.0
+    disk_bytes: int = 0
+    disk_utilisation: float = 0.0
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     @property
@@ -70,6 +74,9 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
         "offload/bytes_out": float(sum(step.bytes_out for step in steps)),
         "offload/link_utilisation": statistics.median(step.link_utilisation for step in steps),
     }
+    if any(step.disk_bytes for step in steps):
+        values["offload/disk_bytes"] = float(sum(step.disk_bytes for step in steps))
+        values["offload/disk_utilisation"] = statistics.median(step.disk_utilisation for step in steps)
     for share in ("resident", "recomputed", "on_host"):
         values[f"offload/{share}_share"] = statistics.median(
             getattr(step, share) / max(1, step.cached) for step in steps

@@ -113,7 +113,7 @@ def _prefill(report: RunReport) -> Table:
 def _offload(report: RunReport) -> Table:
     columns = (
         "rank", "passes", "cached", "recomputed", "on_host", "predicted_s", "measured_s", "error", "waited_s",
-        "bytes_in", "bytes_out", "link_utilisation", "plans", "disk_io",
+        "bytes_in", "bytes_out", "disk_bytes", "link_utilisation", "disk_utilisation", "plans", "disk_io",
     )  # fmt: skip
     return Table(columns, [[rank.rank, *_steps(rank.offload), rank.disk_io] for rank in report.ranks if rank.offload])
 
@@ -127,18 +127,21 @@ def _steps(steps: Sequence[OffloadStep]) -> list[Cell]:
     last, predicted, measured = steps[-1], total("predicted_s"), total("measured_s")
     error = predicted / measured - 1 if measured else None
     tokens = [last.cached, last.recomputed, last.on_host]
-    sums = [total("waited_s"), total("bytes_in"), total("bytes_out")]
+    sums = [total("waited_s"), total("bytes_in"), total("bytes_out"), total("disk_bytes")]
     # Bytes over what the link carries meanwhile: passes count by their time.
-    used = sum(step.link_utilisation * step.measured_s for step in steps) / measured if measured else None
+    names = ("link_utilisation", "disk_utilisation")
+    used = [
+        sum(getattr(step, name) * step.measured_s for step in steps) / measured if measured else None for name in names
+    ]
     plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in steps).most_common())
-    return [len(steps), *tokens, predicted, measured, error, *sums, used, plans]
+    return [len(steps), *tokens, predicted, measured, error, *sums, *used, plans]
 
 
 def _offload_steps(report: RunReport) -> Table:
     """Every pass of every rank: which method served it, the split point, bytes each way, times and utilisation."""
     columns = (
         "rank", "pass", "plan", "cached", "resident", "recomputed", "on_host", "predicted_s", "measured_s", "waited_s",
-        "bytes_in", "bytes_out", "link_utilisation",
+        "bytes_in", "bytes_out", "disk_bytes", "link_utilisation", "disk_utilisation",
     )  # fmt: skip
     rows: list[list[Cell]] = [
         [rank.rank, number, step.plan, *(getattr(step, name) for name in columns[3:])]

@@ -44,7 +44,9 @@ def offloaded(alone: None) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
     """A machine on which every way to treat a token has its share, whatever this one measures."""
-    costs = LayerCosts(kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0)
+    costs = LayerCosts(
+        kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0, disk_kv_s=3.0, disk_activation_s=1.0
+    )
     measured = OffloadCosts.layer
 
     def layer(self: OffloadCosts, *args: Any) -> LayerCosts:

@@ -71,6 +71,22 @@ def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None
     link.close()
 
 
+def test_layers_share_host_memory(tmp_path: Path) -> None:
+    pool = PagePool([HostTier(5 * PAGE), DiskTier(6 * PAGE, tmp_path)], PAGE, layers=3)
+    layers = [PagedRows(pool, WIDTH, torch.float32, layer=layer) for layer in range(3)]
+    for paged in layers:
+        paged.extend(3 * 7)
+    assert [paged.in_memory() for paged in layers] == [14, 14, 7]
+    assert pool.used() == {"host": 5 * PAGE, "disk": 4 * PAGE}
+    layers[0].truncate(7)
+    # Another layer has its share already; once the disk is full, it takes what is left.
+    layers[1].extend(2 * 7)
+    assert pool.used() == {"host": 4 * PAGE, "disk": 5 * PAGE}
+    layers[1].extend(2 * 7)
+    assert pool.used() == {"host": 5 * PAGE, "disk": 6 * PAGE}
+    assert pool.free_bytes() == 0 and not pool.has_room(1, pool.disk)
+
+
 def test_a_prompt_moves_in_one_copy() -> None:
     pool = make_pool(40)
     paged = PagedRows(pool, WIDTH, torch.float32)

@@ -2,6 +2,8 @@
 
 import json
 import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor
 from megakv.costmodel import offload_pipeline
 from megakv.costmodel.offload import LayerCosts, StepTimes
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, step_seconds
+from megakv.offload.costs import OffloadCosts
+from megakv.offload.disk import DiskTier
 from megakv.offload.division import Division, Plan
 from megakv.offload.record import StepRecord
 from tests.unit.offload.test_exactness import generate, plain_model
@@ -71,7 +75,7 @@ def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
     path = tmp_path / "offload.json"
     offloader_after(offloaded, profile=str(path))
     values = json.loads(path.read_text())
-    assert values["emulated_link_gb_s"] == LINK_GB_S
+    assert values["emulated_link_gb_s"] == LINK_GB_S and values["disk_read_bytes_s"] == 0
     values["recompute_s"] = 1.0
     path.write_text(json.dumps(values))
     offloader = offloader_after(offloaded, profile=str(path))
@@ -90,6 +94,49 @@ def test_a_profile_of_one_method_serves_another(offloaded: Any, tmp_path: Path) 
     # Nothing is measured twice.
     assert {**last, "recompute_s": 0} == {**attended, "recompute_s": 0}
     assert len({values["link_bytes_s"] for values in found}) == 1
+
+
+def test_the_disk_is_measured_where_there_is_one(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "offload.json"
+    found = []
+    for folder in ("one", "one", "two"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        host = {"host_gb": 8 * 8 / (1 << 20), "disk_gb": 0.01, "disk_path": str(tmp_path / folder)}
+        offloader = offloader_after(offloaded, profile=str(path), method="stream", **host)
+        found.append(json.loads(path.read_text()))
+        # What was measured is no traffic: in all steps some rows were read, never more than all that lie there.
+        held = offloader.pool.used()["disk"]
+        assert held and all(0 < step.disk_bytes < min(step.bytes_in, 1.5 * held) for step in offloader.steps)
+        assert offloader.steps[-1].report().disk_utilisation > 0
+    assert found[0]["disk_read_bytes_s"] > 0 and found[0]["disk_write_bytes_s"] > 0
+    assert found[0]["disk"] == f"{tmp_path / 'one'} (files)" and found[1] == found[0]
+    assert found[2]["disk"] == f"{tmp_path / 'two'} (files)"
+    assert found[2]["link_bytes_s"] == found[0]["link_bytes_s"]
+
+
+@pytest.mark.parametrize("method", ["stream", "chunked", "cpu_rank"])
+def test_steps_with_rows_on_a_slow_disk_are_predicted(
+    method: str, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plainly = DiskTier.read
+
+    def slowly(tier: DiskTier, offset: int, memory: memoryview) -> None:
+        begun = time.perf_counter()
+        plainly(tier, offset, memory)
+        time.sleep(max(0.0, begun + len(memory) / (LINK_GB_S * 1e9) - time.perf_counter()))
+
+    monkeypatch.setattr(DiskTier, "read", slowly)
+    # What is predicted is what the profile says: no step has shown anything yet.
+    monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
+    tiers = {"host_gb": 8 * 8 / (1 << 20), "disk_gb": 0.01, "disk_path": str(tmp_path)}
+    engine = offloaded(plain_model("opt"), method=method, emulated_link_gb_s=5 * LINK_GB_S, **tiers)
+    ids = torch.randint(3, 190, (2, 60), generator=torch.Generator().manual_seed(1))
+    generate(engine, ids, torch.ones_like(ids), max_new_tokens=7, min_new_tokens=7)
+    profile = engine._offloader.costs.profile
+    assert profile.disk_read_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.15)
+    assert profile.link_bytes_s == pytest.approx(5 * LINK_GB_S * 1e9, rel=0.15)
+    ratios = [step.plan.seconds / step.measured_s for step in engine._offloader.steps[1:]]
+    assert statistics.median(ratios) == pytest.approx(1.0, rel=0.2)
 
 
 def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Budgets that a generation would outgrow: refused with numbers, and nothing that was there is lost."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megakv.errors import MegaKVError
 from tests.unit.offload.test_exactness import generate, plain_model
 
 
@@ -39,3 +41,41 @@ def test_what_cannot_fit_is_refused_before_it_is_computed(offloaded: Any) -> Non
         engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20)
     expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=12)
     assert torch.equal(generate(engine, ids, torch.ones_like(ids), max_new_tokens=12), expected)
+
+
+@pytest.mark.parametrize(
+    ("budget", "otherwise"), [({"disk_gb": 1e-6}, ", or leave it out"), ({"host_gb": 1e-6, "disk_gb": 0.01}, "$")]
+)
+def test_a_budget_below_one_page_is_refused(
+    budget: dict[str, float], otherwise: str, offloaded: Any, tmp_path: Path
+) -> None:
+    name = min(budget, key=lambda each: budget[each])
+    expected = (
+        rf"megakv.offload.{name} = 1e-06 is 1.05 KiB, less than one page of megakv.offload.page_kib = 8; "
+        rf"make it 7.63e-06 or more, or lower page_kib{otherwise}"
+    )
+    with pytest.raises(ValueError, match=expected):
+        offloaded(plain_model("opt"), disk_path=str(tmp_path), **budget)
+    # What is advised works, also where it is no round number.
+    offloaded(plain_model("opt"), disk_path=str(tmp_path), disk_gb=7.63e-06)
+    with pytest.raises(ValueError, match=r"make it 0.000489 or more"):
+        offloaded(plain_model("opt"), disk_path=str(tmp_path), disk_gb=1e-6, page_kib=512)
+
+
+def test_a_prompt_in_pieces_is_refused_with_its_first(offloaded: Any) -> None:
+    model = plain_model("opt")
+    layers = model.config.num_hidden_layers
+    engine = offloaded(copy.deepcopy(model), method="stream", host_gb=layers * 4 * 8 / (1 << 20))
+    ids = torch.randint(3, 190, (2, 40), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    # Both pieces of both sequences have room for themselves, the whole of them has not.
+    with pytest.raises(
+        MegaKVError,
+        match=r"needs 96.00 KiB.*27 tokens so far, up to 28 more for each of 2 sequences.*host_gb holds 64.00 KiB",
+    ):
+        engine.generate(ids, attention_mask=mask, max_new_tokens=4, prefill_chunk_size=16)
+    assert engine._offloader.link.traffic["out"].nbytes == 27 * 2 * model.config.hidden_size * 4
+    ids, mask = ids[:, :28], mask[:, :28]
+    expected = generate(model, ids, mask, max_new_tokens=4)
+    assert torch.equal(generate(engine, ids, mask, max_new_tokens=4, prefill_chunk_size=9), expected)

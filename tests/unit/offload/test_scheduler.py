@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megakv.costmodel.offload import LayerCosts, chunked_seconds, split_seconds, steady_seconds
-from megakv.offload.scheduler import chunked_split_point, divide, split_point, spread
+from megakv.offload.division import spread
+from megakv.offload.scheduler import chunked_split_point, divide, split_point
 
 INSTANCES = 300
 
@@ -29,6 +30,8 @@ def random_costs(generator: random.Random) -> LayerCosts:
         attend_s=cost(0.05, 0.3),
         host_attend_s=cost(1.0),
         host_fixed_s=cost(2.0, 0.4),
+        disk_kv_s=cost(3.0, 0.02),
+        disk_activation_s=cost(1.5),
         head_s=cost(5.0, 0.5),
         tail_s=cost(5.0, 0.5),
     )

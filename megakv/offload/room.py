@@ -1,0 +1,62 @@
+"""Whether what a generation will hold fits the budgets: said in its first layer, before more is computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megakv.errors import MegaKVError
+from megakv.offload.pool import PagePool
+from megakv.offload.tiers import in_units
+
+if TYPE_CHECKING:
+    from megakv.cache import TokenTable
+    from megakv.offload.store import TieredStore
+
+
+def check_room(
+    store: TieredStore,
+    pool: PagePool,
+    layers: int,
+    table: TokenTable,
+    announced: tuple[int, int],
+    before: list[int],
+) -> None:
+    """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
+
+    Budgets are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that no rank is
+    refused alone while others wait for it.
+
+    Parameters
+    ----------
+    store : TieredStore
+        Of the first layer, the prompt in it, or its first piece.
+    pool : PagePool
+    layers : int
+        Attention layers.
+    table : TokenTable
+        Tokens of every sequence on every context-parallel rank, those of this pass included.
+    announced : tuple of int
+        Columns of the whole prompt, which may be read in pieces, and tokens that each row may get beyond it.
+    before : list of int
+        Tokens of every sequence before this pass: the other layers hold no more yet.
+
+    Raises
+    ------
+    MegaKVError
+        With what is needed and what there is.
+    """
+    prompt, new_tokens = announced
+    ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
+    to_come = -(-(new_tokens + max(0, prompt - 1 - int(max(ends)))) // table.size)
+    lengths, needed = max(
+        ((row, layers * store.bytes_for([count + to_come for count in row])) for row in table.counts().tolist()),
+        key=lambda found: found[1],
+    )
+    held = store.nbytes() + (layers - 1) * store.bytes_for(before)
+    if not pool.has_room(needed - held):
+        raise MegaKVError(
+            f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "
+            f"({sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences), but "
+            f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise a budget or ask "
+            "for fewer tokens"
+        )
