@@ -38,7 +38,7 @@ class OffloadConfig(DeepSpeedConfigModel):
     """Host memory of each rank, in GiB: taken at start, page-locked where there is an accelerator."""
 
     disk_gb: float = Field(0.0, ge=0)
-    """Disk space of each rank, in GiB: reserved at start, used where host memory is full."""
+    """Disk space of each rank, in GiB: reserved at start, used where a layer's share of host memory is full."""
 
     disk_path: str = "."
     """Folder of the file."""

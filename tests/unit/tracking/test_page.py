@@ -55,7 +55,7 @@ def report() -> RunReport:
     found = random_report(random.Random(7))
     step = OffloadStep(
         plan="stream", cached=100, recomputed=40, on_host=10, resident=0, predicted_s=0.5, measured_s=0.4, waited_s=0.1,
-        bytes_in=1000, bytes_out=10, link_utilisation=0.5,
+        bytes_in=1000, bytes_out=10, link_utilisation=0.5, disk_bytes=400, disk_utilisation=0.25,
     )  # fmt: skip
     found.ranks[1].offload = [step, replace(step, plan="all", recomputed=44, measured_s=0.6, link_utilisation=1.0)]
     found.ranks[1].disk_io = "files"
@@ -95,7 +95,8 @@ def test_numbers_of_the_tables(report: RunReport) -> None:
     assert (offload["predicted_s"], offload["measured_s"]) == pytest.approx((1.0, 1.0))
     assert offload["error"] == pytest.approx(0.0)
     assert (offload["plans"], offload["disk_io"]) == ("stream 1, all 1", "files")
-    assert offload["link_utilisation"] == pytest.approx(0.8)
+    assert (offload["link_utilisation"], offload["disk_utilisation"]) == pytest.approx((0.8, 0.25))
+    assert offload["disk_bytes"] == 800
     passes = [dict(zip(tables["offload_steps"].columns, row, strict=True)) for row in tables["offload_steps"].rows]
     assert [(each["rank"], each["pass"], each["plan"], each["recomputed"]) for each in passes] == [
         (1, 1, "stream", 40),
@@ -103,6 +104,7 @@ def test_numbers_of_the_tables(report: RunReport) -> None:
     ]
     scalars = report.scalars()
     assert (scalars["offload/bytes_in"], scalars["offload/link_utilisation"]) == (2000.0, 0.75)
+    assert (scalars["offload/disk_bytes"], scalars["offload/disk_utilisation"]) == (800.0, 0.25)
     assert scalars["offload/recomputed_share"] == pytest.approx(0.42)
     assert (scalars["offload/passes/stream"], scalars["offload/passes/all"]) == (0.25, 0.25)
     assert scalars["offload/prediction_error"] == pytest.approx(0.2)
