@@ -34,8 +34,8 @@ VECTORS = {
 COMPILE_S = 120
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TOLERANCE = 1e-5
-MAX_ROWS = 16
-"""Query rows of a KV head beyond which matrix products are as fast (measured)."""
+MAX_ROWS, MAX_HEADS = 32, 128
+"""Query rows of a KV head, and query heads of one for one query, beyond which products are as fast (measured)."""
 
 
 class DecodeKernel:
@@ -69,11 +69,9 @@ class DecodeKernel:
     @staticmethod
     def computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
         """Whether these are for it: their type, how they lie in memory, and how many rows share a KV head."""
-        return (
-            q_HLD.dtype in TYPES
-            and q_HLD.shape[0] // k_KSD.shape[0] * q_HLD.shape[1] <= MAX_ROWS
-            and k_KSD.stride(2) == v_KSD.stride(2) == 1
-        )
+        group, length = q_HLD.shape[0] // k_KSD.shape[0], q_HLD.shape[1]
+        few = group * length <= MAX_ROWS or (length == 1 and group <= MAX_HEADS)
+        return few and q_HLD.dtype in TYPES and k_KSD.stride(2) == v_KSD.stride(2) == 1
 
     def __call__(self, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, with as many threads as PyTorch uses in the calling one.

@@ -31,7 +31,7 @@ def random_case(generator, *, keys):
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
     dtype, kv_heads, dim = pick(*DTYPES), pick(1, 2, 3, 8), pick(1, 3, 16, 20, 64, 80, 96, 128)
-    group, length = pick((1, 1), (1, 16), (2, 1), (3, 2), (4, 1), (5, 3), (7, 2), (16, 1))
+    group, length = pick((1, 1), (1, 16), (2, 1), (3, 2), (4, 1), (5, 3), (7, 2), (16, 1), (71, 1))
     value_dim = pick(dim, dim, 1, 7, 24, 128)
     q = torch.randn(length, kv_heads * group, dim, generator=generator).to(dtype).transpose(0, 1)
     if pick(True, False):
@@ -84,7 +84,8 @@ def test_what_is_not_a_number_is_not_hidden(kernel):
 def test_what_it_does_not_compute(kernel):
     q, k = torch.ones(4, 2, 16), torch.ones(2, 9, 16)
     assert kernel.computes(q, k, k)
-    assert not kernel.computes(torch.ones(4, 9, 16), k, k)
+    assert not kernel.computes(torch.ones(4, 17, 16), k, k)
+    assert kernel.computes(torch.ones(142, 1, 16), k, k)
     assert not kernel.computes(q.double(), k.double(), k.double())
     assert not kernel.computes(q, torch.ones(2, 16, 9).transpose(1, 2), k)
 
