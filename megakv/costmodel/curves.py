@@ -96,7 +96,8 @@ class AttentionTable(BaseModel):
     Parameters
     ----------
     kernel : str
-        ``flash`` (fused) or ``math`` (matrix products, for soft caps and position biases).
+        ``flash`` (fused), ``math`` (matrix products, for soft caps and position biases), or ``sdpa`` (PyTorch's fused
+        one on a processor, which transformers decodes with and MegaKV does not).
     head_dim, heads, group : int
         Head dimension, query heads, and query heads that share a KV head.
     rows, keys : tuple of float
@@ -109,7 +110,7 @@ class AttentionTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kernel: str = Field(pattern="^(flash|math)$")
+    kernel: str = Field(pattern="^(flash|math|sdpa)$")
     head_dim: int = Field(gt=0)
     heads: int = Field(gt=0)
     group: int = Field(gt=0)

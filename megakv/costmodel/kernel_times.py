@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megakv.attention.backends import attend_block
 from megakv.attention.backends import math as math_backend
@@ -18,6 +19,7 @@ from megakv.costmodel.stopwatch import Battery, Pool, Times
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
 MATH_ROWS = (1, 16, 256)
+SDPA_ROWS = (1,)
 KEYS = (16, 128, 1024, 8192)
 SQUARES = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = (1, 2, 4, 16, 64, 256)
@@ -73,7 +75,7 @@ class KernelSizes:
     head_dim, heads, group : int
         Head dimension, query heads, and query heads that share a KV head.
     kernel : str
-        ``flash`` or ``math``.
+        As `AttentionTable` has it.
     """
 
     head_dim: int
@@ -106,18 +108,22 @@ class TableCells:
     flops: float
     longest_s: float
 
-    def call(self, rows: int, keys: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def call(self, rows: int, keys: int, *, causal: bool) -> object:
         """One kernel call on numbers from memory."""
         sizes, pool = self.sizes, self.pool
         kv_heads = sizes.heads // sizes.group
         q_HLD = pool.take(rows, sizes.heads, sizes.head_dim).transpose(0, 1)
         k_KSD = pool.take(kv_heads, keys, sizes.head_dim)
         v_KSD = pool.take(kv_heads, keys, sizes.head_dim)
+        if sizes.kernel == "sdpa":
+            return sdpa(q_HLD[None], k_KSD[None], v_KSD[None], is_causal=causal, enable_gqa=True)
         backend = math_backend if sizes.kernel == "math" else attend_block
         return backend(q_HLD, k_KSD, v_KSD, sizes.head_dim**-0.5, causal=causal)
 
     @property
     def _rows(self) -> tuple[int, ...]:
+        if self.sizes.kernel == "sdpa":
+            return SDPA_ROWS
         if self.sizes.kernel == "math":
             return MATH_ROWS
         return UNGROUPED_ROWS if self.sizes.group == 1 else GROUPED_ROWS
@@ -129,6 +135,8 @@ class TableCells:
         return tuple(keys for keys in KEYS if keys == KEYS[0] or self._short(rows * keys))
 
     def _squares(self) -> tuple[int, ...]:
+        if self.sizes.kernel == "sdpa":
+            return SQUARES[:2]
         return tuple(rows for rows in SQUARES if rows in SQUARES[:2] or self._short(rows * rows))
 
     def add(self, battery: Battery) -> None:

@@ -71,7 +71,7 @@ def measure_profile(
     longest_s = seconds / CALLS
     probe = TableCells(sizes[0], pool, 1.0, longest_s)
     flops, unit_s, bandwidth = _probe(watch, probe)
-    tables = [TableCells(size, pool, flops, longest_s) for size in _with_ungrouped(sizes)]
+    tables = [TableCells(size, pool, flops, longest_s) for size in _all_tables(sizes, pool.device)]
     matmul, copy, fresh = matmul_cells(pool, matrices), copy_cells(pool), fresh_copy_cells(pool)
     merge, combine = merge_cells(pool.device), combine_cells(pool.device, max(2, ring))
     everything: list[Cells] = [*tables, matmul, copy, fresh, merge, combine]
@@ -118,10 +118,14 @@ def _memory_bytes(comm: Communicator, local: int) -> int:
     return min(comm.gather_objects(total // local if comm.mesh.device.type == "cpu" else total))
 
 
-def _with_ungrouped(sizes: Sequence[KernelSizes]) -> list[KernelSizes]:
-    """Sizes and what else is needed of them: one head to a KV head, for few rows, and the kernel of biased scores."""
+def _all_tables(sizes: Sequence[KernelSizes], device: torch.device) -> list[KernelSizes]:
+    """Sizes and what else is needed of them: one head to a KV head, for few rows, and the kernel of biased scores.
+
+    On a processor also the kernel that transformers decodes with.
+    """
     flash = dict.fromkeys(replace(size, group=group, kernel="flash") for size in sizes for group in (1, size.group))
-    return [*flash, replace(sizes[0], kernel="math")]
+    others = ("math", "sdpa") if device.type == "cpu" else ("math",)
+    return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]
 
 
 def _probe(watch: Stopwatch, kernels: TableCells) -> tuple[float, float, float]:

@@ -1,10 +1,13 @@
 """Predicted times of what MegaKV is compared with: transformers' own model on one rank, DeepSpeed's tensor parallelism.
 
-They differ from MegaKV in three ways: the last layer computes all tokens, tensor parallelism also cuts the output head,
-and transformers' growing cache is copied as a whole whenever tokens are added to it.
+They differ from MegaKV in four ways: the last layer computes all tokens, tensor parallelism also cuts the output head,
+transformers' growing cache is copied as a whole whenever tokens are added to it, and on a processor single queries go
+through PyTorch's kernel.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from megakv.allocator import LARGEST_REUSED_BYTES
 from megakv.costmodel.attention_time import LayerTimes
@@ -72,7 +75,7 @@ class PlainTimes:
         for index, count in self._model.layer_kinds:
             shape = self._shape(index)
             sums = self._tokens.sums(index, batch)
-            attention = LayerTimes(self._profile, shape, work).predict("single").seconds
+            attention = LayerTimes(self._profile, _decoding(self._profile, shape), work).predict("single").seconds
             layer = late * (self._tokens.layer(index, batch) - sums + attention) + sums
             seconds += count * (layer + (self._copied(shape, batch * (context + 1)) if copied else 0.0))
         return seconds
@@ -92,3 +95,9 @@ class PlainTimes:
             nbytes = tokens * width * shape.element_bytes
             seconds += profile.copy_bytes.at(nbytes) + profile.page_s * nbytes * (nbytes > LARGEST_REUSED_BYTES)
         return seconds
+
+
+def _decoding(profile: HardwareProfile, shape: AttentionShape) -> AttentionShape:
+    """The same heads, by the kernel that transformers takes for single queries, where it is another than MegaKV's."""
+    known = any(table.kernel == "sdpa" for table in profile.attention)
+    return replace(shape, kernel="sdpa") if known and shape.kernel == "flash" else shape

@@ -37,7 +37,7 @@ class AttentionShape:
     window : int, optional
         A query sees that many slots, itself included; None: all.
     kernel : str
-        ``math`` where a soft cap or a position bias keeps the fused kernels out.
+        ``math`` where a soft cap or a position bias keeps the fused kernels out; ``sdpa`` for PyTorch's own.
     partial_bytes : int, optional
         Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
         other systems keep them in the type of Q.
@@ -49,7 +49,7 @@ class AttentionShape:
     value_dim: int
     element_bytes: int
     window: int | None = None
-    kernel: Literal["flash", "math"] = "flash"
+    kernel: Literal["flash", "math", "sdpa"] = "flash"
     partial_bytes: int | None = None
 
     @property
