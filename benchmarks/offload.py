@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LINKS, QUICK_LINKS = "0.1,0.2,0.4", "0.2,0.4"
 FULL = {"least_repeats": 2, "repeats": 16, "cell_seconds": 16.0}
 QUICK = {"least_repeats": 2, "repeats": 8, "cell_seconds": 2.0}
+ON_GPU = {"least_repeats": 1, "repeats": 1, "cell_seconds": 0.0}
+CHUNK, GPU_CHUNK = 128, 4096
+"""Tokens of all sequences: what costs a processor little takes a GPU less time than Python needs to start it."""
 LEAST_NEW = 6
 
 
@@ -46,17 +49,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--hidden", type=int, default=512, help="hidden size (default 512)")
     add("--heads", type=int, default=8, help="query heads (default 8)")
     add("--dtype", choices=DTYPES, help="of weights and activations (default fp32; --gpu: fp16)")
-    add("--chunk", type=int, default=128, help="tokens of a chunk of activations (default 128)")
+    add("--chunk", type=int, help=f"tokens of a chunk of activations (default {CHUNK}; --gpu: {GPU_CHUNK})")
     add("--repeats", type=int, help="timed rounds of a case at most (default 16; --quick: 8)")
-    add("--least-repeats", type=int, help="rounds at least (default 2)")
+    add("--least-repeats", type=int, help="rounds at least (default 2; --gpu: 1, and no more than these)")
     add("--cell-seconds", type=float, help="no further round begins in a case after them (default 16; --quick: 2)")
-    add("--threads", type=int, default=1, help="threads that compute (default 1)")
+    add("--threads", type=int, help="threads that compute (default 1; --gpu: all cores but two)")
     add("--cores", nargs=2, type=int, metavar="CORE", help="of the thread that computes, and of the one that attends")
     add("--parts", metavar="FOLDER", help="where cases are kept (default: FILE with suffix .parts)")
     arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
+    for name, value in (ON_GPU if arguments.gpu else QUICK if arguments.quick else FULL).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
+    if arguments.chunk is None:
+        arguments.chunk = GPU_CHUNK if arguments.gpu else CHUNK
+    if arguments.threads is None:
+        arguments.threads = max(1, len(os.sched_getaffinity(0)) - 2) if arguments.gpu else 1
     arguments.dtype = arguments.dtype or ("fp16" if arguments.gpu else "fp32")
     if not arguments.gpu:
         arguments.layers = 4 if arguments.layers is None else arguments.layers
@@ -106,8 +113,12 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             parser.error(f"--batch {case.batch}: allowed for part {case.part}: multiples of --group {group}")
 
 
-def measure(arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float) -> list[dict[str, Any]]:
+def measure(
+    arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float, parts: Parts
+) -> list[dict[str, Any]]:
     """The rows of one case."""
+    if arguments.gpu:
+        return one_by_one(arguments, case, device, rate_gb_s, parts)
     if case.part == "processes":
         from harness.offload_processes import measure_processes
 
@@ -120,6 +131,25 @@ def measure(arguments: argparse.Namespace, case: Case, device: torch.device, rat
         most=max(arguments.repeats, arguments.least_repeats),
         budget_s=arguments.cell_seconds,
     )
+
+
+def one_by_one(
+    arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float, parts: Parts
+) -> list[dict[str, Any]]:
+    """The rows of a case whose methods cannot stand side by side: each is kept when it is measured."""
+    from harness.offload_cells import CaseBench
+
+    bench: CaseBench | None = None
+    rows = []
+    for method in case.methods:
+        name = f"{case.name}-{method}"
+        kept = parts.read(name)
+        if kept is None or len(kept["row"]["seconds"]) < arguments.least_repeats:
+            bench = bench or CaseBench(arguments, case, device, rate_gb_s)
+            kept = {"row": bench.measure_alone(method, arguments.least_repeats)}
+            parts.write(name, kept)
+        rows.append(kept["row"])
+    return rows
 
 
 def run(arguments: argparse.Namespace, parts: Parts) -> None:
@@ -137,7 +167,7 @@ def run(arguments: argparse.Namespace, parts: Parts) -> None:
         kept = parts.read(case.name)
         if kept is not None and len(kept["rows"][0]["seconds"]) >= arguments.least_repeats:
             continue
-        rows = measure(arguments, case, device, case.link_gb_s or rate or 0.0)
+        rows = measure(arguments, case, device, case.link_gb_s or rate or 0.0, parts)
         parts.write(case.name, {"rows": rows, "machine": machine})
 
 

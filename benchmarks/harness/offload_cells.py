@@ -66,6 +66,7 @@ class CaseBench:
         self._kept_bytes: dict[str, tuple[int, int]] = {}
         self._busy: dict[str, float | None] = {}
         self._warm_up_s: dict[str, float] = {}
+        self._tokens: Tensor | None = None
 
     def measure(self, *, least: int, most: int, budget_s: float) -> list[dict[str, Any]]:
         """The rows of the case.
@@ -99,6 +100,13 @@ class CaseBench:
                 decoder.close()
         return [self._row(name, turns[name], expected) for name in self._case.methods]
 
+    def measure_alone(self, name: str, repeats: int) -> dict[str, Any]:
+        """The row of one method, made anew and measured so many times in a row."""
+        self._stays = False
+        expected = self._expected()
+        turns = [self._turn(name, self._case.new) for _ in range(repeats)]
+        return self._row(name, turns, expected)
+
     def _turn(self, name: str, new: int) -> Turn:
         decoder = self._ready_made.get(name) or self._make(name)
         try:
@@ -118,10 +126,11 @@ class CaseBench:
         return self._ids.chunk(self._case.groups) if variant(name).rows else (self._ids,)
 
     def _warm_up(self, name: str, decoder: Decoder) -> None:
-        new = min(self._case.new, WARM_UP)
-        for _ in range(TRIALS if variant(name).method == "auto" else 1):
+        new, trials = min(self._case.new, WARM_UP), TRIALS if variant(name).method == "auto" else 1
+        for trial in range(trials):
             self._ready()
-            turn = [decoder.generate(share, new, watch=True) for share in self._shares(name)]
+            watch = trial == trials - 1
+            turn = [decoder.generate(share, new, watch=watch) for share in self._shares(name)]
         self._warm_up_s[name] = step_seconds(turn)
 
     def _make(self, name: str) -> Decoder:
@@ -132,11 +141,13 @@ class CaseBench:
 
     def _expected(self) -> Tensor:
         """Tokens of the model with everything in memory."""
-        plain = Decoder(IN_MEMORY, self._model, self._case, self._shape, chunk_tokens=self._arguments.chunk)
-        try:
-            return plain.generate(self._ids, self._case.new).tokens
-        finally:
-            plain.close()
+        if self._tokens is None:
+            plain = Decoder(IN_MEMORY, self._model, self._case, self._shape, chunk_tokens=self._arguments.chunk)
+            try:
+                self._tokens = plain.generate(self._ids, self._case.new).tokens
+            finally:
+                plain.close()
+        return self._tokens
 
     def _row(self, name: str, turns: Sequence[Turn], expected: Tensor) -> dict[str, Any]:
         row = row_of(self._case, name, turns, shape=self._shape, rate_gb_s=self._rate_gb_s)

@@ -58,7 +58,7 @@ class KernelWatch:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def token(self, number: int) -> None:
-        """A token is there, and the accelerator idle."""
+        """A token is there, and nothing is computed."""
         if number == self._first:
             self._profile.start()
             self._begun = time.perf_counter()

@@ -33,6 +33,10 @@ from .offload_plan import IN_MEMORY, OTHERS, PAGE_KIB, Case, Shape, variant
 
 WARM = 3
 """Steps that are left out: they fill the pipeline, and the costs of the first are not learned yet."""
+WATCHED = 2
+"""Steps in which it is looked how busy kernels keep an accelerator: reading a trace of more takes minutes."""
+PASS_TOKENS = 64 << 10
+"""On an accelerator, longer prompts are read in pieces of so many tokens: what layers compute with must fit, too."""
 ATTENTION_PIECES = 2
 """Pieces that an attention's weights come in, row-by-row: those for keys and values, and the others."""
 
@@ -76,7 +80,9 @@ class StepNotes(StoppingCriteria):
         self._watch = watch
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        get_accelerator().synchronize()
+        if input_ids.is_cuda:
+            # The token is there; what other streams bring for the next one may go on.
+            torch.cuda.current_stream().synchronize()
         self.times.append(time.perf_counter())
         self.noted.append(tuple(probe() for probe in self._probes))
         if self._watch is not None:
@@ -178,13 +184,15 @@ class Decoder:
 
     def generate(self, ids: Tensor, new: int, *, watch: bool = False) -> Sample:
         """Greedy tokens for a batch of prompts; with `watch`, on CUDA, how busy kernels keep it."""
-        watching = KernelWatch(WARM + 1, new) if watch and ids.device.type == "cuda" else None
+        watching = KernelWatch(WARM + 1, WARM + 1 + WATCHED) if watch and ids.device.type == "cuda" else None
         options: dict[str, Any] = {
             "max_new_tokens": new,
             "do_sample": False,
             # Without a mask, tokens that happen to be OPT's padding would count as such.
             "attention_mask": torch.ones_like(ids),
         }
+        if ids.device.type == "cuda" and ids.numel() > PASS_TOKENS:
+            options["prefill_chunk_size"] = PASS_TOKENS // len(ids)
         sample = self._sample(ids, options, watching)
         if watching is not None:
             self.busy = watching.busy
@@ -205,7 +213,8 @@ class Decoder:
             return sample
         notes = StepNotes(lambda: offloader.staging_bytes, watch=watch)
         tokens = self._engine.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes]))
-        sample = Sample(tokens, notes.seconds(), offloader.steps[WARM:])
+        # A prompt's later pieces are passes over cached tokens, too.
+        sample = Sample(tokens, notes.seconds(), [step for step in offloader.steps if step.decoding][WARM:])
         if ids.device.type == "cpu":
             sample.waited_s = statistics.mean(step.waited_s for step in sample.steps)
         stay = self._weight_bytes - (offloader.weights.step_bytes if self._case.weights else 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megakv.attention.part import KVPart, Part, dense
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.attention.together import attend_together, is_decoding
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
 from megakv.sharding import IntArray, Layout, TokenBlock
@@ -150,10 +151,16 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
         ``[H, L, Dv]`` and ``[H, L]``.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
-    attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
-    for part in parts:
-        attention.add(part)
-    out, lse = attention.result()
+    together = None
+    if q_HLD.device.type == "cuda" and is_decoding(tokens):
+        parts = list(parts)
+        together = attend_together(q_HLD, tokens, call.scoring, parts)
+    if together is None:
+        attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
+        for part in parts:
+            attention.add(part)
+        together = attention.result()
+    out, lse = together
     if elsewhere is not None:
         elsewhere.merge_into(out, lse)
     return out, lse

@@ -116,6 +116,7 @@ class Recomputation:
         self._tables: dict[int, _RotaryTable] = {}
         self._learned: dict[int, _RotaryTable] = {}
         self._gathered: dict[tuple[int, bytes], tuple[Tensor, ...]] = {}
+        self._there: dict[bytes, Tensor] = {}
         self._handles = []
         for module in model.modules():
             if getattr(module, RUNTIME_ATTRIBUTE, None) is not None:
@@ -132,6 +133,7 @@ class Recomputation:
         """A pass begins."""
         self._learned.clear()
         self._gathered.clear()
+        self._there.clear()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer: Any = module.layer_idx
@@ -169,7 +171,7 @@ class Recomputation:
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = x_LE.unsqueeze(0)
         if isinstance(kwargs.get("position_ids"), Tensor):
-            kwargs["position_ids"] = torch.from_numpy(positions).to(x_LE.device).unsqueeze(0)
+            kwargs["position_ids"] = self._on_device(positions, x_LE.device).unsqueeze(0)
         if kwargs.get("position_embeddings") is not None:
             kwargs["position_embeddings"] = self._embeddings(layer, positions, x_LE.device)
         args = () if "hidden_states" in kwargs else (x_LE.unsqueeze(0), *seen.args)
@@ -184,8 +186,18 @@ class Recomputation:
         table = self._tables[layer]
         key = (id(table), positions.tobytes())
         if key not in self._gathered:
-            self._gathered[key] = table.rows(torch.from_numpy(np.ascontiguousarray(positions)).to(device))
+            self._gathered[key] = table.rows(self._on_device(positions, device))
         return self._gathered[key]
+
+    def _on_device(self, positions: IntArray, device: torch.device) -> Tensor:
+        """Positions, copied once in a pass: every layer asks for the same."""
+        key = positions.tobytes()
+        if key not in self._there:
+            here = torch.from_numpy(np.ascontiguousarray(positions))
+            # From other memory, a copy to a CUDA device waits for all that it is to compute.
+            here = here.pin_memory() if device.type == "cuda" else here
+            self._there[key] = here.to(device, non_blocking=True)
+        return self._there[key]
 
     @contextmanager
     def _stopping(self, module: nn.Module) -> Any:

@@ -19,7 +19,8 @@ from benchmarks.harness.offload_processes import merged
 from benchmarks.harness.offload_summary import settings, summarise
 from benchmarks.harness.offload_tables import TASKS, tables
 from benchmarks.harness.offloads import Sample
-from tests.unit.benchmarks.running import fork_benchmark, run_benchmark
+from tests.distributed.launch import run_forked
+from tests.unit.benchmarks.running import BENCHMARKS, FORKED, fork_benchmark, run_benchmark
 
 run = partial(run_benchmark, "offload.py")
 fork = partial(fork_benchmark, "offload.py")
@@ -165,6 +166,23 @@ def test_processes_of_their_own_are_added(results: Path, rows: list[dict[str, An
         (count, method) for count in (1, 2) for method in ("stream", "kvpr", "cpu_rank", "auto")
     ]
     assert all(row["tokens_equal"] and len(row["process_seconds"][0]) == row["processes"] for row in found)
+
+
+def test_methods_that_cannot_stand_side_by_side_are_kept_one_by_one(tmp_path: Path) -> None:
+    """What --gpu does, tried where the accelerator is the processor."""
+    (tmp_path / "harness").symlink_to(BENCHMARKS / "harness")
+    script = tmp_path / "offload.py"
+    source = (BENCHMARKS / "offload.py").read_text()
+    script.write_text(
+        source.replace("    if arguments.gpu:\n        return one_by_one", "    if True:\n        return one_by_one")
+    )
+    path = tmp_path / "results.json"
+    words = ["--only", "links", "--shapes", "opt", "--json", path, *TINY, "--links", "0.1"]
+    done = run_forked(FORKED, [[script, *words]], timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["method"] for row in rows] == METHODS and all(row["tokens_equal"] or row["lossy"] for row in rows)
+    assert len(list((tmp_path / "results.parts").glob("links-opt-*-*.json"))) == 1 + len(METHODS)
 
 
 def test_names() -> None:
