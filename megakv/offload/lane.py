@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import torch
+
 from megakv.errors import MegaKVError
 from megakv.offload.link import Move, Ticket
 
@@ -75,8 +77,10 @@ def _make(ticket: AnyTicket, make: Callable[[AnyTicket], None]) -> None:
 
 
 def _work(tickets: queue.SimpleQueue[AnyTicket | None], make: Callable[[AnyTicket], None]) -> None:
-    while (ticket := tickets.get()) is not None:
-        _make(ticket, make)
+    # Threads have modes of their own: outside of this one, tensors of a caller who is in it may not be written to.
+    with torch.inference_mode():
+        while (ticket := tickets.get()) is not None:
+            _make(ticket, make)
 
 
 def _finish(

@@ -52,6 +52,7 @@ class Ahead:
         self.put(over.happen)
         over.synchronize()
 
+    @torch.inference_mode()
     def _run(self) -> None:
         while True:
             self._work.get()()

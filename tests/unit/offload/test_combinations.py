@@ -13,7 +13,7 @@ import megakv
 from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
 from tests.families import FAMILIES
-from tests.unit.offload.test_exactness import plain_model
+from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 
 def test_a_compressed_session_is_refused(offloaded: Callable[..., Any], tmp_path: Path) -> None:
@@ -49,3 +49,15 @@ def test_a_dry_run_counts_what_an_engine_takes(
     spare = engine._offloader.pool.used()["host"] - found.ranks[0].host_bytes
     assert 0 <= spare < 2 * 3 * model.config.num_hidden_layers * (8 << 10)
     assert found.host_taken == int(0.05 * (1 << 30)) and found.problem is None
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_inference_mode_comes_and_goes(name: str, offloaded: Callable[..., Any], tmp_path: Path) -> None:
+    model = plain_model(name)
+    ids, mask = ragged(4)
+    expected = generate(model, ids, mask)
+    engine = offloaded(model, method="auto", host_gb=12 * 8192 / (1 << 30), disk_gb=0.01, disk_path=str(tmp_path))
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            assert torch.equal(generate(engine, ids, mask), expected)
