@@ -65,19 +65,19 @@ class TieredStore(UniformStore):
         self._shape, self._dtype = HeadShape.of(k_KSD, v_KSD), k_KSD.dtype
         rows = HeadShape.joined(k_KSD, v_KSD)
         stored = rows if self.quantiser is None else self.quantiser.pack(rows)
-        first = self._write(self._rows, sequence, stored)
-        if first == 0:
-            budget = self._offloader.residents
-            self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, rows, len(self._rows))
-        offered = self._offered.pop(sequence, None)
-        inputs = self._inputs[sequence]
+        offered, first = self._offered.get(sequence), self.rows(sequence)
         if offered is not None:
             self.keeps_inputs = self._offloader.worth_keeping(offered, stored)
-            # Only an unbroken run from the first token on can be recomputed.
-            if self.keeps_inputs and (0 if inputs is None else inputs.length) == first:
-                self._write(self._inputs, sequence, offered)
-        at_work = self._offloader.at_work(self)
-        if at_work:
+            # What is smaller is the better use of memory. Activations of all sequences are there already.
+            self._keep_inputs(
+                {each: self.rows(each) for each in self._offered} if offered.nbytes < stored.nbytes else {}
+            )
+        self._write(self._rows, sequence, stored)
+        self._keep_inputs({sequence: first} if sequence in self._offered else {})
+        if first == 0:
+            budget, batch = self._offloader.residents, len(self._rows)
+            self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, rows, batch)
+        if at_work := self._offloader.at_work(self):
             self._began.setdefault(sequence, first)
         staged = self._offloader.staged(self)
         if staged is not None and sequence in staged.group:
@@ -129,10 +129,8 @@ class TieredStore(UniformStore):
         for inputs, length in zip(self._inputs, lengths, strict=True):
             if inputs is not None:
                 inputs.truncate(length)
-        self._fresh.clear()
-        self._late.clear()
-        self._began.clear()
-        self._offered.clear()
+        for rows in (self._fresh, self._late, self._began, self._offered):
+            rows.clear()
 
     def reorder(self, index: list[int]) -> None:
         if index == list(range(len(self._rows))):
@@ -288,12 +286,17 @@ class TieredStore(UniformStore):
             self._offloader.sent(ticket)
             self._moves, self._pages = [], []
 
-    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> int:
+    def _keep_inputs(self, firsts: dict[int, int]) -> None:
+        for sequence, first in firsts.items():
+            offered, inputs = self._offered.pop(sequence), self._inputs[sequence]
+            # Only an unbroken run from the first token on can be recomputed.
+            if self.keeps_inputs and (inputs.length if inputs else 0) == first:
+                self._write(self._inputs, sequence, offered)
+
+    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> None:
         paged = column[sequence]
         if paged is None:
             paged = column[sequence] = PagedRows(self._offloader.pool, rows.shape[1], rows.dtype, layer=self.layer)
-        first = paged.extend(len(rows))
-        moves, pages = paged.moves(first, rows.contiguous())
+        moves, pages = paged.moves(paged.extend(len(rows)), rows.contiguous())
         self._moves += moves
         self._pages += pages
-        return first
