@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megakv.costmodel.offload import (
     LayerCosts,
+    link_rate,
     other_work_seconds,
     sending_seconds,
     shared_attend_seconds,
@@ -208,13 +209,16 @@ class OffloadCosts:
             fixed = layers * profile.launch_s * chunks
             part = shown_part(record.recompute_s, layers * division.recomputed, profile.recompute_s, fixed)
             found["recompute_s"] = profile.recompute_s * part
-        if record.timed_bytes >= SOME * record.cached * layers * profile.row_bytes and record.busy_s:
-            from_disk = min(record.disk_bytes, record.timed_bytes)
-            link, disk = shown_rates(
-                record.timed_bytes, from_disk, record.busy_s, profile.link_bytes_s, profile.disk_read_bytes_s
-            )
-            rates = {"link_bytes_s": link, "disk_read_bytes_s": disk}
-            found |= {name: rate for name, rate in rates.items() if rate}
+        enough = SOME * record.cached * layers * profile.row_bytes
+        plain_bytes, plain_s = record.timed_bytes - record.mixed_bytes, record.busy_s - record.mixed_s
+        link = link_rate(plain_bytes, plain_s) if plain_bytes >= enough and plain_s > 0 else 0.0
+        disk = 0.0
+        if record.mixed_bytes >= enough and record.mixed_s:
+            rates = link or profile.link_bytes_s, profile.disk_read_bytes_s
+            by_mixed, disk = shown_rates(record.mixed_bytes, record.timed_disk_bytes, record.mixed_s, *rates)
+            # Transfers without any row from disk say better what the link carries.
+            link = link or by_mixed
+        found |= {name: rate for name, rate in (("link_bytes_s", link), ("disk_read_bytes_s", disk)) if rate}
         return found
 
     def _learn_device(self, record: StepRecord, layers: int, profile: OffloadProfile) -> None:

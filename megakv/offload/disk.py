@@ -135,8 +135,6 @@ class DiskTier:
     ----------
     io : str
         How it is read: ``aio`` or ``files``.
-    bytes_read : int
-        What was read of it.
     """
 
     name = "disk"
@@ -144,7 +142,6 @@ class DiskTier:
     def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
         self.budget = budget
         self.io: str | None = "files"
-        self.bytes_read = 0
         self._reader: AsyncReader | None = None
         self._folder = str(folder)
         self._rescue: _Rescue | None = None
@@ -188,7 +185,6 @@ class DiskTier:
         OSError
             If the disk does not give it back.
         """
-        self.bytes_read += len(memory)
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
         rescue = self._rescue
         if rescue is None:

@@ -35,7 +35,7 @@ def disk_rates(disk: DiskTier, pool: PagePool, width: int, dtype: torch.dtype) -
         Elements of a row.
     dtype : torch.dtype
     """
-    before, begun, rates = disk.bytes_read, time.perf_counter(), (0.0, 0.0)
+    begun, rates = time.perf_counter(), (0.0, 0.0)
     nbytes = LEAST
     while nbytes <= MOST and time.perf_counter() - begun < ENOUGH_S and not disk.rescued:
         rows, count = PagedRows(pool, width, dtype, only=disk), -(-nbytes // (width * dtype.itemsize))
@@ -50,8 +50,6 @@ def disk_rates(disk: DiskTier, pool: PagePool, width: int, dtype: torch.dtype) -
         sent = count * width * dtype.itemsize
         rates = link_rate(sent, read_s), link_rate(sent, write_s)
         nbytes *= GROWTH
-    # What the model reads is counted, not this.
-    disk.bytes_read = before
     return rates
 
 

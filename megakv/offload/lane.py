@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from megakv.errors import MegaKVError
-from megakv.offload.link import Move, Ticket
+from megakv.offload.link import MemoryRows, Move, Ticket
 
 EXIT_SECONDS = 5.0
 """How long the end of the interpreter waits for transfers of a link that nobody closed."""
@@ -30,7 +30,8 @@ class QueuedTicket:
     ----------
     moves, after : tuple
         Empty once the thread has done its part.
-    nbytes : int
+    nbytes, file_bytes : int
+        Of all moves, and of those whose rows lie in files.
     error : Exception or None
         Why it failed.
     """
@@ -38,6 +39,7 @@ class QueuedTicket:
     def __init__(self, moves: Sequence[Move], after: Sequence[Ticket]):
         self.moves, self.after = tuple(moves), tuple(after)
         self.nbytes = sum(move.nbytes for move in moves)
+        self.file_bytes = sum(move.nbytes for move in moves if not isinstance(move.host, MemoryRows))
         self.error: Exception | None = None
         self._made = threading.Event()
 

@@ -133,22 +133,35 @@ class Traffic:
         Of transfers that have ended and were timed.
     busy_s : float
         Seconds in which the direction was at work on those.
+    file_bytes : int
+        Of `nbytes`, what lay in files.
+    mixed_bytes, timed_file_bytes, mixed_s : int, int, float
+        Of timed transfers with any from files, or to them: their bytes, those in files, and seconds.
     """
 
     nbytes: int = 0
     transfers: int = 0
     timed_bytes: int = 0
     busy_s: float = 0.0
+    file_bytes: int = 0
+    mixed_bytes: int = 0
+    timed_file_bytes: int = 0
+    mixed_s: float = 0.0
 
-    def begin(self, nbytes: int) -> None:
-        """Count a transfer."""
+    def begin(self, nbytes: int, file_bytes: int = 0) -> None:
+        """Count a transfer, some of it perhaps of files."""
         self.nbytes += nbytes
+        self.file_bytes += file_bytes
         self.transfers += 1
 
-    def end(self, nbytes: int, seconds: float) -> None:
+    def end(self, nbytes: int, seconds: float, file_bytes: int = 0) -> None:
         """Count what it took."""
         self.timed_bytes += nbytes
         self.busy_s += seconds
+        if file_bytes:
+            self.mixed_bytes += nbytes
+            self.timed_file_bytes += file_bytes
+            self.mixed_s += seconds
 
 
 class Link(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -138,18 +139,24 @@ class Profiler:
 
     def _sent(self, store: TieredStore, nbytes: int, *, pieces: int = 1) -> tuple[int, float]:
         """Bytes and seconds of sending rows of the store's width, out of pages that nobody uses, in equal pieces."""
-        count = max(1, nbytes // store.row_bytes)
+        count, width, dtype = max(1, nbytes // store.row_bytes), store.stored_width, store.stored_dtype
         rows = self._probe(store, count)
-        if rows is None:
-            # The budgets are full: rows that are there must do.
-            lengths = store.in_memory() if any(store.in_memory()) else store.lengths()
+        if rows is not None:
+            moves_of = rows.moves
+        else:
+            # The budgets are full: what is there must do, activations where no other rows lie in memory.
+            lengths, held = store.in_memory(), store.in_memory(inputs=True)
+            inputs = any(held) and not any(lengths)
+            lengths = held if inputs else lengths if any(lengths) else store.lengths()
             sequence = max(range(len(lengths)), key=lambda index: lengths[index])
             count = min(count, lengths[sequence])
-        target = torch.empty((count, store.stored_width), dtype=store.stored_dtype, device=self._device)
+            moves_of = partial(store.input_moves if inputs else store.row_moves, sequence)
+            width, dtype = (store.input_width, store.dtype) if inputs else (width, dtype)
+        target = torch.empty((count, width), dtype=dtype, device=self._device)
         transfers = []
         for first, end in pairwise(chunk_bounds(count, min(pieces, count)).tolist()):
             part = target[first:end]
-            moves, pages = store.row_moves(sequence, first, part) if rows is None else rows.moves(first, part)
+            moves, pages = moves_of(first, part)
             for ticket in unwritten(pages):
                 ticket.settle()
             transfers.append(moves)
@@ -157,7 +164,7 @@ class Profiler:
         def send() -> None:
             [self._link.start("in", moves) for moves in transfers][-1].settle()
 
-        return count * store.row_bytes, self._timed(send)
+        return count * width * dtype.itemsize, self._timed(send)
 
     def _other_ways(self, store: TieredStore, nbytes: int) -> tuple[float, float]:
         """Bandwidth from the accelerator, and to it while as much goes the other way; 0 without unused pages."""

@@ -8,7 +8,6 @@ from typing import Any
 from megakv.costmodel.offload import link_utilisation
 from megakv.ledger import Ledger
 from megakv.offload.clock import Clock, HostClock
-from megakv.offload.disk import DiskTier
 from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link
@@ -42,9 +41,11 @@ class StepRecord:
     bytes_in, bytes_out : int
         Sent to the accelerator and from it meanwhile.
     disk_bytes : int
-        Read from disk meanwhile.
+        Of `bytes_in`, what lay on disk.
     timed_bytes, busy_s : int, float
         Sent to the accelerator by transfers that were found to have ended meanwhile, and seconds that these took.
+    mixed_bytes, timed_disk_bytes, mixed_s : int, int, float
+        Of those transfers that brought any from disk: their bytes, those from disk, and seconds.
     link_bytes_s, disk_bytes_s : float
         Measured bandwidths of the link and of reading the disk; 0 without a disk.
     steady : bool
@@ -65,6 +66,7 @@ class StepRecord:
         self.steady = self.decoding = False
         self.kv_bits = kv_bits
         self.bytes_in = self.bytes_out = self.disk_bytes = 0
+        self.mixed_bytes, self.timed_disk_bytes, self.mixed_s = 0, 0, 0.0
         self.clock = clock or HostClock()
         self.ended: Any = None
         self._begun: Any = None
@@ -75,23 +77,26 @@ class StepRecord:
         self._attended: list[tuple[Any, Any]] = []
         self._beside: list[tuple[Any, Any]] = []
 
-    def begin(self, link: Link, ledger: Ledger, before: Any, disk: DiskTier | None) -> None:
+    def begin(self, link: Link, ledger: Ledger, before: Any) -> None:
         """Start the clock and the counts; `before` is the moment at which the step before ended, or None."""
         inwards = link.traffic["in"]
         self.bytes_in, self.bytes_out = inwards.nbytes, link.traffic["out"].nbytes
         self.timed_bytes, self.busy_s = inwards.timed_bytes, inwards.busy_s
-        self.disk_bytes = 0 if disk is None else disk.bytes_read
+        self.disk_bytes, self.timed_disk_bytes = inwards.file_bytes, inwards.timed_file_bytes
+        self.mixed_bytes, self.mixed_s = inwards.mixed_bytes, inwards.mixed_s
         self.peers_s = ledger.waited_s()
         self._before, self._begun = before, self.clock.mark()
 
-    def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None, disk: DiskTier | None) -> None:
+    def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None) -> None:
         """Stop them."""
         self.ended = self.clock.mark()
         inwards = link.traffic["in"]
         self.bytes_in = inwards.nbytes - self.bytes_in
-        self.disk_bytes = 0 if disk is None else disk.bytes_read - self.disk_bytes
         self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
         self.timed_bytes, self.busy_s = inwards.timed_bytes - self.timed_bytes, inwards.busy_s - self.busy_s
+        self.disk_bytes = inwards.file_bytes - self.disk_bytes
+        self.timed_disk_bytes = inwards.timed_file_bytes - self.timed_disk_bytes
+        self.mixed_bytes, self.mixed_s = inwards.mixed_bytes - self.mixed_bytes, inwards.mixed_s - self.mixed_s
         self.peers_s = ledger.waited_s() - self.peers_s
         if weights is not None:
             self._waited += weights.waited

@@ -71,7 +71,7 @@ class Offloader:
         self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
         profiler = Profiler(config, link, pool, device)
         self.costs = OffloadCosts(profiler, sharers=runtime.comm.watch.neighbours)
-        self._log = StepLog(link, self._learn, pool.disk)
+        self._log = StepLog(link, self._learn)
         self._recomputation: Recomputation | None = None
         self._recomputes = False
         self._runtime, self._layers = runtime, layers

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megakv.ledger import Ledger
-from megakv.offload.disk import DiskTier
 from megakv.offload.division import Plan
 from megakv.offload.link import Link
 from megakv.offload.record import StepRecord
@@ -25,7 +24,6 @@ class StepLog:
     link : Link
     learn : callable
         Told of every step of decoding, in order, once its times are known.
-    disk : DiskTier, optional
 
     Attributes
     ----------
@@ -33,9 +31,9 @@ class StepLog:
         Of the pass under way.
     """
 
-    def __init__(self, link: Link, learn: Callable[[StepRecord], None], disk: DiskTier | None = None):
+    def __init__(self, link: Link, learn: Callable[[StepRecord], None]):
         self.current: StepRecord | None = None
-        self._link, self._learn, self._disk = link, learn, disk
+        self._link, self._learn = link, learn
         self._steps: list[StepRecord] = []
         self._unread: deque[StepRecord] = deque()
         self._plan: str | None = None
@@ -56,7 +54,7 @@ class StepLog:
         """A pass begins; `ready` says whether its first layers are as far as they are in others of its kind."""
         record = StepRecord(cached=cached, new=new, plan=plan, kv_bits=kv_bits, clock=self._link.clock)
         record.steady = ready and plan.name == self._plan
-        record.begin(self._link, ledger, self._ended, self._disk)
+        record.begin(self._link, ledger, self._ended)
         self.current = record
 
     def end(self, ledger: Ledger, weights: WeightStream | None, *, decoding: bool, rates: tuple[float, float]) -> None:
@@ -64,7 +62,7 @@ class StepLog:
         record, self.current = self.current, None
         if record is None:
             return
-        record.finish(self._link, ledger, weights, self._disk)
+        record.finish(self._link, ledger, weights)
         record.decoding, (record.link_bytes_s, record.disk_bytes_s) = decoding, rates
         self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
         if record.cached:

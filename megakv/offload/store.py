@@ -69,9 +69,8 @@ class TieredStore(UniformStore):
         if offered is not None:
             self.keeps_inputs = self._offloader.worth_keeping(offered, stored)
             # What is smaller is the better use of memory. Activations of all sequences are there already.
-            self._keep_inputs(
-                {each: self.rows(each) for each in self._offered} if offered.nbytes < stored.nbytes else {}
-            )
+            smaller = offered.nbytes < stored.nbytes
+            self._keep_inputs({each: self.rows(each) for each in self._offered if smaller})
         self._write(self._rows, sequence, stored)
         self._keep_inputs({sequence: first} if sequence in self._offered else {})
         if first == 0:
@@ -85,10 +84,9 @@ class TieredStore(UniformStore):
             return
         if at_work:
             self._late[sequence] = first, rows
+        self._fresh.pop(sequence, None)
         if first == 0:
             self._fresh[sequence] = rows
-        else:
-            self._fresh.pop(sequence, None)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()

@@ -148,7 +148,7 @@ class StreamLink:
             while tickets and tickets[0].done:
                 ticket = tickets.popleft()
                 if (seconds := ticket.seconds) is not None:
-                    self._traffic[direction].end(ticket.nbytes, seconds)
+                    self._traffic[direction].end(ticket.nbytes, seconds, ticket.file_bytes)
         return self._traffic
 
     def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket] = ()) -> Ticket:
@@ -156,11 +156,10 @@ class StreamLink:
         assert len(before) == len(after), "a transfer of another link"
         ready = self._streams.event(self._streams.current(), timed=False)
         ticket = _StreamTicket(direction, moves, before, ready, self._streams)
-        self._traffic[direction].begin(ticket.nbytes)
+        self._traffic[direction].begin(ticket.nbytes, ticket.file_bytes)
         self._untimed[direction].append(ticket)
         lane = self._lanes[direction]
-        in_memory = all(isinstance(move.host, MemoryRows) for move in moves)
-        if in_memory and lane.idle and all(other.made for other in before):
+        if not ticket.file_bytes and lane.idle and all(other.made for other in before):
             lane.make(ticket)
         else:
             lane.put(ticket)

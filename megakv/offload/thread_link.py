@@ -101,8 +101,8 @@ class ThreadLink:
         self._free[direction] = free
         # A thread that wakes up late is no slow wire: it makes that good with what follows.
         seconds = time.perf_counter() - begun if self.bytes_s is None else free - wire
-        self.traffic[direction].begin(ticket.nbytes)
-        self.traffic[direction].end(ticket.nbytes, seconds)
+        self.traffic[direction].begin(ticket.nbytes, ticket.file_bytes)
+        self.traffic[direction].end(ticket.nbytes, seconds, ticket.file_bytes)
 
     def _copy(self, direction: Direction, move: Move, free: float) -> float:
         """Copy a move; returns when the emulated wire is free again."""
