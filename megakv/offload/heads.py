@@ -32,6 +32,9 @@ class HeadShape(NamedTuple):
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows ``[n, W]`` as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""
-        keys = rows[:, : self.heads * self.key_dim].unflatten(1, (self.heads, self.key_dim))
-        values = rows[:, self.heads * self.key_dim :].unflatten(1, (self.heads, self.value_dim))
-        return keys.transpose(0, 1), values.transpose(0, 1)
+        count, (step, inner), first = rows.shape[0], rows.stride(), rows.storage_offset()
+        # One call each, as every sequence asks in every layer of every step.
+        keys = rows.as_strided((self.heads, count, self.key_dim), (self.key_dim * inner, step, inner), first)
+        first += self.heads * self.key_dim * inner
+        values = rows.as_strided((self.heads, count, self.value_dim), (self.value_dim * inner, step, inner), first)
+        return keys, values

@@ -114,20 +114,18 @@ class PagedRows:
 
     def moves(self, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
         """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow; and the pages."""
-        if len(device) == 1:
+        count = device.shape[0]
+        if count == 1:
             # Each step of decoding writes single rows: in little time.
             index, inner = divmod(first, self._per_page)
             page = self._pages[index]
             row = page.tier.rows(page.offset + inner * self._row_bytes, 1, self.width, self._dtype)
             return [Move(row, device)], [page]
         found: list[Move] = []
-        pages: list[Page] = []
-        for page, offset, start, count in self._spans(first, len(device)):
-            rows = page.tier.rows(offset, count, self.width, self._dtype)
-            found.append(Move(rows, device[start : start + count]))
-        for index in range(first // self._per_page, -(-(first + len(device)) // self._per_page)):
-            pages.append(self._pages[index])
-        return found, pages
+        for page, offset, start, size in self._spans(first, count):
+            rows = page.tier.rows(offset, size, self.width, self._dtype)
+            found.append(Move(rows, device[start : start + size] if size < count else device))
+        return found, self._pages[first // self._per_page : -(-(first + count) // self._per_page)]
 
     def _spans(self, first: int, count: int) -> Iterator[tuple[Page, int, int, int]]:
         """Runs of rows that lie one behind the other: page, byte offset, row of the request, number of rows."""

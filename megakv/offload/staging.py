@@ -154,9 +154,9 @@ class StagedLayer:
 
     def put(self, sequence: int, first: int, rows: Tensor) -> None:
         """Write rows of tokens from `first` on."""
-        at = self.row(sequence, first)
-        assert first + len(rows) <= self.cached[sequence] + self.room[sequence]
-        self.rows[at : at + len(rows)] = rows
+        at, count = self.row(sequence, first), rows.shape[0]
+        assert first + count <= self.cached[sequence] + self.room[sequence]
+        self.rows[at : at + count] = rows
 
 
 def _within(group: range, counts: Sequence[int]) -> list[int]:

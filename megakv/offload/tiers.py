@@ -132,13 +132,19 @@ class HostTier:
         check_host_budget(budget, available_memory())
         self.budget = budget
         self._memory = host_memory(budget)
+        self._typed: dict[torch.dtype, Tensor] = {}
         self._pinned: list[int] = []
         if pin:
             self._pin()
 
     def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
-        nbytes = count * width * dtype.itemsize
-        return MemoryRows(self._memory[offset : offset + nbytes].view(dtype).view(count, width))
+        # One call, as every sequence asks in every layer of every step.
+        typed = self._typed.get(dtype)
+        if typed is None:
+            whole = self._memory.numel() // dtype.itemsize * dtype.itemsize
+            typed = self._typed[dtype] = self._memory[:whole].view(dtype)
+        assert offset % dtype.itemsize == 0
+        return MemoryRows(typed.as_strided((count, width), (width, 1), offset // dtype.itemsize))
 
     @property
     def seams(self) -> list[int]:
@@ -152,6 +158,7 @@ class HostTier:
             assert runtime is not None
             runtime.cudaHostUnregister(address)
         self._pinned.clear()
+        self._typed.clear()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _pin(self) -> None:
