@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["megakv", "megakv.*"]), "megakv.launcher"],
     package_dir={"megakv.launcher": "launcher"},
-    package_data={"megakv.attention": ["csrc/*.cpp"]},
+    package_data={"megakv.attention": ["csrc/*"]},
 )

@@ -13,9 +13,13 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +29,7 @@ from megakv.attention.reference import dense_attention
 __all__ = ["DecodeKernel", "load_kernel"]
 
 SOURCE = Path(__file__).with_name("csrc") / "decode.cpp"
+HEADER = SOURCE.with_name("vectors.h")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 VECTORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
@@ -38,8 +43,25 @@ MAX_ROWS, MAX_HEADS = 32, 128
 """Query rows of a KV head, and query heads of one for one query, beyond which products are as fast (measured)."""
 
 
+class Strides(NamedTuple):
+    """Elements from one head to the next, and from one token to the next."""
+
+    k_head: int
+    k_step: int
+    v_head: int
+    v_step: int
+
+
+class Run(NamedTuple):
+    """Keys and values of consecutive tokens: the addresses of the first ones, and how many there are."""
+
+    k: int
+    v: int
+    tokens: int
+
+
 class DecodeKernel:
-    """Queries that see all keys, few of them for each KV head.
+    """Queries that see all keys, few of them for each KV head, with as many threads as PyTorch uses in the calling one.
 
     Parameters
     ----------
@@ -54,27 +76,26 @@ class DecodeKernel:
 
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_decode
-        whole, pointer = ctypes.c_int64, ctypes.c_void_p
+        number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        sizes = (whole,) * (4 + len(Strides._fields))
         self._call.argtypes = [
-            ctypes.c_int,
-            *(pointer,) * 3,
-            *(whole,) * 9,
-            ctypes.c_float,
-            ctypes.c_int,
-            pointer,
-            pointer,
-        ]
+            number, pointer, whole, pointer, pointer, *sizes, ctypes.c_float, number, pointer, pointer,
+        ]  # fmt: skip
         self._call.restype = ctypes.c_int
 
     @staticmethod
     def computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
-        """Whether these are for it: their type, how they lie in memory, and how many rows share a KV head."""
-        group, length = q_HLD.shape[0] // k_KSD.shape[0], q_HLD.shape[1]
-        few = group * length <= MAX_ROWS or (length == 1 and group <= MAX_HEADS)
+        """Whether these are for it: few rows, of a type that it knows, each in one piece."""
+        few = DecodeKernel.few(q_HLD.shape[0] // k_KSD.shape[0], q_HLD.shape[1])
         return few and q_HLD.dtype in TYPES and k_KSD.stride(2) == v_KSD.stride(2) == 1
 
+    @staticmethod
+    def few(group: int, length: int) -> bool:
+        """Whether it is the fastest for so many queries of so many heads that share a KV head."""
+        return group * length <= MAX_ROWS or (length == 1 and group <= MAX_HEADS)
+
     def __call__(self, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, with as many threads as PyTorch uses in the calling one.
+        """Output and log-sum-exp of one sequence.
 
         Parameters
         ----------
@@ -93,19 +114,63 @@ class DecodeKernel:
         MemoryError
             If there is no memory for partial results.
         """
-        heads, rows, dim = q_HLD.shape
-        kv_heads, keys, value_dim = v_KSD.shape
-        q = q_HLD.to(torch.float32).contiguous()
-        out = q.new_empty((heads, rows, value_dim))
-        lse = q.new_empty((heads, rows))
+        strides = Strides(k_KSD.stride(0), k_KSD.stride(1), v_KSD.stride(0), v_KSD.stride(1))
+        run = Run(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1])
+        out, lse = self._attend(q_HLD[None], [[run]], k_KSD.shape[0], v_KSD.shape[2], strides, scale)
+        return out[0], lse[0]
+
+    def rows(
+        self, q_BHLD: Tensor, rows: Sequence[Sequence[Tensor]], kv_heads: int, value_dim: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of several sequences, whose keys and values lie token by token.
+
+        Parameters
+        ----------
+        q_BHLD : Tensor
+            ``[B, H, L, D]`` queries.
+        rows : sequence of sequence of Tensor
+            For each sequence, pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values.
+        kv_heads, value_dim : int
+            K and Dv.
+        scale : float
+            Factor of the dot products.
+
+        Returns
+        -------
+        tuple[Tensor, Tensor]
+            ``[B, H, L, Dv]`` and ``[B, H, L]`` as of a single sequence; 0 and -inf for one without rows.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory for partial results.
+        """
+        dim = q_BHLD.shape[-1]
+        width, behind = kv_heads * (dim + value_dim), kv_heads * dim * q_BHLD.element_size()
+        runs = [[Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece)) for piece in pieces] for pieces in rows]
+        return self._attend(q_BHLD, runs, kv_heads, value_dim, Strides(dim, width, value_dim, width), scale)
+
+    def _attend(
+        self,
+        q_BHLD: Tensor,
+        runs: Sequence[Sequence[Run]],
+        kv_heads: int,
+        value_dim: int,
+        strides: Strides,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        sequences, heads, length, dim = q_BHLD.shape
+        q = q_BHLD.to(torch.float32).contiguous()
+        out, lse = q.new_empty((sequences, heads, length, value_dim)), q.new_empty((sequences, heads, length))
+        table = np.array([run for own in runs for run in own], dtype=np.int64)
+        bounds = np.array([0, *accumulate(map(len, runs))], dtype=np.int64)
         failed = self._call(
-            TYPES[k_KSD.dtype], q.data_ptr(), k_KSD.data_ptr(), v_KSD.data_ptr(),
-            kv_heads, heads // kv_heads * rows, keys, dim, value_dim,
-            k_KSD.stride(0), k_KSD.stride(1), v_KSD.stride(0), v_KSD.stride(1),
+            TYPES[q_BHLD.dtype], q.data_ptr(), sequences, bounds.ctypes.data, table.ctypes.data,
+            kv_heads, heads // kv_heads * length, dim, value_dim, *strides,
             scale, torch.get_num_threads(), out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
         if failed:
-            raise MemoryError(f"no memory for partial results of attention to {keys} keys with {heads} heads")
+            raise MemoryError(f"no memory for partial results of {sequences} sequences with {heads} heads")
         return out, lse
 
 
@@ -140,7 +205,8 @@ def _problem(kernel: DecodeKernel) -> str:
 
 def _compiled(folder: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     """The library for these flags, from the folder if it is there."""
-    identity = hashlib.sha256(repr((flags, platform.machine())).encode() + SOURCE.read_bytes()).hexdigest()
+    text = SOURCE.read_bytes() + HEADER.read_bytes()
+    identity = hashlib.sha256(repr((flags, platform.machine())).encode() + text).hexdigest()
     path = folder / f"decode-{identity[:16]}.so"
     if path.exists():
         return path

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.attention.together import is_decoding
 from megakv.offload.clock import Clock, HostClock
 
 if TYPE_CHECKING:
@@ -114,6 +116,9 @@ class HostRank:
         queries: Tensor, tokens: TokenBlock, call: AttentionCall, store: TieredStore, on_host: list[int]
     ) -> tuple[Tensor, Tensor, float]:
         begun = time.perf_counter()
+        together = _together(queries, tokens, call, store, on_host)
+        if together is not None:
+            return *together, time.perf_counter() - begun
         attention = PackedAttention(queries, tokens, call.scoring, call.value_dim)
         for sequence, count in enumerate(on_host):
             slots = call.table.slots(call.rank, sequence)
@@ -144,3 +149,27 @@ class HostRank:
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown()
+
+
+def _together(
+    queries: Tensor, tokens: TokenBlock, call: AttentionCall, store: TieredStore, on_host: list[int]
+) -> tuple[Tensor, Tensor] | None:
+    """All sequences in one kernel call, as calls by sequence take longer than attending to few tokens.
+
+    None where there is more to it: several tokens of a sequence, hidden keys, terms added to scores, or no kernel.
+    """
+    kernel, _ = load_kernel()
+    scoring, shape = call.scoring, store.head_shape
+    plain = scoring.softcap is None and scoring.alibi_slopes is None and queries.dtype in TYPES
+    if kernel is None or not plain or not kernel.few(queries.shape[0] // shape.heads, 1) or not is_decoding(tokens):
+        return None
+    rows = []
+    for query, sequence in enumerate(tokens.sequence.tolist()):
+        count, slot = on_host[sequence], int(tokens.slot[query])
+        if count:
+            slots = call.table.slots(call.rank, sequence)
+            if slots[count - 1] > slot or (scoring.window is not None and slots[0] <= slot - scoring.window):
+                return None
+        rows.append([piece for _, piece in store.rows_in_memory(sequence, count)])
+    out, lse = kernel.rows(queries.transpose(0, 1)[:, :, None], rows, shape.heads, shape.value_dim, scoring.scale)
+    return out[:, :, 0].transpose(0, 1), lse[:, :, 0].t()

@@ -199,8 +199,7 @@ class TieredStore(UniformStore):
     @property
     def row_width(self) -> int:
         """Elements of a token's keys and values."""
-        assert self._shape is not None
-        return self._shape.width
+        return self.head_shape.width
 
     @property
     def input_width(self) -> int:
@@ -219,8 +218,7 @@ class TieredStore(UniformStore):
         if asked.kv_bits is None:
             return None
         if self._quantiser is None:
-            assert self._shape is not None
-            group = group_size(self._shape.key_dim, self._shape.value_dim, asked.kv_group)
+            group = group_size(self.head_shape.key_dim, self.head_shape.value_dim, asked.kv_group)
             self._quantiser = GroupQuantiser(self.row_width, group, self.dtype)
         return self._quantiser
 
@@ -271,10 +269,15 @@ class TieredStore(UniformStore):
         widths = [width for width in (self.row_bytes, self.input_bytes) if width]
         return sum(page_bytes(count, width, page) for count in tokens for width in widths)
 
+    @property
+    def head_shape(self) -> HeadShape:
+        """What a row is made of."""
+        assert self._shape is not None
+        return self._shape
+
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""
-        assert self._shape is not None
-        return self._shape.split(rows)
+        return self.head_shape.split(rows)
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""

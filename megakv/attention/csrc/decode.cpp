@@ -4,42 +4,16 @@
 // their type until they are in registers, the query heads that share a KV head use them while they are there, and what
 // comes next is fetched meanwhile. Keys are split into chunks over threads, each with a running maximum, sum and output
 // (the online softmax), which are merged at the end.
-//
-// Vectors are the compiler's own (GCC, Clang), so one text serves all processors.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <new>
 #include <vector>
 
-#ifdef __AVX512F__
-#define LANES 16
-#define BLOCK_ROWS 4
-#elif defined(__AVX__)
-#define LANES 8
-#define BLOCK_ROWS 2
-#else
-#define LANES 4
-#define BLOCK_ROWS 4
-#endif
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-typedef int32_t FourInts __attribute__((vector_size(16)));
-typedef float Four __attribute__((vector_size(16)));
-
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
 
 // Keys that are attended to between two looks at the maximum; a multiple of LANES.
 constexpr int TILE = 64;
@@ -49,88 +23,6 @@ constexpr int64_t CHUNK = 8192;
 constexpr int COLUMNS = 4;
 // Multiplications that are not worth a second thread.
 constexpr int64_t LEAST_WORK = 1 << 16;
-
-inline Floats load(const float* from) {
-  Floats value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-inline Words widened(const uint16_t* from) {
-  Halves bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return __builtin_convertvector(bits, Words);
-}
-
-inline Floats load(const BFloat16* from) { return (Floats)(widened(&from->bits) << 16); }
-
-inline Floats load(const Float16* from) {
-#if defined(__F16C__) && LANES == 16
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__) && LANES == 8
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#else
-  const Words bits = widened(&from->bits), exponent = bits & 0x7c00;
-  // The exponent's bias differs by 112: a product of powers of two is exact, for subnormal numbers too.
-  Words value = (Words)((Floats)((bits & 0x7fff) << 13) * 0x1p112f);
-  value |= (Words)(exponent == 0x7c00) & 0x7f800000;
-  return (Floats)(value | (bits & 0x8000) << 16);
-#endif
-}
-
-template <class T> inline float scalar(const T* from) {
-  T lanes[LANES] = {*from};
-  return load(lanes)[0];
-}
-
-inline Floats all(float value) { return value - Floats{}; }
-
-inline Floats exponential(Floats x) {
-  // 2^n times a polynomial on [-ln(2)/2, ln(2)/2], within 1e-7 of the true value; 0 below the smallest normal number.
-  const Floats rounding = all(12582912.0f);  // 1.5 * 2^23: what is added to it loses its fraction
-  const Floats n = (x * 1.44269504088896341f + rounding) - rounding;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  const Ints tiny = x < -87.0f;
-  return (Floats)(~tiny & (Ints)(p * (Floats)power));
-}
-
-template <class V> inline auto halved(V value) {
-  typedef float Half __attribute__((vector_size(sizeof(V) / 2)));
-  Half halves[2];
-  std::memcpy(halves, &value, sizeof value);
-  return halves[0] + halves[1];
-}
-
-inline Four folded(Floats value) {
-#if LANES == 16
-  return halved(halved(value));
-#elif LANES == 8
-  return halved(value);
-#else
-  return value;
-#endif
-}
-
-#ifdef __clang__
-#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, FourInts{__VA_ARGS__})
-#endif
-
-// The sums of four vectors.
-inline Four sums(Floats a, Floats b, Floats c, Floats d) {
-  const Four e = folded(a), f = folded(b), g = folded(c), h = folded(d);
-  const Four ef = SHUFFLED(e, f, 0, 4, 2, 6) + SHUFFLED(e, f, 1, 5, 3, 7);
-  const Four gh = SHUFFLED(g, h, 0, 4, 2, 6) + SHUFFLED(g, h, 1, 5, 3, 7);
-  return SHUFFLED(ef, gh, 0, 1, 4, 5) + SHUFFLED(ef, gh, 2, 3, 6, 7);
-}
 
 // Begins to bring the cache line that these lanes begin in: to the second level, the first one is too small for a tile.
 // Spread over the computation, because a processor waits when too many lines are under way.
@@ -208,7 +100,8 @@ struct State {
 };
 
 template <class T, int R>
-void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State state, const T* next_k, const T* next_v) {
+void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State state, const T* next_k,
+            const T* next_v) {
   alignas(64) float weights[R * TILE];
   float keep[R];
   score<T, R>(q, q_step, k, count, weights, next_k);
@@ -237,7 +130,8 @@ void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State s
   int column = 0;
   for (; column + COLUMNS * LANES <= v.dim; column += COLUMNS * LANES)
     accumulate<T, R, COLUMNS>(weights, keep, v, column, count, state.out, next_v);
-  for (; column + LANES <= v.dim; column += LANES) accumulate<T, R, 1>(weights, keep, v, column, count, state.out, next_v);
+  for (; column + LANES <= v.dim; column += LANES)
+    accumulate<T, R, 1>(weights, keep, v, column, count, state.out, next_v);
   for (; column < v.dim; ++column)
     for (int r = 0; r < R; ++r) {
       float sum = state.out[r * v.dim + column] * keep[r];
@@ -247,9 +141,15 @@ void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State s
 }
 
 struct Shape {
-  int64_t kv_heads, rows, keys;  // query rows of a KV head
+  int64_t kv_heads, rows;  // query rows of a KV head
   int key_dim, value_dim;
   int64_t k_head, k_step, v_head, v_step;
+};
+
+// Keys of a sequence that lie one behind the other.
+struct Run {
+  const void *k, *v;
+  int64_t keys;
 };
 
 struct Range {
@@ -290,63 +190,109 @@ void attend_chunk(const float* q, const T* k, const T* v, const Shape& s, Range 
   }
 }
 
-inline Range part(int64_t whole, int64_t index, int64_t parts) {
-  return {whole * index / parts, whole * (index + 1) / parts};
+struct Runs {
+  const Run *first, *last;
+  const Run* begin() const { return first; }
+  const Run* end() const { return last; }
+};
+
+struct Input {
+  const float* q;
+  const Run* runs;
+  const int64_t* bounds;
+  int64_t sequences;
+  Runs of(int64_t sequence) const { return {runs + bounds[sequence], runs + bounds[sequence + 1]}; }
+};
+
+// Some of a sequence's keys, counted over its runs.
+struct Chunk {
+  int64_t sequence;
+  Range keys;
+};
+
+// Chunks that give every worker about the same, none of them too long to sum up.
+std::vector<Chunk> divided(const std::vector<int64_t>& lengths, int64_t workers) {
+  int64_t total = 0;
+  for (const int64_t keys : lengths) total += keys;
+  const int64_t share = (total + workers - 1) / workers, most = std::min(CHUNK, (share + TILE - 1) / TILE * TILE);
+  std::vector<Chunk> chunks;
+  for (size_t sequence = 0; sequence < lengths.size(); ++sequence) {
+    const int64_t keys = lengths[sequence], tiles = (keys + TILE - 1) / TILE;
+    const int64_t parts = keys ? (keys + most - 1) / most : 0;
+    for (int64_t i = 0; i < parts; ++i)
+      chunks.push_back({(int64_t)sequence, {tiles * i / parts * TILE, std::min(keys, tiles * (i + 1) / parts * TILE)}});
+  }
+  return chunks;
 }
 
 template <class T>
-void decode(const float* q, const void* k, const void* v, const Shape& s, float scale, int threads, float* out,
-            float* lse) {
-  const int64_t rows = s.kv_heads * s.rows, tiles = (s.keys + TILE - 1) / TILE;
-  const int64_t work = rows * s.keys * (s.key_dim + s.value_dim);
-  const int64_t workers = work < LEAST_WORK ? 1 : threads, per_round = workers * CHUNK;
-  const int64_t chunks = std::min(tiles, workers * ((s.keys + per_round - 1) / per_round));
-  const int64_t head_parts = std::min(s.kv_heads, (workers + chunks - 1) / chunks);
-  std::vector<float> scaled(rows * s.key_dim), totals(chunks * rows);
-  std::vector<float> tops(chunks * rows, -std::numeric_limits<float>::infinity());
-  std::vector<float> others((chunks - 1) * rows * s.value_dim);
-  for (size_t i = 0; i < scaled.size(); ++i) scaled[i] = q[i] * scale;
-  // The first chunk's outputs lie where the results will.
-  const auto outputs = [&](int64_t chunk) {
-    return chunk ? others.data() + (chunk - 1) * rows * s.value_dim : out;
-  };
-  std::fill(out, out + rows * s.value_dim, 0.0f);
-#pragma omp parallel for num_threads(workers) schedule(static, 1)
-  for (int64_t index = 0; index < chunks * head_parts; ++index) {
-    const int64_t chunk = index % chunks;
-    const Range heads = part(s.kv_heads, index / chunks, head_parts), own = part(tiles, chunk, chunks);
-    const State state{outputs(chunk), &tops[chunk * rows], &totals[chunk * rows]};
-    attend_chunk(scaled.data(), (const T*)k, (const T*)v, s, heads,
-                 {own.begin * TILE, std::min(s.keys, own.end * TILE)}, state);
+void decode(const Input& input, const Shape& s, float scale, int threads, float* out, float* lse) {
+  const int64_t rows = s.kv_heads * s.rows, all = input.sequences * rows;
+  std::vector<int64_t> lengths(input.sequences);
+  int64_t total = 0;
+  for (int64_t sequence = 0; sequence < input.sequences; ++sequence) {
+    for (const Run& run : input.of(sequence)) lengths[sequence] += run.keys;
+    total += lengths[sequence];
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    float top = tops[row], total = 0;
-    for (int64_t chunk = 1; chunk < chunks; ++chunk) top = std::max(top, tops[chunk * rows + row]);
-    float* target = out + row * s.value_dim;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const float share = std::exp(tops[chunk * rows + row] - top);
-      const float* source = outputs(chunk) + row * s.value_dim;
-      total += share * totals[chunk * rows + row];
-      for (int i = 0; i < s.value_dim; ++i) target[i] = (chunk ? target[i] : 0) + share * source[i];
+  const int64_t workers = total * rows * (s.key_dim + s.value_dim) < LEAST_WORK ? 1 : threads;
+  const std::vector<Chunk> chunks = divided(lengths, workers);
+  const int64_t count = chunks.size();
+  const int64_t head_parts = count ? std::min(s.kv_heads, (workers + count - 1) / count) : 0;
+  std::vector<float> scaled(all * s.key_dim), totals(count * rows);
+  std::vector<float> tops(count * rows, -std::numeric_limits<float>::infinity()), outs(count * rows * s.value_dim);
+  for (size_t i = 0; i < scaled.size(); ++i) scaled[i] = input.q[i] * scale;
+#pragma omp parallel for num_threads(workers) schedule(dynamic, 1)
+  for (int64_t index = 0; index < count * head_parts; ++index) {
+    const int64_t own = index / head_parts, head_part = index % head_parts;
+    const Chunk& chunk = chunks[own];
+    const Range heads{s.kv_heads * head_part / head_parts, s.kv_heads * (head_part + 1) / head_parts};
+    const State state{&outs[own * rows * s.value_dim], &tops[own * rows], &totals[own * rows]};
+    const float* query = &scaled[chunk.sequence * rows * s.key_dim];
+    int64_t passed = 0;
+    for (const Run& run : input.of(chunk.sequence)) {
+      const Range part{std::max<int64_t>(chunk.keys.begin - passed, 0), std::min(chunk.keys.end - passed, run.keys)};
+      if (part.begin < part.end)
+        attend_chunk(query, (const T*)run.k, (const T*)run.v, s, heads, part, state);
+      passed += run.keys;
     }
-    for (int i = 0; i < s.value_dim; ++i) target[i] /= total;
-    lse[row] = top + std::log(total);
+  }
+  std::fill(out, out + all * s.value_dim, 0.0f);
+  std::fill(lse, lse + all, -std::numeric_limits<float>::infinity());
+  for (int64_t first = 0, end = 0; first < count; first = end) {
+    const int64_t sequence = chunks[first].sequence;
+    while (end < count && chunks[end].sequence == sequence) ++end;
+    for (int64_t row = 0; row < rows; ++row) {
+      float top = tops[first * rows + row], sum = 0;
+      for (int64_t chunk = first; chunk < end; ++chunk) top = std::max(top, tops[chunk * rows + row]);
+      float* target = out + (sequence * rows + row) * s.value_dim;
+      for (int64_t chunk = first; chunk < end; ++chunk) {
+        const float share = std::exp(tops[chunk * rows + row] - top);
+        const float* source = &outs[(chunk * rows + row) * s.value_dim];
+        sum += share * totals[chunk * rows + row];
+        for (int i = 0; i < s.value_dim; ++i) target[i] += share * source[i];
+      }
+      for (int i = 0; i < s.value_dim; ++i) target[i] /= sum;
+      lse[sequence * rows + row] = top + std::log(sum);
+    }
   }
 }
 
 }  // namespace
 
-// q [kv_heads, rows, key_dim] and the results [kv_heads, rows, value_dim] and [kv_heads, rows] are float32 and
-// contiguous; k and v have the type (0 float32, 1 bfloat16, 2 float16) and strides, in elements, of heads and keys.
+// q [sequences, kv_heads, rows, key_dim] and the results [sequences, kv_heads, rows, value_dim] and
+// [sequences, kv_heads, rows] are float32 and contiguous. A sequence's keys and values lie in its runs, from
+// bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16) and with strides, in elements, of heads and keys.
 // Returns 0, or 1 if there is no memory for partial results.
-extern "C" int megakv_decode(int type, const float* q, const void* k, const void* v, int64_t kv_heads, int64_t rows,
-                             int64_t keys, int64_t key_dim, int64_t value_dim, int64_t k_head, int64_t k_step,
-                             int64_t v_head, int64_t v_step, float scale, int threads, float* out, float* lse) {
-  const Shape shape{kv_heads, rows, keys, (int)key_dim, (int)value_dim, k_head, k_step, v_head, v_step};
+extern "C" int megakv_decode(int type, const float* q, int64_t sequences, const int64_t* bounds, const Run* runs,
+                             int64_t kv_heads, int64_t rows, int64_t key_dim, int64_t value_dim, int64_t k_head,
+                             int64_t k_step, int64_t v_head, int64_t v_step, float scale, int threads, float* out,
+                             float* lse) {
+  const Shape shape{kv_heads, rows, (int)key_dim, (int)value_dim, k_head, k_step, v_head, v_step};
+  const Input input{q, runs, bounds, sequences};
   try {
-    if (type == 0) decode<float>(q, k, v, shape, scale, threads, out, lse);
-    if (type == 1) decode<BFloat16>(q, k, v, shape, scale, threads, out, lse);
-    if (type == 2) decode<Float16>(q, k, v, shape, scale, threads, out, lse);
+    if (type == 0) decode<float>(input, shape, scale, threads, out, lse);
+    if (type == 1) decode<BFloat16>(input, shape, scale, threads, out, lse);
+    if (type == 2) decode<Float16>(input, shape, scale, threads, out, lse);
   } catch (const std::bad_alloc&) {
     return 1;
   }

@@ -126,3 +126,27 @@ def test_pytorch_s_kernels_do_where_there_is_none(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "16.0"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequences_together_and_in_pieces(kernel, dtype, threads):
+    generator = torch.Generator().manual_seed(threads)
+    for lengths in ([[7]], [[], [300]], [[1, 64, 5], [], [9000, 2000], [3]], [[130, 70]] * 5):
+        kv_heads, group, dim, value_dim = 2, 3, 24, 40
+        q = torch.randn(len(lengths), kv_heads * group, 2, dim, generator=generator).to(dtype)
+        width = kv_heads * (dim + value_dim)
+        pieces = [[torch.randn(n, width, generator=generator).to(dtype) for n in own] for own in lengths]
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            out, lse = pool.submit(kernel.rows, q, pieces, kv_heads, value_dim, 0.2).result()
+        for sequence, own in enumerate(pieces):
+            if not own:
+                assert out[sequence].eq(0).all()
+                assert lse[sequence].eq(-torch.inf).all()
+                continue
+            rows = torch.cat(own)
+            k = rows[:, : kv_heads * dim].unflatten(1, (kv_heads, dim)).transpose(0, 1)
+            v = rows[:, kv_heads * dim :].unflatten(1, (kv_heads, value_dim)).transpose(0, 1)
+            expected = dense_attention(q[sequence], k, v, 0.2)
+            torch.testing.assert_close(out[sequence].double(), expected[0], rtol=3e-6, atol=3e-6)
+            torch.testing.assert_close(lse[sequence].double(), expected[1], rtol=3e-6, atol=3e-6)
