@@ -37,8 +37,8 @@ PIECES = 8
 PROBE_S = 0.025
 """An emulated link is measured with what it sends in that time."""
 PROBE_TOKENS, MANY_TOKENS = 512, 8192
-"""Tokens that are recomputed and attended to on a processor, and recomputed on an accelerator: fewer take that less time
-than Python needs to start it."""
+"""Tokens that are attended to, or recomputed on a processor; and recomputed on an accelerator, where fewer take less
+time than Python needs to start that."""
 
 
 class HostTrial(NamedTuple):
