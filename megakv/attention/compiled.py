@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megakv.attention.agreement import difference
@@ -58,6 +59,19 @@ class Run(NamedTuple):
     k: int
     v: int
     tokens: int
+
+
+class RunTable(NamedTuple):
+    """Runs of several sequences: ``[n, 3]``, and the first one of each sequence, ``[B + 1]``."""
+
+    runs: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[Run]]) -> RunTable:
+        """A table of every sequence's runs."""
+        flat = [run for own in runs for run in own]
+        return cls(np.array(flat, dtype=np.int64), np.array([0, *accumulate(map(len, runs))], dtype=np.int64))
 
 
 class DecodeKernel:
@@ -116,7 +130,7 @@ class DecodeKernel:
         """
         strides = Strides(k_KSD.stride(0), k_KSD.stride(1), v_KSD.stride(0), v_KSD.stride(1))
         run = Run(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1])
-        out, lse = self._attend(q_HLD[None], [[run]], k_KSD.shape[0], v_KSD.shape[2], strides, scale)
+        out, lse = self.attend(q_HLD[None], RunTable.of([[run]]), k_KSD.shape[0], v_KSD.shape[2], strides, scale)
         return out[0], lse[0]
 
     def rows(
@@ -148,24 +162,42 @@ class DecodeKernel:
         dim = q_BHLD.shape[-1]
         width, behind = kv_heads * (dim + value_dim), kv_heads * dim * q_BHLD.element_size()
         runs = [[Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece)) for piece in pieces] for pieces in rows]
-        return self._attend(q_BHLD, runs, kv_heads, value_dim, Strides(dim, width, value_dim, width), scale)
+        strides = Strides(dim, width, value_dim, width)
+        return self.attend(q_BHLD, RunTable.of(runs), kv_heads, value_dim, strides, scale)
 
-    def _attend(
-        self,
-        q_BHLD: Tensor,
-        runs: Sequence[Sequence[Run]],
-        kv_heads: int,
-        value_dim: int,
-        strides: Strides,
-        scale: float,
+    def attend(
+        self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, strides: Strides, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of several sequences, whose keys and values lie as a table says.
+
+        Parameters
+        ----------
+        q_BHLD : Tensor
+            ``[B, H, L, D]`` queries.
+        table : RunTable
+            Where each sequence's keys and values lie, in the queries' type. They must stay there.
+        kv_heads, value_dim : int
+            K and Dv.
+        strides : Strides
+            Of all runs.
+        scale : float
+            Factor of the dot products.
+
+        Returns
+        -------
+        tuple[Tensor, Tensor]
+            ``[B, H, L, Dv]`` and ``[B, H, L]`` as of a single sequence; 0 and -inf for one without runs.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory for partial results.
+        """
         sequences, heads, length, dim = q_BHLD.shape
         q = q_BHLD.to(torch.float32).contiguous()
         out, lse = q.new_empty((sequences, heads, length, value_dim)), q.new_empty((sequences, heads, length))
-        table = np.array([run for own in runs for run in own], dtype=np.int64)
-        bounds = np.array([0, *accumulate(map(len, runs))], dtype=np.int64)
         failed = self._call(
-            TYPES[q_BHLD.dtype], q.data_ptr(), sequences, bounds.ctypes.data, table.ctypes.data,
+            TYPES[q_BHLD.dtype], q.data_ptr(), sequences, table.bounds.ctypes.data, table.runs.ctypes.data,
             kv_heads, heads // kv_heads * length, dim, value_dim, *strides,
             scale, torch.get_num_threads(), out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip

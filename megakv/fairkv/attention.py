@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.backends import attend_block
+from megakv.attention.compiled import TYPES, Strides, load_kernel
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.fairkv.pages import RaggedBody
 from megakv.sharding import IntArray
@@ -76,8 +77,8 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Few queries against every kept token of their head.
 
-    All pages of a size go through the kernel of dense attention as if each were a KV head, or each head's as one (see
-    `Pages.lots`), on whatever device; their results are merged by log-sum-exp.
+    On a processor all pages go through the compiled kernel at once. Elsewhere, and without that kernel, all pages of a
+    size go through the kernel of dense attention as if each were a KV head; their results are merged by log-sum-exp.
 
     Parameters
     ----------
@@ -98,12 +99,20 @@ def paged_attention(
     heads, length, dim = q_HLD.shape
     kv_heads = len(body.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
+    kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and q_HLD.dtype in TYPES else None
+    if kernel is not None and kernel.few(heads // kv_heads, length):
+        value_dim = body.pages[0].v_PSD.shape[-1]
+        strides = Strides(k_head=0, k_step=dim, v_head=0, v_step=value_dim)
+        out, lse = kernel.attend(grouped[:, None], body.runs, 1, value_dim, strides, scale)
+        return out.view(heads, length, -1), lse.view(heads, length)
     outs, lses, owners = [], [], []
-    for keys, values, heads_P in (lot for pages in body.pages for lot in pages.lots):
-        out, lse = attend_block(grouped.index_select(0, heads_P), keys, values, scale, softcap=softcap)
+    for pages in body.pages:
+        out, lse = attend_block(
+            grouped.index_select(0, pages.heads_P), pages.k_PSD, pages.v_PSD, scale, softcap=softcap
+        )
         outs.append(out.to(lse.dtype))
         lses.append(lse)
-        owners.append(heads_P)
+        owners.append(pages.heads_P)
     out, lse = merge_by_owner(outs, lses, owners, kv_heads)
     return out.reshape(heads, length, -1), lse.reshape(heads, length)
 

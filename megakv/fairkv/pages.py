@@ -15,13 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import Run, RunTable
 from megakv.sharding import IntArray
 
 PAGE_SIZES = (512, 64, 8, 1)
 """The largest is what attention is fastest with on a CPU; each divides the one before."""
-
-LEAST_JOINED = 4
-"""Pages of one size that a head has on average, at least, to be taken as one."""
 
 OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -50,22 +48,6 @@ class Pages:
         """`heads` on the device of the keys."""
         return torch.from_numpy(self.heads).long().to(self.k_PSD.device)
 
-    @cached_property
-    def lots(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """What kernel calls take: ``[n, S, D]`` and ``[n, S, Dv]`` as if of n KV heads, and the heads that they are of.
-
-        A head's pages lie one behind the other. Where a call costs little beside merging the results of its pages, as
-        on a processor, they are taken as one.
-        """
-        owners, firsts = np.unique(self.heads, return_index=True)
-        if self.k_PSD.device.type != "cpu" or len(self.heads) < LEAST_JOINED * len(owners):
-            return [(self.k_PSD, self.v_PSD, self.heads_P)]
-        ends = [*firsts[1:].tolist(), len(self.heads)]
-        return [
-            (self.k_PSD[a:b].flatten(0, 1)[None], self.v_PSD[a:b].flatten(0, 1)[None], self.heads_P[a : a + 1])
-            for a, b in zip(firsts.tolist(), ends, strict=True)
-        ]
-
     def nbytes(self) -> int:
         """Bytes held, coordinates included."""
         tensors = self.k_PSD.numel() * self.k_PSD.element_size() + self.v_PSD.numel() * self.v_PSD.element_size()
@@ -92,6 +74,19 @@ class RaggedBody:
         self.counts = counts
         self.first_row = first_row
         self.last_row = last_row
+
+    @cached_property
+    def runs(self) -> RunTable:
+        """Tokens for `DecodeKernel.attend`, each head as a sequence: a head's pages of one size lie side by side."""
+        runs: list[list[Run]] = [[] for _ in self.counts]
+        for pages in self.pages:
+            tokens = pages.k_PSD.shape[1]
+            k, v = pages.k_PSD.data_ptr(), pages.v_PSD.data_ptr()
+            k_bytes, v_bytes = (each[0].nbytes for each in (pages.k_PSD, pages.v_PSD))
+            owners, firsts, counts = np.unique(pages.heads, return_index=True, return_counts=True)
+            for head, first, count in zip(owners.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+                runs[head].append(Run(k + first * k_bytes, v + first * v_bytes, count * tokens))
+        return RunTable.of(runs)
 
     @classmethod
     def kept(cls, k_KSD: Tensor, v_KSD: Tensor, keep_KS: Tensor, rows: IntArray) -> RaggedBody | None:
