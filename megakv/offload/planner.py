@@ -118,7 +118,9 @@ class Planner:
 
         Where they do not stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
-        lengths, resident, inputs = store.settled(), store.residents(), store.with_inputs()
+        lengths = store.settled()
+        # Some layers have this step's tokens already: those that count are the same in all.
+        resident, inputs = ([*map(min, lengths, each)] for each in (store.residents(), store.with_inputs()))
         # A rank may have the same tokens in several steps.
         key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
@@ -128,10 +130,10 @@ class Planner:
             for group in groups:
                 lots = tuple(
                     Lot(
-                        lengths[row] - min(lengths[row], resident[row]),
-                        min(lengths[row], inputs[row]),
+                        lengths[row] - resident[row],
+                        inputs[row],
                         min(lengths[row], memory[row]),
-                        min(lengths[row], inputs[row], held[row]),
+                        min(inputs[row], held[row]),
                     )
                     for row in group
                 )
@@ -140,7 +142,7 @@ class Planner:
                         sum(lengths[row] for row in group),
                         sum(lot.inputs for lot in lots),
                         sum(lot.rows_in_memory for lot in lots) if attends else 0,
-                        sum(min(lengths[row], resident[row]) for row in group),
+                        sum(resident[row] for row in group),
                         lots if any(lot.on_disk for lot in lots) else (),
                     )
                 )

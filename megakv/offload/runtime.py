@@ -80,7 +80,7 @@ class Offloader:
         self._new: list[int] = []
         self._outgoing: deque[Ticket] = deque()
         self._current: int | None = None
-        self._decoding, self._group = False, 0
+        self._decoding, self._keeps, self._group = False, True, 0
         self._announced: tuple[int, int] | None = None
         self._host_rank = HostRank(config.cpu_threads, link.clock) if config.host_attends else None
         leads = runtime.comm.mesh.rank == 0 if runtime.comm.mesh.world_size > 1 else None
@@ -138,6 +138,8 @@ class Offloader:
         if self._recomputation is not None:
             self._recomputation.begin()
         cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
+        # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
+        self._keeps = self._planner.wants_inputs or not self._decoding
         # Where nothing can be brought ahead, each step is like the others all the same.
         ready = len(self._prefetch) > 0 or not self._planner.ahead
         bits, ledger = self.config.kv_bits, self._runtime.comm.ledger
@@ -155,7 +157,7 @@ class Offloader:
         self._current = layer
         mine = layout.stored[cache.rank]
         store = cache.store(layer)
-        if self._recomputes and store.keeps_inputs and (self._planner.wants_inputs or not self._decoding):
+        if self._recomputes and self._keeps and store.keeps_inputs:
             offer(store, mine, hidden_LE, self._runtime.kept_rows())
         self._prepare(layer, 0)
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
+from megakv.offload.planner import Planner
 from tests.families import FAMILIES
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
@@ -61,3 +62,22 @@ def test_inference_mode_comes_and_goes(name: str, offloaded: Callable[..., Any],
     for inside in (True, False, True):
         with torch.inference_mode(inside):
             assert torch.equal(generate(engine, ids, mask), expected)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_step_has_one_plan(groups: int, offloaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are tried in turns: a second choice in one step would end a trial in its midst."""
+    made: list[list[int]] = []
+    solve = Planner._plan
+
+    def solved(self: Planner, store: Any, *rest: Any) -> Any:
+        made.append(store.settled())
+        return solve(self, store, *rest)
+
+    monkeypatch.setattr(Planner, "_plan", solved)
+    engine = offloaded(plain_model("opt"), method="auto", num_gpu_batches=groups)
+    ids, mask = ragged(4)
+    generate(engine, ids, mask, max_new_tokens=8, min_new_tokens=8)
+    decoded = [lengths for lengths in made if sum(lengths) > 0]
+    assert len(decoded) == len({tuple(lengths) for lengths in decoded}) >= 7
