@@ -99,9 +99,11 @@ class DecodeKernel:
 
     @staticmethod
     def computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
-        """Whether these are for it: few rows, of a type that it knows, each in one piece."""
+        """Whether these are for it: few rows, all of one type that it knows, each in one piece."""
+        # It reads addresses: what does not fit together must not come to it.
+        fits = q_HLD.dtype == k_KSD.dtype == v_KSD.dtype and q_HLD.shape[2] == k_KSD.shape[2]
         few = DecodeKernel.few(q_HLD.shape[0] // k_KSD.shape[0], q_HLD.shape[1])
-        return few and q_HLD.dtype in TYPES and k_KSD.stride(2) == v_KSD.stride(2) == 1
+        return fits and few and q_HLD.dtype in TYPES and k_KSD.stride(2) == v_KSD.stride(2) == 1
 
     @staticmethod
     def few(group: int, length: int) -> bool:

@@ -99,9 +99,12 @@ def paged_attention(
     heads, length, dim = q_HLD.shape
     kv_heads = len(body.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
-    kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and q_HLD.dtype in TYPES else None
+    keys, values = body.pages[0].k_PSD, body.pages[0].v_PSD
+    # The kernel reads addresses: what does not fit together, as from a session's broken file, must not come to it.
+    fits = q_HLD.dtype == keys.dtype == values.dtype and q_HLD.dtype in TYPES and keys.shape[-1] == dim
+    kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and fits else None
     if kernel is not None and kernel.few(heads // kv_heads, length):
-        value_dim = body.pages[0].v_PSD.shape[-1]
+        value_dim = values.shape[-1]
         strides = Strides(k_head=0, k_step=dim, v_head=0, v_step=value_dim)
         out, lse = kernel.attend(grouped[:, None], body.runs, 1, value_dim, strides, scale)
         return out.view(heads, length, -1), lse.view(heads, length)

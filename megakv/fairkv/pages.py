@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +81,7 @@ class RaggedBody:
         """Tokens for `DecodeKernel.attend`, each head as a sequence: a head's pages of one size lie side by side."""
         runs: list[list[Run]] = [[] for _ in self.counts]
         for pages in self.pages:
+            assert pages.k_PSD.is_contiguous() and pages.v_PSD.is_contiguous()
             tokens = pages.k_PSD.shape[1]
             k, v = pages.k_PSD.data_ptr(), pages.v_PSD.data_ptr()
             k_bytes, v_bytes = (each[0].nbytes for each in (pages.k_PSD, pages.v_PSD))
@@ -87,6 +89,10 @@ class RaggedBody:
             for head, first, count in zip(owners.tolist(), firsts.tolist(), counts.tolist(), strict=True):
                 runs[head].append(Run(k + first * k_bytes, v + first * v_bytes, count * tokens))
         return RunTable.of(runs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `runs` has addresses: the tokens of a copy lie elsewhere.
+        return {name: value for name, value in self.__dict__.items() if name != "runs"}
 
     @classmethod
     def kept(cls, k_KSD: Tensor, v_KSD: Tensor, keep_KS: Tensor, rows: IntArray) -> RaggedBody | None:

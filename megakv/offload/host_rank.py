@@ -160,7 +160,8 @@ def _together(
     """
     kernel, _ = load_kernel()
     scoring, shape = call.scoring, store.head_shape
-    plain = scoring.softcap is None and scoring.alibi_slopes is None and queries.dtype in TYPES
+    plain = scoring.softcap is None and scoring.alibi_slopes is None
+    plain = plain and queries.dtype == store.dtype and queries.dtype in TYPES
     if kernel is None or not plain or not kernel.few(queries.shape[0] // shape.heads, 1) or not is_decoding(tokens):
         return None
     rows = []

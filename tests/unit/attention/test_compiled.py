@@ -88,6 +88,8 @@ def test_what_it_does_not_compute(kernel):
     assert kernel.computes(torch.ones(142, 1, 16), k, k)
     assert not kernel.computes(q.double(), k.double(), k.double())
     assert not kernel.computes(q, torch.ones(2, 16, 9).transpose(1, 2), k)
+    assert not kernel.computes(q, k.half(), k.half()) and not kernel.computes(q, k, k.half())
+    assert not kernel.computes(q, torch.ones(2, 9, 8), k)
 
 
 def test_attention_goes_through_it(kernel, monkeypatch):

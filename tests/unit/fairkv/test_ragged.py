@@ -1,5 +1,7 @@
 """Ragged heads attend as dense heads do under a mask of what was kept, and hold no more than that."""
 
+import copy
+import pickle
 import time
 
 import numpy as np
@@ -103,6 +105,30 @@ def test_other_types(dtype: torch.dtype, bound: float) -> None:
     out, lse = masked_reference(q, k, v, mask[:, None], Scoring(0.3))
     assert (found.double() - out).abs().max() < bound
     assert (found_lse.double() - lse)[mask.any(1).repeat_interleave(2)].abs().max() < bound
+
+
+def test_copies_attend_to_their_own_tokens() -> None:
+    k, v = dense(3, 700)
+    body = RaggedBody.kept(k, v, skewed_mask(3, 700), np.arange(700))
+    assert body is not None
+    q = torch.randn(6, 1, DIM)
+    expected = paged_attention(q, body, 0.3)
+    copies = copy.deepcopy(body), pickle.loads(pickle.dumps(body))
+    for pages in body.pages:
+        pages.k_PSD.fill_(torch.nan)
+    for other in copies:
+        assert all(map(torch.equal, paged_attention(q, other, 0.3), expected))
+
+
+def test_tokens_of_another_type_than_queries() -> None:
+    k, v = dense(2, 600, torch.bfloat16)
+    mask = torch.rand(2, 600) < 0.7
+    body = RaggedBody.kept(k, v, mask, np.arange(600))
+    assert body is not None
+    q = torch.randn(4, 1, DIM)
+    found = paged_attention(q, body, 0.3)
+    for one, other in zip(found, masked_reference(q, k, v, mask[:, None], Scoring(0.3)), strict=True):
+        assert torch.allclose(one.double(), other, atol=1e-5, rtol=0)
 
 
 def test_parts_without_keys_are_neutral() -> None:
