@@ -218,6 +218,10 @@ class ShardedCache(Cache):
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
+        # What the cache needs of its engine, such as threads and pages, cannot be copied and need not be.
+        return self.fork()
+
     def nbytes(self) -> int:
         """Bytes of keys and values held on this rank."""
         return sum(store.nbytes() for store in self._stores if store is not None)

@@ -1,5 +1,7 @@
 """A cache over ragged stores: what it reports, cuts back and copies."""
 
+import copy
+
 import numpy as np
 import torch
 
@@ -50,7 +52,7 @@ def test_turns_crops_and_forks() -> None:
     assert cache.head_tokens() == [[2 * (30 + 7 + 1 + 3), 2 * (2 + 7 + 20 + 3)]] * 2
     first, second = [*range(70, 107), 156, 157, 158, 159], [98, 99, *range(100, 107), *range(137, 160)]
     assert kept_values(cache, 0, 0) == first and kept_values(cache, 1, 1) == second
-    twin = cache.fork()
+    twin = copy.deepcopy(cache)
     for slots, spans in (
         (158, [(0, 100), (107, 157)]),
         (150, [(0, 100), (107, 150)]),

@@ -81,3 +81,15 @@ def test_a_step_has_one_plan(groups: int, offloaded: Callable[..., Any], monkeyp
     generate(engine, ids, mask, max_new_tokens=8, min_new_tokens=8)
     decoded = [lengths for lengths in made if sum(lengths) > 0]
     assert len(decoded) == len({tuple(lengths) for lengths in decoded}) >= 7
+
+
+def test_copies_of_a_cache_go_on_by_themselves(offloaded: Callable[..., Any]) -> None:
+    model = plain_model("opt")
+    engine = offloaded(copy.deepcopy(model), method="stream")
+    ids = torch.randint(3, 190, (1, 21), generator=torch.Generator().manual_seed(6))
+    cache = engine(ids).past_key_values
+    for held, token in ((copy.deepcopy(cache), 5), (cache, 7)):
+        longer = torch.cat([ids, torch.tensor([[token]])], dim=1)
+        with torch.no_grad():
+            expected = model(longer).logits[:, -1]
+        torch.testing.assert_close(engine(longer[:, -1:], past_key_values=held).logits[:, -1], expected)
