@@ -177,8 +177,7 @@ class MegaKVEngine(InferenceEngine):
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
         width = 0 if ids is None else ids.shape[1]
-        limit = new_token_limit(self.module, options, width)
-        plans = None if self._offloader is None else self._offloader.new_run(limit, width)
+        plans = self._offloader and self._offloader.new_run(new_token_limit(self.module, options, width), width)
         prepared = prepare_options(self.module, options, self._comm, self._record.clock, plans)
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
@@ -237,9 +236,8 @@ class MegaKVEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """Give back hooks, signal handlers and groups; the engine and its sessions cannot be used afterwards."""
-        if getattr(self, "_hooks", None) is not None:
-            assert self._hooks is not None
-            self._hooks.remove()
+        if (hooks := getattr(self, "_hooks", None)) is not None:
+            hooks.remove()
             self._hooks = None
             if self._offloader is not None:
                 self._offloader.close()

@@ -101,9 +101,7 @@ def select(q_HLD: Tensor, value_dim: int, *, masked: bool) -> Backend:
     dim = max(q_HLD.shape[-1], value_dim)
     half = q_HLD.dtype in (torch.float16, torch.bfloat16)
     backend = cuda_flash if half and dim <= 256 and not masked else cuda_efficient
-    if not _agrees(backend, q_HLD.device, q_HLD.dtype, q_HLD.shape[-1], value_dim):
-        return math
-    return backend
+    return backend if _agrees(backend, q_HLD.device, q_HLD.dtype, q_HLD.shape[-1], value_dim) else math
 
 
 def cpu_flash(
@@ -227,8 +225,7 @@ def _math_tile(
 ) -> tuple[Tensor, Tensor]:
     heads, rows, dim = q.shape
     kv_heads, keys, _ = k.shape
-    packed = (q * scale).reshape(kv_heads, -1, dim)
-    scores = torch.bmm(packed, k.transpose(1, 2)).view(heads, rows, keys)
+    scores = torch.bmm((q * scale).reshape(kv_heads, -1, dim), k.transpose(1, 2)).view(heads, rows, keys)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if alibi is not None:
@@ -253,8 +250,7 @@ def _equal_dims(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Ten
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
-    missing = -x.shape[-1] % multiple
-    if missing:
+    if missing := -x.shape[-1] % multiple:
         return F.pad(x, (0, missing))
     # The kernels take any stride but that of the last dim, where another than 1 silently gives wrong results.
     return x if x.stride(-1) == 1 else x.contiguous()

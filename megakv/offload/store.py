@@ -122,8 +122,7 @@ class TieredStore(UniformStore):
             if paged is not None and length < paged.length:
                 paged.truncate(length)
                 self.version += 1
-        pairs = zip(self._resident, lengths, strict=True)
-        self._resident = [None if rows is None else rows.cut(length) for rows, length in pairs]
+        self._resident = [rows and rows.cut(length) for rows, length in zip(self._resident, lengths, strict=True)]
         for inputs, length in zip(self._inputs, lengths, strict=True):
             if inputs is not None:
                 inputs.truncate(length)
@@ -146,8 +145,7 @@ class TieredStore(UniformStore):
         twin = TieredStore(self.layer, len(self._rows), self._offloader)
         twin._shape, twin._dtype = self._shape, self._dtype
         twin._resident = list(self._resident)
-        twin._rows = [None if row is None else row.fork() for row in self._rows]
-        twin._inputs = [None if row is None else row.fork() for row in self._inputs]
+        twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
 
     def release(self) -> None:
@@ -193,8 +191,7 @@ class TieredStore(UniformStore):
         return [0 if rows is None else len(rows.rows) for rows in self._resident]
 
     def _before_residents(self, counts: list[int]) -> list[int]:
-        pairs = zip(counts, self._resident, strict=True)
-        return [count if rows is None else min(count, rows.first) for count, rows in pairs]
+        return [min(count, rows.first) if rows else count for count, rows in zip(counts, self._resident, strict=True)]
 
     @property
     def row_width(self) -> int:
