@@ -177,7 +177,8 @@ class MegaKVEngine(InferenceEngine):
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
         width = 0 if ids is None else ids.shape[1]
-        plans = self._offloader and self._offloader.new_run(new_token_limit(self.module, options, width), width)
+        limit = new_token_limit(self.module, options, width)
+        plans = None if self._offloader is None else self._offloader.new_run(limit, width)
         prepared = prepare_options(self.module, options, self._comm, self._record.clock, plans)
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False

@@ -227,10 +227,11 @@ def load_kernel() -> tuple[DecodeKernel | None, str]:
 
 def _problem(kernel: DecodeKernel) -> str:
     """What is wrong with its results on a small example; empty if nothing is."""
-    generator = torch.Generator().manual_seed(0)
+    # Whatever device is the default one.
+    generator = torch.Generator("cpu").manual_seed(0)
     shapes = (10, 1, 83), (2, 131, 83), (2, 131, 70)
     for dtype in TYPES:
-        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        q, k, v = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
         found = difference(kernel(q, k, v, 0.1), dense_attention(q, k, v, 0.1), TOLERANCE)
         if found:
             return f"compiled, {found} for {dtype}"

@@ -114,6 +114,7 @@ def test_the_disk_is_measured_where_there_is_one(offloaded: Any, tmp_path: Path)
     assert found[2]["link_bytes_s"] == found[0]["link_bytes_s"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["stream", "chunked", "cpu_rank"])
 def test_steps_with_rows_on_a_slow_disk_are_predicted(
     method: str, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
