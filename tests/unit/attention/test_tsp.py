@@ -69,7 +69,9 @@ def test_stretches_cover_all_keys_and_say_who_sees_them(window: int | None) -> N
             seen = visible[:, k0:k1]
             assert kind != "full" or seen.all()
             assert kind != "hidden" or not seen.any()
-        assert len(found) == 1 or all(k1 - k0 >= SHORT_STEP for k0, k1, kind in found if kind != "masked")
+        # A short stretch beside a masked one joins it; without a mask there is nothing to join.
+        masked = any(kind == "masked" for *_, kind in found)
+        assert not masked or all(k1 - k0 >= SHORT_STEP for k0, k1, kind in found if kind != "masked")
         assert len(found) <= 5
 
 
