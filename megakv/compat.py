@@ -57,6 +57,13 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
         accelerator.set_device(dist.get_rank() % max(1, accelerator.device_count()))
 
 
+def extensions_folder() -> Path:
+    """Where PyTorch, and with it DeepSpeed, keeps what it compiles: no public function knows of its own variable."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
 def end_deepspeed_distributed() -> None:
     """End the world and all groups, and what DeepSpeed holds of them."""
     if deepspeed.comm.is_initialized():

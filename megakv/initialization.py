@@ -73,8 +73,8 @@ def init_inference(
         kernel, reason = load_kernel()
         if kernel is None and mesh.rank == 0:
             logger.warning(
-                "the processor attends through PyTorch's kernels, two to nine times slower for single tokens, because "
-                "MegaKV's own cannot be had: %s (a C++ compiler that knows OpenMP is needed, c++ or the one in CXX)",
+                "the processor attends through PyTorch's kernels, slower for single tokens, because MegaKV's own "
+                "cannot be had: %s (a C++ compiler that knows OpenMP is needed, c++ or the one in CXX)",
                 reason,
             )
     failure: Exception | None = None

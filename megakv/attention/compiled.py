@@ -1,7 +1,7 @@
 """Attention of a few query rows on processors, in C++: compiled once for a machine, loaded by every process.
 
-PyTorch's kernel turns 16-bit keys and values into float32 in memory first and uses each of them for one query head
-alone. Decoding reads all keys and values for little computation, so that is what a token costs.
+Decoding reads all keys and values for little computation, so reading them is what a token costs. PyTorch's kernel wants
+16-bit ones turned into float32 in memory first, and comes nowhere near the speed of memory where query rows are few.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megakv.attention.agreement import difference
 from megakv.attention.reference import dense_attention
+from megakv.compat import extensions_folder
 
 __all__ = ["DecodeKernel", "load_kernel"]
 
@@ -211,10 +212,9 @@ class DecodeKernel:
 @functools.cache
 def load_kernel() -> tuple[DecodeKernel | None, str]:
     """The kernel, or None and why there is none; compiled, within seconds, if this machine does not have it yet."""
-    # Where PyTorch and DeepSpeed keep what they compile.
-    from torch.utils.cpp_extension import get_cxx_compiler, get_default_build_root
+    from torch.utils.cpp_extension import get_cxx_compiler
 
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / "megakv"
+    folder = extensions_folder() / "megakv"
     capability = torch.backends.cpu.get_cpu_capability()
     flags = next((flags for name, flags in VECTORS.items() if capability.startswith(name)), ())
     try:

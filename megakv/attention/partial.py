@@ -43,6 +43,11 @@ class Scoring:
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a score is the scaled product of query and key, and nothing else."""
+        return self.softcap is None and self.alibi_slopes is None
+
 
 class PartialAttention:
     """Running output and log-sum-exp of one sequence's local queries.

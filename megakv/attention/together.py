@@ -16,7 +16,7 @@ from torch import Tensor
 from megakv.attention.backends import Backend, cuda_efficient, cuda_flash, select
 from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import Scoring
-from megakv.sharding import TokenBlock
+from megakv.sharding import IntArray, TokenBlock
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 MULTIPLE = 8
@@ -45,6 +45,12 @@ KERNELS: dict[Backend, Kernel] = {cuda_flash: _flash, cuda_efficient: _efficient
 def is_decoding(tokens: TokenBlock) -> bool:
     """Whether no sequence has more than one token."""
     return len(tokens) <= 1 or bool((np.diff(tokens.sequence) > 0).all())
+
+
+def sees_all(slots: IntArray, first: IntArray, last: IntArray, window: int | None) -> bool:
+    """Whether every row, at its slot, sees all keys from its first to its last one: ``[L]`` each."""
+    near = window is None or bool((first > slots - window).all())
+    return near and bool((last <= slots).all())
 
 
 def attend_together(
@@ -86,16 +92,15 @@ def attend_together(
 def _plain(q_HLD: Tensor, scoring: Scoring, part: KVPart) -> bool:
     """Whether nothing is added to the scores, and head dims are as the kernels have them."""
     dims = {q_HLD.shape[-1], part.v_KSD.shape[-1]}
-    return scoring.softcap is None and scoring.alibi_slopes is None and len(dims) == 1 and not dims.pop() % MULTIPLE
+    return scoring.plain and len(dims) == 1 and not dims.pop() % MULTIPLE
 
 
 def _all_visible(tokens: TokenBlock, scoring: Scoring, parts: Sequence[KVPart]) -> bool:
     """Whether every row sees all keys of its sequence."""
     if not all(len(part.slots) for part in parts):
         return False
-    last, first = (np.array([part.slots[index] for part in parts]) for index in (-1, 0))
-    near = scoring.window is None or bool((first > tokens.slot - scoring.window).all())
-    return near and bool((last <= tokens.slot).all())
+    first, last = (np.array([part.slots[index] for part in parts]) for index in (0, -1))
+    return sees_all(tokens.slot, first, last, scoring.window)
 
 
 def _alike(parts: Sequence[KVPart]) -> Iterator[tuple[int, int]]:

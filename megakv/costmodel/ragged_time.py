@@ -11,7 +11,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.tensor_parallel import all_reduce_seconds
 
 PAGE_TOKENS = 512
-"""Tokens that one kernel call takes together; attention reads each of them once for all query heads of its KV head."""
+"""Tokens of a call that shows what each of them takes; attention reads them once for all query heads of a KV head."""
 LSE_BYTES = 4
 
 

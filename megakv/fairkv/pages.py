@@ -20,7 +20,7 @@ from megakv.attention.compiled import Run, RunTable
 from megakv.sharding import IntArray
 
 PAGE_SIZES = (512, 64, 8, 1)
-"""The largest is what attention is fastest with on a CPU; each divides the one before."""
+"""The largest is what PyTorch's attention is fastest with on a CPU; each divides the one before."""
 
 OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 

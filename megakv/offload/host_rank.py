@@ -19,7 +19,7 @@ from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.attention.together import is_decoding
+from megakv.attention.together import is_decoding, sees_all
 from megakv.offload.clock import Clock, HostClock
 
 if TYPE_CHECKING:
@@ -160,17 +160,15 @@ def _together(
     """
     kernel, _ = load_kernel()
     scoring, shape = call.scoring, store.head_shape
-    plain = scoring.softcap is None and scoring.alibi_slopes is None
-    plain = plain and queries.dtype == store.dtype and queries.dtype in TYPES
+    plain = scoring.plain and queries.dtype == store.dtype and queries.dtype in TYPES
     if kernel is None or not plain or not kernel.few(queries.shape[0] // shape.heads, 1) or not is_decoding(tokens):
         return None
-    rows = []
-    for query, sequence in enumerate(tokens.sequence.tolist()):
-        count, slot = on_host[sequence], int(tokens.slot[query])
-        if count:
-            slots = call.table.slots(call.rank, sequence)
-            if slots[count - 1] > slot or (scoring.window is not None and slots[0] <= slot - scoring.window):
-                return None
-        rows.append([piece for _, piece in store.rows_in_memory(sequence, count)])
+    sequences = tokens.sequence.tolist()
+    held = [query for query, sequence in enumerate(sequences) if on_host[sequence]]
+    slots = [call.table.slots(call.rank, sequences[query])[: on_host[sequences[query]]] for query in held]
+    first, last = (np.array([each[index] for each in slots], dtype=np.int64) for index in (0, -1))
+    if not sees_all(tokens.slot[held], first, last, scoring.window):
+        return None
+    rows = [[piece for _, piece in store.rows_in_memory(sequence, on_host[sequence])] for sequence in sequences]
     out, lse = kernel.rows(queries.transpose(0, 1)[:, :, None], rows, shape.heads, shape.value_dim, scoring.scale)
     return out[:, :, 0].transpose(0, 1), lse[:, :, 0].t()
