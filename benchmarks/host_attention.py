@@ -65,13 +65,13 @@ class Rows:
         from megakv.offload.heads import HeadShape
 
         self.dtype = dtype
-        self._shape = HeadShape(kv_heads, dim, dim)
-        tokens = max(1, nbytes // (self._shape.width * dtype.itemsize))
-        self.rows = torch.randn(tokens, self._shape.width).to(dtype)
+        self.head_shape = HeadShape(kv_heads, dim, dim)
+        tokens = max(1, nbytes // (self.head_shape.width * dtype.itemsize))
+        self.rows = torch.randn(tokens, self.head_shape.width).to(dtype)
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys and values."""
-        return self._shape.split(rows)
+        return self.head_shape.split(rows)
 
     def read(self) -> float:
         """Look at every byte once, and at nothing else."""

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -73,6 +73,47 @@ class RunTable(NamedTuple):
         """A table of every sequence's runs."""
         flat = [run for own in runs for run in own]
         return cls(np.array(flat, dtype=np.int64), np.array([0, *accumulate(map(len, runs))], dtype=np.int64))
+
+
+class Decoding:
+    """A call of the kernel, ready to be made.
+
+    Whoever makes it needs Python for nothing else. A thread beside one that is busy in Python would wait for its turn
+    at each further step: a layer of few tokens takes several times as long.
+
+    Parameters
+    ----------
+    call : callable
+    before : tuple
+        Its arguments up to the number of threads.
+    out, lse : Tensor
+        The results.
+    held : object
+        What the arguments point to.
+
+    Attributes
+    ----------
+    out, lse : Tensor
+        As given.
+    """
+
+    def __init__(self, call: Callable[..., int], before: tuple[object, ...], out: Tensor, lse: Tensor, held: object):
+        self._call, self._before, self._held = call, before, held
+        self._behind = out.data_ptr(), lse.data_ptr()
+        self.out, self.lse = out, lse
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp as of `DecodeKernel.attend`, with as many threads as PyTorch uses in this one.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory for partial results.
+        """
+        if self._call(*self._before, torch.get_num_threads(), *self._behind):
+            sequences, heads = self.out.shape[:2]
+            raise MemoryError(f"no memory for partial results of {sequences} sequences with {heads} heads")
+        return self.out, self.lse
 
 
 class DecodeKernel:
@@ -138,8 +179,8 @@ class DecodeKernel:
 
     def rows(
         self, q_BHLD: Tensor, rows: Sequence[Sequence[Tensor]], kv_heads: int, value_dim: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of several sequences, whose keys and values lie token by token.
+    ) -> Decoding:
+        """A call for several sequences, whose keys and values lie token by token.
 
         Parameters
         ----------
@@ -151,22 +192,12 @@ class DecodeKernel:
             K and Dv.
         scale : float
             Factor of the dot products.
-
-        Returns
-        -------
-        tuple[Tensor, Tensor]
-            ``[B, H, L, Dv]`` and ``[B, H, L]`` as of a single sequence; 0 and -inf for one without rows.
-
-        Raises
-        ------
-        MemoryError
-            If there is no memory for partial results.
         """
         dim = q_BHLD.shape[-1]
         width, behind = kv_heads * (dim + value_dim), kv_heads * dim * q_BHLD.element_size()
         runs = [[Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece)) for piece in pieces] for pieces in rows]
         strides = Strides(dim, width, value_dim, width)
-        return self.attend(q_BHLD, RunTable.of(runs), kv_heads, value_dim, strides, scale)
+        return self.ready(q_BHLD, RunTable.of(runs), kv_heads, value_dim, strides, scale)
 
     def attend(
         self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, strides: Strides, scale: float
@@ -196,17 +227,20 @@ class DecodeKernel:
         MemoryError
             If there is no memory for partial results.
         """
+        return self.ready(q_BHLD, table, kv_heads, value_dim, strides, scale)()
+
+    def ready(
+        self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, strides: Strides, scale: float
+    ) -> Decoding:
+        """`attend` with all done but the computation."""
         sequences, heads, length, dim = q_BHLD.shape
         q = q_BHLD.to(torch.float32).contiguous()
         out, lse = q.new_empty((sequences, heads, length, value_dim)), q.new_empty((sequences, heads, length))
-        failed = self._call(
+        before = (
             TYPES[q_BHLD.dtype], q.data_ptr(), sequences, table.bounds.ctypes.data, table.runs.ctypes.data,
-            kv_heads, heads // kv_heads * length, dim, value_dim, *strides,
-            scale, torch.get_num_threads(), out.data_ptr(), lse.data_ptr(),
+            kv_heads, heads // kv_heads * length, dim, value_dim, *strides, scale,
         )  # fmt: skip
-        if failed:
-            raise MemoryError(f"no memory for partial results of {sequences} sequences with {heads} heads")
-        return out, lse
+        return Decoding(self._call, before, out, lse, (q, table))
 
 
 @functools.cache

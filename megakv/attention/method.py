@@ -152,7 +152,7 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
     together = None
-    if q_HLD.device.type == "cuda" and is_decoding(tokens):
+    if is_decoding(tokens):
         parts = list(parts)
         together = attend_together(q_HLD, tokens, call.scoring, parts)
     if together is None:

@@ -1,7 +1,8 @@
-"""One query row of each of several sequences in few kernel calls: decoding a batch on CUDA.
+"""One query row of each of several sequences in few kernel calls: decoding a batch.
 
-A call for each sequence takes Python longer to start than it takes a GPU to compute. Sequences whose keys and values
-are of one shape, and lie at one distance from each other, as in the offload engine's buffers, need one call.
+A call for each sequence takes Python longer to start than it takes to compute. On processors one call takes all
+(`megakv.attention.runs`); on CUDA, sequences whose keys and values are of one shape and lie at one distance from each
+other, as in the offload engine's buffers, need one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from megakv.attention.backends import Backend, cuda_efficient, cuda_flash, select
 from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import Scoring
+from megakv.attention.runs import attend_runs
 from megakv.sharding import IntArray, TokenBlock
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -58,8 +60,7 @@ def attend_together(
 ) -> tuple[Tensor, Tensor] | None:
     """``[H, L, Dv]`` float32 outputs and ``[H, L]`` log-sum-exps of one row of each sequence.
 
-    None where there is more to it: sequences without keys or with several parts, hidden keys, terms added to scores, or
-    no kernel.
+    None where no kernel takes them together.
 
     Parameters
     ----------
@@ -72,18 +73,27 @@ def attend_together(
         What they attend to.
     """
     own = [part for part in parts if isinstance(part, KVPart)]
-    if len(own) < len(parts) or len(own) < 2 or [part.sequence for part in own] != tokens.sequence.tolist():
+    if len(own) < len(parts):
         return None
-    kernel = KERNELS.get(select(q_HLD, own[0].v_KSD.shape[-1], masked=False))
-    if kernel is None or not _plain(q_HLD, scoring, own[0]) or not _all_visible(tokens, scoring, own):
+    return (attend_runs if q_HLD.device.type == "cpu" else attend_alike)(q_HLD, tokens, scoring, own)
+
+
+def attend_alike(
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[KVPart]
+) -> tuple[Tensor, Tensor] | None:
+    """The same on CUDA; None also for sequences without keys or with several parts, and for hidden keys."""
+    if len(parts) < 2 or [part.sequence for part in parts] != tokens.sequence.tolist():
+        return None
+    kernel = KERNELS.get(select(q_HLD, parts[0].v_KSD.shape[-1], masked=False))
+    if kernel is None or not _plain(q_HLD, scoring, parts[0]) or not _all_visible(tokens, scoring, parts):
         return None
     heads, rows, _ = q_HLD.shape
-    kv_heads, dim = own[0].k_KSD.shape[0], own[0].v_KSD.shape[-1]
+    kv_heads, dim = parts[0].k_KSD.shape[0], parts[0].v_KSD.shape[-1]
     # Heads that share a KV head go in as its rows.
     q_BKGD = q_HLD.transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, -1)
     found = []
-    for first, last in _alike(own):
-        k_BKSD, v_BKSD = (_stacked([getattr(part, name) for part in own[first:last]]) for name in ("k_KSD", "v_KSD"))
+    for first, last in _alike(parts):
+        k_BKSD, v_BKSD = (_stacked([getattr(part, name) for part in parts[first:last]]) for name in ("k_KSD", "v_KSD"))
         found.append(kernel(q_BKGD[first:last], k_BKSD, v_BKSD, scoring.scale))
     out, lse = (torch.cat(each) if len(found) > 1 else each[0] for each in zip(*found, strict=True))
     return out.reshape(rows, heads, dim).transpose(0, 1).float(), lse.reshape(rows, heads).t()

@@ -219,9 +219,30 @@ def affine(few: tuple[int, float], many: tuple[int, float], *, least: float = 0.
     return slope, max(0.0, few[1] - few[0] * slope)
 
 
-def shown_part(seconds: float, tokens: int, token_s: float, fixed_s: float) -> float:
-    """Seconds of work on some tokens over those that were expected of it: per token, and whatever their number."""
-    return seconds / (token_s * tokens + fixed_s)
+TOKENS_ERR, FIXED_ERR = 1.0, 4.0
+"""How far what was measured alone may be off beside other work, in parts of it: memory is shared with transfers, and
+calls wait for Python, which one thread has at a time."""
+
+
+def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float, float]:
+    """What work took over what was expected of it: of what depends on its tokens, and of what does not.
+
+    One measurement cannot tell the two apart. What is more, or less, than expected goes to both by how much they may be
+    off: in the least squares' sense, that is the likeliest pair that adds up to what was measured.
+
+    Parameters
+    ----------
+    seconds : float
+        Measured.
+    tokens_s, fixed_s : float
+        Expected, of both; together more than 0.
+    """
+    by_tokens, by_fixed = (TOKENS_ERR * tokens_s) ** 2, (FIXED_ERR * fixed_s) ** 2
+    excess = (seconds - tokens_s - fixed_s) / (by_tokens + by_fixed)
+    tokens, fixed = max(0.0, tokens_s + excess * by_tokens), max(0.0, fixed_s + excess * by_fixed)
+    # Neither takes less than nothing.
+    scale = seconds / (tokens + fixed)
+    return (scale * tokens / tokens_s if tokens_s else 1.0), (scale * fixed / fixed_s if fixed_s else 1.0)
 
 
 def other_work_seconds(seconds: float, layers: int, attended: int, attend_s: float) -> float:

@@ -14,7 +14,7 @@ from megakv.costmodel.offload import (
     other_work_seconds,
     sending_seconds,
     shared_attend_seconds,
-    shown_part,
+    shown_parts,
 )
 from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, shown_rates
 from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
@@ -36,7 +36,10 @@ FEW, SOME, MANY = 1 / 8, 1 / 4, 1 / 2
 compute with many weights show their speed early, transfers later, and attention last."""
 
 
-SHOWN_COSTS = ("kv_s", "activation_s", "disk_kv_s", "disk_activation_s", "recompute_s", "host_attend_s")
+SHOWN_COSTS = (
+    *("kv_s", "activation_s", "disk_kv_s", "disk_activation_s"),
+    *("recompute_s", "launch_s", "host_attend_s", "host_fixed_s"),
+)
 """What is believed of each plan by itself, beside the accelerator's other work."""
 
 
@@ -80,12 +83,17 @@ class OffloadCosts:
         self._profiler = profiler
         self._sharers = sharers
         self.profile: OffloadProfile | None = None
+        self._measured: OffloadProfile | None = None
         self._shown = _Shown()
         self._plans: dict[str, _Shown] = {}
         self._steps = 0
 
-    def layer(self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None) -> LayerCosts:
+    def layer(
+        self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None, *, groups: int = 1
+    ) -> LayerCosts:
         """Costs of a layer that holds cached tokens, but for `device_s`; the first call measures, or reads the profile.
+
+        Of one of `groups` groups of sequences.
 
         Raises
         ------
@@ -94,18 +102,18 @@ class OffloadCosts:
         """
         known = self.profile
         if known is None or (host is not None and not known.host_attend_s) or store.input_bytes > known.input_bytes:
-            self.profile = known = self._profiler.profile(store, recomputation, host, known)
-        fixed = known.host_fixed_s * len(store.lengths())
-        return replace(self._layer(known), transfer_s=known.transfer_s, host_fixed_s=fixed)
+            self._measured = self.profile = known = self._profiler.profile(store, recomputation, host, known)
+        return replace(self._layer(known, len(store.lengths()) / groups), transfer_s=known.transfer_s)
 
-    def _layer(self, profile: OffloadProfile) -> LayerCosts:
-        """What each token costs by a profile."""
+    def _layer(self, profile: OffloadProfile, sequences: float) -> LayerCosts:
+        """What each token costs by a profile, and the host's part whatever its tokens."""
         return LayerCosts(
             kv_s=sending_seconds(profile.row_bytes, profile.link_bytes_s),
             activation_s=sending_seconds(profile.input_bytes, profile.link_bytes_s),
             recompute_s=profile.recompute_s,
             launch_s=profile.launch_s,
             host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
+            host_fixed_s=profile.host_call_s + profile.host_fixed_s * sequences,
             attend_s=self._shown.get("attend_s"),
             disk_kv_s=disk_seconds(profile.row_bytes, profile.link_bytes_s, profile.disk_read_bytes_s),
             disk_activation_s=disk_seconds(profile.input_bytes, profile.link_bytes_s, profile.disk_read_bytes_s),
@@ -196,19 +204,22 @@ class OffloadCosts:
 
     def _speeds(self, record: StepRecord, layers: int) -> dict[str, float]:
         """Of the profile, what a step showed."""
-        profile, division = self.profile, record.division
-        assert profile is not None
+        profile, measured, division = self.profile, self._measured, record.division
+        assert profile is not None and measured is not None
         found: dict[str, float] = {}
         if division.on_host >= FEW * record.cached and record.host_s:
-            known = shared_attend_seconds(profile.host_attend_s, self._sharers)
-            fixed = layers * profile.host_fixed_s * record.new
-            part = shown_part(record.host_s, layers * division.on_host, known, fixed)
-            found["host_attend_s"] = profile.host_attend_s * part
+            known = shared_attend_seconds(measured.host_attend_s, self._sharers)
+            calls = layers * sum(each.on_host > 0 for each in record.plan.divisions)
+            fixed = calls * (measured.host_call_s + measured.host_fixed_s * record.sequences)
+            by_token, whatever = shown_parts(record.host_s, layers * division.on_host * known, fixed)
+            found["host_attend_s"] = by_token * measured.host_attend_s
+            found |= {name: whatever * getattr(measured, name) for name in ("host_fixed_s", "host_call_s")}
         if division.recomputed >= FEW * record.cached and record.recompute_s:
             chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
-            fixed = layers * profile.launch_s * chunks
-            part = shown_part(record.recompute_s, layers * division.recomputed, profile.recompute_s, fixed)
-            found["recompute_s"] = profile.recompute_s * part
+            fixed = layers * measured.launch_s * chunks
+            known = layers * division.recomputed * measured.recompute_s
+            by_token, whatever = shown_parts(record.recompute_s, known, fixed)
+            found |= {"recompute_s": by_token * measured.recompute_s, "launch_s": whatever * measured.launch_s}
         enough = SOME * record.cached * layers * profile.row_bytes
         plain_bytes, plain_s = record.timed_bytes - record.mixed_bytes, record.busy_s - record.mixed_s
         link = link_rate(plain_bytes, plain_s) if plain_bytes >= enough and plain_s > 0 else 0.0
@@ -232,7 +243,7 @@ class OffloadCosts:
         self._shown.add("device_s", busy, alone=early)
         self._shown.add("outside_s", record.gap_s, alone=early)
         if record.steady:
-            plan, costs = self._plans.setdefault(record.plan.name, _Shown()), self._layer(profile)
+            plan, costs = self._plans.setdefault(record.plan.name, _Shown()), self._layer(profile, record.sequences)
             values = {name: getattr(costs, name) for name in SHOWN_COSTS}
             for name, value in {**values, "device_s": busy, "attend_s": self._shown.get("attend_s")}.items():
                 plan.add(name, value, alone=early)

@@ -7,8 +7,9 @@ are known only once the layer has begun, so unlike transfers this cannot run ahe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,17 @@ from torch import Tensor
 from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
-from megakv.attention.partial import PartialAttention, Scoring
+from megakv.attention.partial import Scoring
 from megakv.attention.together import is_decoding, sees_all
 from megakv.offload.clock import Clock, HostClock
+from megakv.sharding import IntArray, TokenBlock
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore
-    from megakv.sharding import TokenBlock
+
+
+HostRows = Sequence[Sequence[tuple[int, Tensor]]]
+"""First tokens of each sequence where they lie: runs of rows ``[n, W]``, each with the index of its first token."""
 
 
 class Queries(NamedTuple):
@@ -91,7 +96,7 @@ class HostRank:
             torch.set_num_threads(threads)
 
     def start(
-        self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: TieredStore, on_host: list[int]
+        self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: TieredStore, rows: HostRows
     ) -> HostPart:
         """Begin to attend to the first tokens of each sequence.
 
@@ -104,71 +109,93 @@ class HostRank:
             Their tokens.
         store : TieredStore
             Of the layer.
-        on_host : list of int
-            Tokens, per sequence.
+        rows : HostRows
         """
-        future = self._pool.submit(self._attend, q_HLD.cpu(), tokens, call, store, on_host)
-        return HostPart(future, q_HLD.device, self._clock)
+        slots, positions = (
+            [column(call.rank, sequence) for sequence in range(call.table.batch)]
+            for column in (call.table.slots, call.table.positions)
+        )
+        job = _job(q_HLD.cpu(), tokens, call.scoring, store, _Rows(rows, slots, positions))
+        return HostPart(self._pool.submit(_timed, job), q_HLD.device, self._clock)
 
-    @staticmethod
-    @torch.no_grad()
-    def _attend(
-        queries: Tensor, tokens: TokenBlock, call: AttentionCall, store: TieredStore, on_host: list[int]
-    ) -> tuple[Tensor, Tensor, float]:
-        begun = time.perf_counter()
-        together = _together(queries, tokens, call, store, on_host)
-        if together is not None:
-            return *together, time.perf_counter() - begun
-        attention = PackedAttention(queries, tokens, call.scoring, call.value_dim)
-        for sequence, count in enumerate(on_host):
-            slots = call.table.slots(call.rank, sequence)
-            positions = call.table.positions(call.rank, sequence)
-            for first, rows in store.rows_in_memory(sequence, count):
-                keys, values = store.heads_of(rows)
-                span = slice(first, first + len(rows))
-                attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
-        return *attention.result(), time.perf_counter() - begun
-
-    def measure(self, store: TieredStore, runs: Sequence[tuple[int, Tensor]], queries: Queries) -> float:
-        """Seconds of attending to runs of rows of a store's shape with one query."""
-        return self._pool.submit(self._timed, store, runs, queries).result()
-
-    @staticmethod
-    @torch.no_grad()
-    def _timed(store: TieredStore, runs: Sequence[tuple[int, Tensor]], queries: Queries) -> float:
-        # The kernel must be called as it will be: one row a head, and keys where they lie.
-        query = torch.zeros(queries.heads, 1, queries.dim, dtype=store.dtype)
-        count = sum(len(rows) for _, rows in runs)
-        begun = time.perf_counter()
-        partial = PartialAttention(query, np.array([count]), queries.scoring)
-        for first, rows in runs:
-            partial.add(*store.heads_of(rows), np.arange(first, first + len(rows)))
-        _ = partial.out
-        return time.perf_counter() - begun
+    def measure(
+        self, store: TieredStore, runs: Sequence[tuple[int, Tensor]], queries: Queries, sequences: int = 1
+    ) -> float:
+        """Seconds of attending to runs of rows of a store's shape with one query, for so many sequences alike."""
+        count, each = sum(len(rows) for _, rows in runs), np.arange(sequences)
+        slots = [np.arange(count)] * sequences
+        tokens = TokenBlock(each, each * 0 + count, each * 0 + count, sequences)
+        query = torch.zeros(sequences, queries.heads, queries.dim, dtype=store.dtype).transpose(0, 1)
+        rows = _Rows([runs] * sequences, slots, slots)
+        job = _job(query, tokens, queries.scoring, store, rows)
+        return self._pool.submit(_timed, job).result()[2]
 
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown()
 
 
-def _together(
-    queries: Tensor, tokens: TokenBlock, call: AttentionCall, store: TieredStore, on_host: list[int]
-) -> tuple[Tensor, Tensor] | None:
+class _Rows(NamedTuple):
+    """Rows of each sequence, and slots and positions of all its tokens."""
+
+    runs: HostRows
+    slots: Sequence[IntArray]
+    positions: Sequence[IntArray]
+
+
+Job = Callable[[], tuple[Tensor, Tensor]]
+"""Gives an output ``[H, L, Dv]`` and its log-sum-exp ``[H, L]``."""
+
+
+def _timed(job: Job) -> tuple[Tensor, Tensor, float]:
+    begun = time.perf_counter()
+    return *job(), time.perf_counter() - begun
+
+
+def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore, rows: _Rows) -> Job:
+    """What the thread does."""
+    together = _together(q_HLD, tokens, scoring, store, rows)
+    return together or partial(_one_by_one, q_HLD, tokens, scoring, store, rows)
+
+
+@torch.no_grad()
+def _one_by_one(
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore, rows: _Rows
+) -> tuple[Tensor, Tensor]:
+    attention = PackedAttention(q_HLD, tokens, scoring, store.head_shape.value_dim)
+    for sequence, (runs, slots, positions) in enumerate(zip(*rows, strict=True)):
+        for first, piece in runs:
+            keys, values = store.heads_of(piece)
+            span = slice(first, first + len(piece))
+            attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
+    return attention.result()
+
+
+def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore, rows: _Rows) -> Job | None:
     """All sequences in one kernel call, as calls by sequence take longer than attending to few tokens.
 
     None where there is more to it: several tokens of a sequence, hidden keys, terms added to scores, or no kernel.
     """
     kernel, _ = load_kernel()
-    scoring, shape = call.scoring, store.head_shape
-    plain = scoring.plain and queries.dtype == store.dtype and queries.dtype in TYPES
-    if kernel is None or not plain or not kernel.few(queries.shape[0] // shape.heads, 1) or not is_decoding(tokens):
+    shape = store.head_shape
+    plain = scoring.plain and q_HLD.dtype == store.dtype and q_HLD.dtype in TYPES
+    if kernel is None or not plain or not kernel.few(q_HLD.shape[0] // shape.heads, 1) or not is_decoding(tokens):
         return None
     sequences = tokens.sequence.tolist()
-    held = [query for query, sequence in enumerate(sequences) if on_host[sequence]]
-    slots = [call.table.slots(call.rank, sequences[query])[: on_host[sequences[query]]] for query in held]
-    first, last = (np.array([each[index] for each in slots], dtype=np.int64) for index in (0, -1))
+    pieces = [[piece for _, piece in rows.runs[sequence]] for sequence in sequences]
+    held = [query for query, runs in enumerate(pieces) if runs]
+    counts = [sum(map(len, pieces[query])) for query in held]
+    slots = [rows.slots[sequences[query]] for query in held]
+    ends = [(own[0], own[count - 1]) for own, count in zip(slots, counts, strict=True)]
+    first, last = np.array(ends, dtype=np.int64).reshape(-1, 2).T
     if not sees_all(tokens.slot[held], first, last, scoring.window):
         return None
-    rows = [[piece for _, piece in store.rows_in_memory(sequence, on_host[sequence])] for sequence in sequences]
-    out, lse = kernel.rows(queries.transpose(0, 1)[:, :, None], rows, shape.heads, shape.value_dim, scoring.scale)
-    return out[:, :, 0].transpose(0, 1), lse[:, :, 0].t()
+    call = kernel.rows(q_HLD.transpose(0, 1)[:, :, None], pieces, shape.heads, shape.value_dim, scoring.scale)
+    # Views are made now: see `Decoding`.
+    results = call.out[:, :, 0].transpose(0, 1), call.lse[:, :, 0].t()
+
+    def attend() -> tuple[Tensor, Tensor]:
+        call()
+        return results
+
+    return attend

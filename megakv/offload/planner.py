@@ -273,7 +273,7 @@ class Planner:
         trial = None
         if self._host_rank is not None and self.queries is not None and any(store.in_memory()):
             trial = HostTrial(self._host_rank, self.queries)
-        costs = self._costs.layer(store, self.recomputation, trial)
+        costs = self._costs.layer(store, self.recomputation, trial, groups=groups)
         weights = self._weight_times()
         if groups == 1:
             return costs.with_offloaded_weights(kv_weights_s=weights.keys_s, other_weights_s=weights.others_s)

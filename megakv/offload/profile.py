@@ -29,9 +29,9 @@ class OffloadProfile(Record):
         Bandwidth from the accelerator, and to it while as much goes the other way; 0 if there was no room to measure.
     recompute_s, launch_s : float
         Recomputing a token in one layer, and what each recomputation costs.
-    host_attend_s, host_fixed_s : float
-        Attending to a token of one layer on the host, and what doing so costs for each sequence. What is 0 was not
-        measured: some methods need not know it.
+    host_attend_s, host_fixed_s, host_call_s : float
+        Attending to a token of one layer on the host, and what doing so costs for each sequence, and at all. What is 0
+        was not measured: some methods need not know it.
     disk_read_bytes_s, disk_write_bytes_s : float
         Bandwidth of the disk tier, past the page cache where the file system allows; 0 without one.
     disk : str
@@ -52,6 +52,7 @@ class OffloadProfile(Record):
     launch_s: float = Field(default=0.0, ge=0)
     host_attend_s: float = Field(default=0.0, ge=0)
     host_fixed_s: float = Field(default=0.0, ge=0)
+    host_call_s: float = Field(default=0.0, ge=0)
     disk_read_bytes_s: float = Field(default=0.0, ge=0)
     disk_write_bytes_s: float = Field(default=0.0, ge=0)
     disk: str = ""

@@ -36,6 +36,10 @@ PIECES = 8
 """Transfers that they are sent in to measure what each costs."""
 PROBE_S = 0.025
 """An emulated link is measured with what it sends in that time."""
+FEW_TOKENS, SEQUENCES = 16, 16
+"""Of each sequence, and sequences, that are attended to for what that costs whatever the number of tokens."""
+COLD_BYTES = 64 << 20
+"""Rows that are attended to at most: more than caches hold."""
 PROBE_TOKENS, MANY_TOKENS = 512, 8192
 """Tokens that are attended to, or recomputed on a processor; and recomputed on an accelerator, where fewer take less
 time than Python needs to start that."""
@@ -103,8 +107,7 @@ class Profiler:
             recompute_s, launch_s = self._recomputed(store, recomputation)
             profile = profile.model_copy(update={"recompute_s": recompute_s, "launch_s": launch_s})
         if host is not None and not profile.host_attend_s:
-            host_attend_s, host_fixed_s = self._attended(store, host)
-            profile = profile.model_copy(update={"host_attend_s": host_attend_s, "host_fixed_s": host_fixed_s})
+            profile = profile.model_copy(update=self._attended(store, host))
         if self._config.profile is not None and known is None and profile != found:
             profile.save(self._config.profile)
         return profile
@@ -221,22 +224,36 @@ class Profiler:
             times.append((count, self._timed(call)))
         return affine(*times)
 
-    def _attended(self, store: TieredStore, host: HostTrial) -> tuple[float, float]:
-        """Seconds per token of the host's attention, and of a sequence whatever its tokens."""
-        rows, many = self._probe(store, PROBE_TOKENS), PROBE_TOKENS
-        lengths = store.in_memory()
-        sequence = max(range(len(lengths)), key=lambda index: lengths[index])
-        if rows is None:
-            # The budgets are full: rows that are there must do.
-            many = lengths[sequence]
-        times = []
-        for count in (max(1, many // 8), many):
-            runs = store.rows_in_memory(sequence, count) if rows is None else rows.runs_in_memory(count)
-            for _, run in () if rows is None else runs:
+    def _attended(self, store: TieredStore, host: HostTrial) -> dict[str, float]:
+        """What the host's attention costs per token, per sequence whatever its tokens, and whatever its sequences."""
+        # No cache should hold them: others' rows and weights pass through it between two steps of decoding.
+        most = max(PROBE_TOKENS, COLD_BYTES // store.row_bytes)
+        room = self._pool.free_bytes(self._pool.tiers[0]) // (2 * store.row_bytes)
+        rows = self._probe(store, max(PROBE_TOKENS, min(most, room)))
+        if rows is not None:
+            runs_of, many = rows.runs_in_memory, rows.length
+            for _, run in runs_of(many):
                 run.zero_()
-            seconds = [host.rank.measure(store, runs, host.queries) for _ in range(REPEATS)]
-            times.append((count, statistics.median(seconds)))
-        return affine(*times, least=1e-9)
+        else:
+            # The budgets are full: rows that are there must do.
+            lengths = store.in_memory()
+            sequence = max(range(len(lengths)), key=lambda index: lengths[index])
+            runs_of, many = partial(store.rows_in_memory, sequence), lengths[sequence]
+
+        def seconds(count: int, sequences: int) -> float:
+            runs = runs_of(count)
+            samples = [host.rank.measure(store, runs, host.queries, sequences) for _ in range(REPEATS)]
+            return statistics.median(samples)
+
+        few = max(1, min(FEW_TOKENS, many // 8))
+        once, alone = seconds(few, 1), seconds(many, 1)
+        token_s, _ = affine((few, once), (many, alone), least=1e-9)
+        sequence_s, call_s = affine((1, once), (SEQUENCES, seconds(few, SEQUENCES)))
+        return {
+            "host_attend_s": token_s,
+            "host_fixed_s": max(0.0, sequence_s - few * token_s),
+            "host_call_s": call_s,
+        }
 
     def _timed(self, call: Callable[[], object], repeats: int = REPEATS) -> float:
         """Seconds of a call, the accelerator's work included."""

@@ -152,6 +152,11 @@ class StepRecord:
         return self.plan.division
 
     @property
+    def sequences(self) -> float:
+        """Of a group, in a step of decoding."""
+        return self.new / len(self.plan.divisions)
+
+    @property
     def usual(self) -> bool:
         """Whether one step followed the other at once: where somebody thought in between, times show that."""
         return self.gap_s <= self.elapsed_s

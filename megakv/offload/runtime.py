@@ -247,7 +247,7 @@ class Offloader:
         if staged is None or not any(staged.on_host):
             return None
         assert self._host_rank is not None
-        self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.on_host))
+        self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.host_rows()))
         return self._host_parts[-1]
 
     def sent(self, ticket: Ticket) -> None:

@@ -17,6 +17,7 @@ from megakv.offload.pages import unwritten
 from megakv.offload.tiers import host_memory
 
 if TYPE_CHECKING:
+    from megakv.offload.host_rank import HostRows
     from megakv.offload.store import TieredStore
 
 
@@ -126,12 +127,19 @@ class StagedLayer:
     streamed: Ticket | None = None
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     recomputed: bool = False
+    _host_rows: HostRows | None = None
 
     def valid(self, new: list[int], stays: bool) -> bool:
         """Whether it is what a pass with so many new tokens per sequence needs, and with `stays` as for `begin`."""
         fits = len(new) == len(self.room) and all(new[sequence] <= self.room[sequence] for sequence in self.group)
         fits = fits and (stays or not any(self.on_host))
         return fits and self.version == self.store.version and self.cached == _within(self.group, self.store.lengths())
+
+    def host_rows(self) -> HostRows:
+        """The rows that stay away, where they lie; found once, before further ones are on their way to their pages."""
+        if self._host_rows is None:
+            self._host_rows = [self.store.rows_in_memory(each, count) for each, count in enumerate(self.on_host)]
+        return self._host_rows
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""

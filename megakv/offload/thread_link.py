@@ -81,6 +81,7 @@ class ThreadLink:
             begin, end = other.written
             assert high <= begin or end <= low, "a buffer is used again while a transfer into it is under way"
         self._waiting[direction] = [*pending, ticket]
+        self.traffic[direction].begin(ticket.nbytes, ticket.file_bytes)
         self._lanes[direction].put(ticket)
         return ticket
 
@@ -101,7 +102,6 @@ class ThreadLink:
         self._free[direction] = free
         # A thread that wakes up late is no slow wire: it makes that good with what follows.
         seconds = time.perf_counter() - begun if self.bytes_s is None else free - wire
-        self.traffic[direction].begin(ticket.nbytes, ticket.file_bytes)
         self.traffic[direction].end(ticket.nbytes, seconds, ticket.file_bytes)
 
     def _copy(self, direction: Direction, move: Move, free: float) -> float:

@@ -140,7 +140,7 @@ def test_sequences_together_and_in_pieces(kernel, dtype, threads):
         width = kv_heads * (dim + value_dim)
         pieces = [[torch.randn(n, width, generator=generator).to(dtype) for n in own] for own in lengths]
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-            out, lse = pool.submit(kernel.rows, q, pieces, kv_heads, value_dim, 0.2).result()
+            out, lse = pool.submit(kernel.rows(q, pieces, kv_heads, value_dim, 0.2)).result()
         for sequence, own in enumerate(pieces):
             if not own:
                 assert out[sequence].eq(0).all()

@@ -13,7 +13,7 @@ from megakv.attention.backends import cpu_flash
 from megakv.attention.method import PackedAttention
 from megakv.attention.part import KVPart
 from megakv.attention.partial import Scoring
-from megakv.attention.together import attend_together, is_decoding
+from megakv.attention.together import attend_alike, is_decoding
 from megakv.sharding import TokenBlock
 
 HEADS, DIM = 6, 16
@@ -58,7 +58,7 @@ def check(parts: list[KVPart], tokens: TokenBlock, scoring: Scoring) -> None:
     expected = PackedAttention(queries, tokens, scoring, DIM)
     for part in parts:
         expected.add(part)
-    found = attend_together(queries, tokens, scoring, parts)
+    found = attend_alike(queries, tokens, scoring, parts)
     assert found is not None
     for one, other in zip(found, expected.result(), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
@@ -91,9 +91,9 @@ def test_what_is_more_than_that_is_left_to_others(calls: list[int]) -> None:
     parts, tokens = parts_of([5, 5, 5], 2, room=1), tokens_at([4, 4, 4])
     queries = torch.randn(HEADS, 3, DIM)
     for scoring in (Scoring(1.0, window=4), Scoring(1.0, softcap=5.0), Scoring(1.0, alibi_slopes=torch.ones(HEADS))):
-        assert attend_together(queries, tokens, scoring, parts) is None
-    assert attend_together(queries, tokens_at([4, 3, 4]), Scoring(1.0), parts) is None
-    assert attend_together(queries, tokens, Scoring(1.0), [*parts, parts[0]]) is None
-    assert attend_together(queries, tokens, Scoring(1.0), parts[:2]) is None
-    assert attend_together(queries.double(), tokens, Scoring(1.0), parts) is None and not calls
+        assert attend_alike(queries, tokens, scoring, parts) is None
+    assert attend_alike(queries, tokens_at([4, 3, 4]), Scoring(1.0), parts) is None
+    assert attend_alike(queries, tokens, Scoring(1.0), [*parts, parts[0]]) is None
+    assert attend_alike(queries, tokens, Scoring(1.0), parts[:2]) is None
+    assert attend_alike(queries.double(), tokens, Scoring(1.0), parts) is None and not calls
     assert is_decoding(tokens) and not is_decoding(TokenBlock(np.array([0, 0, 1]), tokens.slot, tokens.slot, 2))

@@ -11,7 +11,7 @@ from transformers import OPTConfig
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
-from megakv.costmodel.offload import LayerCosts, steady_seconds
+from megakv.costmodel.offload import LayerCosts, shown_parts, steady_seconds
 from megakv.costmodel.offload_time import CHUNK_TOKENS, layer_costs, layer_weight_bytes, moved_seconds, offloaded_ttit
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import LayerShape, ModelShape
@@ -104,3 +104,19 @@ def test_the_host_makes_steps_shorter_the_fewer_share_it() -> None:
     times = [offloaded_ttit(SHARED, LINK, model(8), step, "pass_q", sharers=sharers) for sharers in SHARERS]
     without = offloaded_ttit(PROFILE, LINK, model(8), step, "pass_q")
     assert times == sorted(times) and times[0] < 0.25 * without and times[2] < without
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_step_showed_is_shared_by_what_it_can_be_due_to(seed: int) -> None:
+    generator = random.Random(seed)
+    tokens_s, fixed_s = (10 ** generator.uniform(-6, -2) for _ in range(2))
+    assert shown_parts(tokens_s + fixed_s, tokens_s, fixed_s) == pytest.approx((1.0, 1.0))
+    for factor in (0.01, 0.3, 1.5, 10.0):
+        seconds = factor * (tokens_s + fixed_s)
+        by_tokens, fixed = shown_parts(seconds, tokens_s, fixed_s)
+        assert by_tokens >= 0 and fixed >= 0
+        assert by_tokens * tokens_s + fixed * fixed_s == pytest.approx(seconds)
+    # Few tokens: what was waited for, not memory. Many: the other way round.
+    assert shown_parts(6e-4, 5e-5, 1e-4) == pytest.approx((1.0, 5.5), rel=0.15)
+    assert shown_parts(2e-2, 1e-2, 1e-4) == pytest.approx((2.0, 1.0), rel=0.2)
+    assert shown_parts(3e-4, 1e-4, 0.0) == pytest.approx((3.0, 1.0))

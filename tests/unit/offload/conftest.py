@@ -49,8 +49,8 @@ def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
     )
     measured = OffloadCosts.layer
 
-    def layer(self: OffloadCosts, *args: Any) -> LayerCosts:
-        measured(self, *args)
+    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+        measured(self, *args, **options)
         return costs
 
     monkeypatch.setattr(OffloadCosts, "layer", layer)

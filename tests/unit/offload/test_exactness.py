@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megakv.offload.pages import PagedRows
 from megakv.offload.runtime import Offloader
 from megakv.offload.staging import StagedLayer
 from tests.families import CONFIGS, FAMILIES
@@ -177,6 +178,26 @@ def test_activations_that_nobody_wants_are_not_sent(offloaded: Any) -> None:
     assert all(step.division.on_host > 100 for step in late)
     sent = 2 * model.config.num_hidden_layers * 2 * model.config.hidden_size * 4
     assert [step.bytes_out for step in late] == [sent] * 3
+
+
+@pytest.mark.usefixtures("fixed_costs")
+def test_the_host_waits_for_no_row_that_it_does_not_attend_to(offloaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_model("llama")
+    ids = torch.randint(3, 190, (2, 30), generator=torch.Generator().manual_seed(4))
+    expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=6)
+    engine = offloaded(copy.deepcopy(model), method="cpu_rank", emulated_link_gb_s=0.0005)
+    waited: list[bool] = []
+    found = PagedRows.runs_in_memory
+
+    def watched(self: PagedRows, count: int) -> Any:
+        pages = self._pages[: -(-count // self._per_page)]
+        waited.append(not all(page.written is None or page.written.done for page in pages))
+        return found(self, count)
+
+    monkeypatch.setattr(PagedRows, "runs_in_memory", watched)
+    # This link takes longer for a step's new rows than a layer for the rest.
+    assert torch.equal(generate(engine, ids, torch.ones_like(ids), max_new_tokens=6), expected)
+    assert waited and not any(waited[-4:])
 
 
 @pytest.mark.usefixtures("fixed_costs")

@@ -1,0 +1,111 @@
+"""One row of each of several sequences in one call of the compiled kernel: the results of a call for each."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megakv.attention import runs
+from megakv.attention.compiled import DecodeKernel, load_kernel
+from megakv.attention.method import PackedAttention
+from megakv.attention.part import KVPart
+from megakv.attention.partial import Scoring
+from megakv.attention.runs import attend_runs
+from megakv.sharding import TokenBlock
+
+pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no compiled kernel: {load_kernel()[1]}")
+
+
+def tokens_at(slots: list[int], sequences: list[int] | None = None) -> TokenBlock:
+    where = np.array(slots, dtype=np.int64)
+    return TokenBlock(np.array(sequences or range(len(slots))), where, where, max(sequences or [len(slots)]) + 1)
+
+
+def part(
+    sequence: int, length: int, *, kv_heads: int, dims: tuple[int, int], first: int = 0, room: int = 0, **kind: Any
+) -> KVPart:
+    """Keys and values by head, in buffers with room behind each head's rows."""
+    k_KSD, v_KSD = (torch.randn(kv_heads, length + room, dim, **kind)[:, :length] for dim in dims)
+    where = np.arange(first, first + length)
+    return KVPart(sequence, k_KSD, v_KSD, where, where)
+
+
+def check(heads: int, tokens: TokenBlock, scoring: Scoring, parts: list[KVPart]) -> None:
+    kind, (dim, value_dim) = parts[0].k_KSD.dtype, (parts[0].k_KSD.shape[2], parts[0].v_KSD.shape[2])
+    queries = torch.randn(len(tokens), heads, dim).to(kind).transpose(0, 1)
+    expected = PackedAttention(queries.double(), tokens, scoring, value_dim)
+    for each in parts:
+        expected.add(replace(each, k_KSD=each.k_KSD.double(), v_KSD=each.v_KSD.double()))
+    found = attend_runs(queries, tokens, scoring, parts)
+    assert found is not None
+    for one, other in zip(found, expected.result(), strict=True):
+        assert one.shape == other.shape and one.dtype == torch.float32
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sequences of every kernel call."""
+    seen: list[int] = []
+    attend = DecodeKernel.attend
+
+    def counted(self: DecodeKernel, q_BHLD: torch.Tensor, *args: Any) -> Any:
+        seen.append(len(q_BHLD))
+        return attend(self, q_BHLD, *args)
+
+    monkeypatch.setattr(DecodeKernel, "attend", counted)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (7, 1)])
+def test_sequences_of_any_lengths_need_one_call(
+    heads: int, kv_heads: int, dtype: torch.dtype, calls: list[int]
+) -> None:
+    lengths = [random.randint(1, 90) for _ in range(random.randint(1, 6))]
+    parts = [
+        part(index, length, kv_heads=kv_heads, dims=(24, 17), room=100 - length, dtype=dtype)
+        for index, length in enumerate(lengths)
+    ]
+    check(heads, tokens_at([length - 1 for length in lengths]), Scoring(0.3), parts)
+    check(heads, tokens_at([length + 3 for length in lengths]), Scoring(0.3, window=max(lengths) + 4), parts)
+    assert calls == [len(lengths)] * 2
+
+
+def test_sequences_have_several_parts_or_none(calls: list[int]) -> None:
+    kind: dict[str, Any] = {"kv_heads": 2, "dims": (8, 8)}
+    parts = [part(3, 20, **kind), part(0, 20, **kind), part(3, 20, first=20, **kind), part(1, 20, **kind)]
+    # Sequence 1 has no query here, sequence 2 no keys, and one part is empty.
+    parts.append(part(0, 0, first=20, **kind))
+    check(4, tokens_at([25, 2, 40], sequences=[0, 2, 3]), Scoring(0.5), parts)
+    assert calls == [3]
+
+
+def test_buffers_of_several_kinds_take_a_call_each(calls: list[int]) -> None:
+    parts = [part(index, 9, kv_heads=2, dims=(8, 8), room=room) for index, room in enumerate((0, 5, 0, 5, 7))]
+    check(4, tokens_at([9] * 6), Scoring(0.5), parts)
+    assert sorted(calls) == [1, 2, 2]
+
+
+def test_what_is_more_than_that_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: dict[str, Any] = {"kv_heads": 2, "dims": (8, 8)}
+    parts, tokens, plain = [part(index, 5, **kind) for index in range(3)], tokens_at([4, 4, 4]), Scoring(1.0)
+    queries = torch.randn(6, 3, 8)
+    assert attend_runs(queries, tokens, plain, parts) is not None
+    for scoring in (Scoring(1.0, window=4), Scoring(1.0, softcap=5.0), Scoring(1.0, alibi_slopes=torch.ones(6))):
+        assert attend_runs(queries, tokens, scoring, parts) is None
+    assert attend_runs(queries, tokens_at([4, 3, 4]), plain, parts) is None
+    assert attend_runs(queries, tokens, plain, []) is None
+    assert attend_runs(queries, tokens_at([9], sequences=[7]), plain, parts) is None
+    assert attend_runs(queries.double(), tokens, plain, parts) is None
+    assert attend_runs(queries.bfloat16(), tokens, plain, parts) is None
+    assert attend_runs(torch.randn(2 * 200, 3, 8), tokens, plain, parts) is None
+    other = part(0, 5, first=0, room=1, **kind)
+    assert attend_runs(queries, tokens, plain, [*parts, other]) is None
+    turned = replace(parts[0], k_KSD=torch.randn(2, 8, 5).transpose(1, 2))
+    assert attend_runs(queries, tokens, plain, [turned]) is None
+    monkeypatch.setattr(runs, "load_kernel", lambda: (None, "no compiler"))
+    assert attend_runs(queries, tokens, plain, parts) is None
