@@ -185,7 +185,7 @@ def test_the_host_waits_for_no_row_that_it_does_not_attend_to(offloaded: Any, mo
     model = plain_model("llama")
     ids = torch.randint(3, 190, (2, 30), generator=torch.Generator().manual_seed(4))
     expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=6)
-    engine = offloaded(copy.deepcopy(model), method="cpu_rank", emulated_link_gb_s=0.0005)
+    engine = offloaded(copy.deepcopy(model), method="cpu_rank", emulated_link_gb_s=0.0005, page_kib=64)
     waited: list[bool] = []
     found = PagedRows.runs_in_memory
 
