@@ -12,6 +12,7 @@ from megakv.attention.choice import METHODS, last_layer_method
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
+from megakv.attention.together import is_decoding
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.fairkv.compression import Compressor
@@ -21,7 +22,7 @@ from megakv.fairkv.store import RaggedStore
 from megakv.injection.interface import add_sinks
 from megakv.planning import ForwardPass, PassPlanner
 from megakv.sharding import TokenBlock
-from megakv.stores import KVStore
+from megakv.stores import KVStore, PackingStore
 
 
 @dataclass
@@ -158,6 +159,9 @@ class Runtime:
         """Append what this rank computed and keeps."""
         stored = step.layout.stored[self.comm.mesh.cp_rank]
         kept = self.kept_rows()
+        if kept is None and len(stored) > 1 and is_decoding(stored) and isinstance(store, PackingStore):
+            store.append_each(stored.sequence.tolist(), k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
+            return
         for sequence in range(step.batch):
             run = stored.run(sequence)
             if run.stop > run.start:

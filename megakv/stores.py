@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -77,6 +77,20 @@ class CollectingStore(Protocol):
 
         Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
         as present at once.
+        """
+
+
+@runtime_checkable
+class PackingStore(Protocol):
+    """A store that treats all sequences at once where it can: one by one, Python takes longer than the rest."""
+
+    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        """Add one row behind the present ones of each of some sequences, in their order."""
+
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        """Keys ``[K, R, D]`` and values ``[K, R, Dv]`` of a buffer that holds what `part` gives of every sequence.
+
+        With each sequence's first row in it, and how many rows it has. None where they do not lie in one buffer.
         """
 
 

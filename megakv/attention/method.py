@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.part import KVPart, Part, dense
+from megakv.attention.part import KVPart, PackedRows, Part, dense
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.attention.runs import attend_runs
 from megakv.attention.together import attend_together, is_decoding
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
 from megakv.sharding import IntArray, Layout, TokenBlock
-from megakv.stores import KVStore
+from megakv.stores import KVStore, PackingStore
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,9 @@ class AttentionCall:
         """The tokens of this rank's queries."""
         return self.queries[self.rank]
 
-    def local_parts(self) -> Iterator[Part]:
+    def local_parts(self) -> LocalParts:
         """This rank's keys and values of all sequences that have any."""
-        for sequence in range(self.table.batch):
-            slots = self.table.slots(self.rank, sequence)
-            if len(slots):
-                yield from self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+        return LocalParts(self)
 
     def dense_parts(self) -> list[KVPart]:
         """The same for methods that send keys and values to other ranks."""
@@ -125,6 +123,45 @@ class AttentionCall:
                 yield part
 
 
+class LocalParts:
+    """A rank's keys and values of all sequences that have any, looked at when they are asked for.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    """
+
+    def __init__(self, call: AttentionCall):
+        self._call = call
+        self._parts: list[Part] | None = None
+        self._packed: PackedRows | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        if self._parts is None:
+            self._parts = list(self._found())
+        return iter(self._parts)
+
+    def _found(self) -> Iterator[Part]:
+        call = self._call
+        for sequence in range(call.table.batch):
+            slots = call.table.slots(call.rank, sequence)
+            if len(slots):
+                yield from call.store.parts(sequence, slots, call.table.positions(call.rank, sequence))
+
+    def packed(self) -> PackedRows | None:
+        """All of them where they lie in one buffer; None where they do not."""
+        call = self._call
+        buffer = call.store.packed() if self._packed is None and isinstance(call.store, PackingStore) else None
+        if buffer is None:
+            return self._packed
+        k_KRD, v_KRD, first, count = buffer
+        slots = [call.table.slots(call.rank, sequence) for sequence in range(call.table.batch)]
+        ends = [(own[-n], own[-1]) if n else (0, 0) for own, n in zip(slots, count, strict=True)]
+        low, high = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        self._packed = PackedRows(k_KRD, v_KRD, np.array(first), np.array(count), low, high)
+        return self._packed
+
+
 class AttentionMethod(Protocol):
     """A way to compute exact attention over tokens that are spread over ranks."""
 
@@ -153,8 +190,12 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
     together = None
     if is_decoding(tokens):
-        parts = list(parts)
-        together = attend_together(q_HLD, tokens, call.scoring, parts)
+        packed = parts.packed() if isinstance(parts, LocalParts) else None
+        if packed is not None:
+            together = attend_together(q_HLD, tokens, call.scoring, packed)
+        elif q_HLD.device.type == "cpu":
+            parts = list(parts)
+            together = attend_runs(q_HLD, tokens, call.scoring, parts)
     if together is None:
         attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
         for part in parts:

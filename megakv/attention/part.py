@@ -48,6 +48,28 @@ class KVPart:
         partial.add(self.k_KSD, self.v_KSD, self.slots, self.positions)
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Keys and values of several sequences in one buffer.
+
+    Parameters
+    ----------
+    k_KRD, v_KRD : Tensor
+        ``[K, R, D]`` and ``[K, R, Dv]`` of all its rows.
+    first, count : IntArray
+        ``[B]`` first row of each sequence, and how many it has there.
+    low, high : IntArray
+        ``[B]`` slots of each sequence's first and last row; of no meaning where it has none.
+    """
+
+    k_KRD: Tensor
+    v_KRD: Tensor
+    first: IntArray
+    count: IntArray
+    low: IntArray
+    high: IntArray
+
+
 def dense(parts: Iterable[Part]) -> list[KVPart]:
     """Parts that can be sent to other ranks, which only dense ones are made for."""
     found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,17 +24,17 @@ class PassQ:
         self._scratch = Scratch()
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        return visit_all_shards(call, list(call.local_parts()), self._scratch)
+        return visit_all_shards(call, call.local_parts(), self._scratch)
 
 
-def visit_all_shards(call: AttentionCall, parts: Sequence[Part], scratch: Scratch) -> tuple[Tensor, Tensor]:
+def visit_all_shards(call: AttentionCall, parts: Iterable[Part], scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Let every rank's queries visit this rank, its own first, and attend to its shard; then bring results home.
 
     Parameters
     ----------
     call : AttentionCall
-    parts : sequence of Part
-        This rank's shard of keys and values.
+    parts : iterable of Part
+        This rank's shard of keys and values; looked at once for each rank's queries.
     scratch : Scratch
 
     Returns

@@ -1,6 +1,7 @@
 """One query row of each of several sequences in one call of the compiled kernel: decoding a batch on processors.
 
-A call for each sequence takes Python longer to prepare than it takes to attend to few tokens.
+A call for each sequence takes Python longer to prepare than it takes to attend to few tokens. Keys and values may lie
+anywhere; where all lie in one buffer, `megakv.attention.together` need not look at each sequence.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import TYPES, Run, RunTable, Strides, load_kernel
-from megakv.attention.part import KVPart
+from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import Scoring
 from megakv.sharding import TokenBlock
 
 
 def attend_runs(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[KVPart]
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
 ) -> tuple[Tensor, Tensor] | None:
     """``[H, L, Dv]`` float32 outputs and ``[H, L]`` log-sum-exps of one row of each sequence, where its parts lie.
 
@@ -31,19 +32,20 @@ def attend_runs(
     tokens : TokenBlock
         Their tokens, no two of one sequence.
     scoring : Scoring
-    parts : sequence of KVPart
+    parts : sequence of Part
         What they attend to: any number of each sequence, also none.
     """
     kernel, _ = load_kernel()
-    if kernel is None or not parts or not scoring.plain or q_HLD.dtype not in TYPES:
+    dense = [part for part in parts if isinstance(part, KVPart)]
+    if kernel is None or not dense or len(dense) < len(parts) or not scoring.plain or q_HLD.dtype not in TYPES:
         return None
-    kv_heads, value_dim = parts[0].k_KSD.shape[0], parts[0].v_KSD.shape[2]
+    kv_heads, value_dim = dense[0].k_KSD.shape[0], dense[0].v_KSD.shape[2]
     if not kernel.few(q_HLD.shape[0] // kv_heads, 1):
         return None
     rows = {sequence: row for row, sequence in enumerate(tokens.sequence.tolist())}
     runs: list[list[Run]] = [[] for _ in rows]
     strides: list[Strides | None] = [None] * len(rows)
-    for part in parts:
+    for part in dense:
         row = rows.get(part.sequence)
         if row is None or not len(part.slots):
             continue

@@ -1,23 +1,22 @@
-"""One query row of each of several sequences in few kernel calls: decoding a batch.
+"""One query row of each of several sequences in few kernel calls: decoding a batch whose rows lie in one buffer.
 
-A call for each sequence takes Python longer to start than it takes to compute. On processors one call takes all
-(`megakv.attention.runs`); on CUDA, sequences whose keys and values are of one shape and lie at one distance from each
-other, as in the offload engine's buffers, need one.
+A call for each sequence takes Python longer to start than it takes to compute. On processors one call takes all; on
+CUDA, sequences of one length that lie at one distance from each other need one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.backends import Backend, cuda_efficient, cuda_flash, select
-from megakv.attention.part import KVPart, Part
+from megakv.attention.compiled import TYPES, RunTable, Strides, load_kernel
+from megakv.attention.part import PackedRows
 from megakv.attention.partial import Scoring
-from megakv.attention.runs import attend_runs
+from megakv.attention.spacing import alike, stacked
 from megakv.sharding import IntArray, TokenBlock
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -56,11 +55,12 @@ def sees_all(slots: IntArray, first: IntArray, last: IntArray, window: int | Non
 
 
 def attend_together(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, packed: PackedRows
 ) -> tuple[Tensor, Tensor] | None:
     """``[H, L, Dv]`` float32 outputs and ``[H, L]`` log-sum-exps of one row of each sequence.
 
-    None where no kernel takes them together.
+    None where there is more to it: hidden keys, terms added to scores, a type that no kernel takes, or no kernel; on
+    CUDA also sequences without keys.
 
     Parameters
     ----------
@@ -69,73 +69,52 @@ def attend_together(
     tokens : TokenBlock
         Their tokens, of which `is_decoding` is true.
     scoring : Scoring
-    parts : sequence of Part
+    packed : PackedRows
         What they attend to.
     """
-    own = [part for part in parts if isinstance(part, KVPart)]
-    if len(own) < len(parts):
+    rows = tokens.sequence
+    first, count = packed.first[rows], packed.count[rows]
+    held = count > 0
+    if not (scoring.plain and held.any()):
         return None
-    return (attend_runs if q_HLD.device.type == "cpu" else attend_alike)(q_HLD, tokens, scoring, own)
+    if not sees_all(tokens.slot[held], packed.low[rows][held], packed.high[rows][held], scoring.window):
+        return None
+    attend = _on_processor if q_HLD.device.type == "cpu" else _on_cuda
+    return attend(q_HLD, scoring.scale, packed, first, count)
 
 
-def attend_alike(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[KVPart]
+def _on_processor(
+    q_HLD: Tensor, scale: float, packed: PackedRows, first: IntArray, count: IntArray
 ) -> tuple[Tensor, Tensor] | None:
-    """The same on CUDA; None also for sequences without keys or with several parts, and for hidden keys."""
-    if len(parts) < 2 or [part.sequence for part in parts] != tokens.sequence.tolist():
+    kernel, _ = load_kernel()
+    k_KRD, v_KRD = packed.k_KRD, packed.v_KRD
+    known = q_HLD.dtype == k_KRD.dtype and q_HLD.dtype in TYPES
+    if kernel is None or not known or not kernel.few(q_HLD.shape[0] // len(k_KRD), 1):
         return None
-    kernel = KERNELS.get(select(q_HLD, parts[0].v_KSD.shape[-1], masked=False))
-    if kernel is None or not _plain(q_HLD, scoring, parts[0]) or not _all_visible(tokens, scoring, parts):
+    assert k_KRD.stride(2) == v_KRD.stride(2) == 1, "rows are not in one piece"
+    strides, held = Strides(*k_KRD.stride()[:2], *v_KRD.stride()[:2]), count > 0
+    places = [each.data_ptr() + first * (each.stride(1) * each.element_size()) for each in (k_KRD, v_KRD)]
+    runs = np.stack([*places, count], axis=1)[held]
+    table = RunTable(runs, np.concatenate([[0], np.cumsum(held)]))
+    out, lse = kernel.attend(q_HLD.transpose(0, 1)[:, :, None], table, len(k_KRD), v_KRD.shape[2], strides, scale)
+    return out[:, :, 0].transpose(0, 1), lse[:, :, 0].t()
+
+
+def _on_cuda(
+    q_HLD: Tensor, scale: float, packed: PackedRows, first: IntArray, count: IntArray
+) -> tuple[Tensor, Tensor] | None:
+    heads, rows, dim = q_HLD.shape
+    kv_heads, _, value_dim = packed.v_KRD.shape
+    kernel = KERNELS.get(select(q_HLD, value_dim, masked=False))
+    if kernel is None or dim != value_dim or dim % MULTIPLE or not count.all():
         return None
-    heads, rows, _ = q_HLD.shape
-    kv_heads, dim = parts[0].k_KSD.shape[0], parts[0].v_KSD.shape[-1]
     # Heads that share a KV head go in as its rows.
-    q_BKGD = q_HLD.transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, -1)
+    q_BKGD = q_HLD.transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
     found = []
-    for first, last in _alike(parts):
-        k_BKSD, v_BKSD = (_stacked([getattr(part, name) for part in parts[first:last]]) for name in ("k_KSD", "v_KSD"))
-        found.append(kernel(q_BKGD[first:last], k_BKSD, v_BKSD, scoring.scale))
+    for begin, end in alike(first, count):
+        k_BKSD, v_BKSD = (
+            stacked(each, first[begin:end].tolist(), int(count[begin])) for each in (packed.k_KRD, packed.v_KRD)
+        )
+        found.append(kernel(q_BKGD[begin:end], k_BKSD, v_BKSD, scale))
     out, lse = (torch.cat(each) if len(found) > 1 else each[0] for each in zip(*found, strict=True))
-    return out.reshape(rows, heads, dim).transpose(0, 1).float(), lse.reshape(rows, heads).t()
-
-
-def _plain(q_HLD: Tensor, scoring: Scoring, part: KVPart) -> bool:
-    """Whether nothing is added to the scores, and head dims are as the kernels have them."""
-    dims = {q_HLD.shape[-1], part.v_KSD.shape[-1]}
-    return scoring.plain and len(dims) == 1 and not dims.pop() % MULTIPLE
-
-
-def _all_visible(tokens: TokenBlock, scoring: Scoring, parts: Sequence[KVPart]) -> bool:
-    """Whether every row sees all keys of its sequence."""
-    if not all(len(part.slots) for part in parts):
-        return False
-    first, last = (np.array([part.slots[index] for part in parts]) for index in (0, -1))
-    return sees_all(tokens.slot, first, last, scoring.window)
-
-
-def _alike(parts: Sequence[KVPart]) -> Iterator[tuple[int, int]]:
-    """Runs of parts whose keys, and values, are alike and at one distance from each other."""
-    kinds = [(part.k_KSD.shape, part.k_KSD.stride(), part.v_KSD.shape, part.v_KSD.stride()) for part in parts]
-    places = [(part.k_KSD.data_ptr(), part.v_KSD.data_ptr()) for part in parts]
-    steps = [(one[0] - other[0], one[1] - other[1]) for other, one in pairwise(places)]
-    first = 0
-    for index in range(1, len(parts)):
-        alike = kinds[index] == kinds[first] and steps[index - 1] == steps[first] and min(steps[first]) > 0
-        if not (alike and _one_memory(parts[first], parts[index])):
-            yield first, index
-            first = index
-    yield first, len(parts)
-
-
-def _one_memory(one: KVPart, other: KVPart) -> bool:
-    return (
-        one.k_KSD.untyped_storage().data_ptr() == other.k_KSD.untyped_storage().data_ptr()
-        and one.v_KSD.untyped_storage().data_ptr() == other.v_KSD.untyped_storage().data_ptr()
-    )
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """``[B, ...]`` view of tensors that lie alike in one memory, at one distance from each other."""
-    first = tensors[0]
-    step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), first.storage_offset())
+    return out.reshape(rows, heads, value_dim).transpose(0, 1).float(), lse.reshape(rows, heads).t()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.spacing import alike, stacked
 from megakv.cache import TokenTable
 from megakv.offload.record import StepRecord
-from megakv.offload.staging import StagedLayer
+from megakv.offload.staging import Piece, StagedLayer
 from megakv.offload.store import TieredStore
 from megakv.sharding import TokenBlock
 
@@ -64,14 +66,21 @@ def recompute(
             table.positions(rank, piece.sequence)[piece.first : piece.first + piece.count] for piece in chunk.pieces
         ]
         keys, values = recomputation.recompute(layer, chunk.inputs, np.concatenate(positions))
-        at = 0
-        for piece in chunk.pieces:
-            row = staged.row(piece.sequence, piece.first)
-            k_rows, v_rows = staged.store.heads_of(staged.rows[row : row + piece.count])
-            k_rows.copy_(keys[:, at : at + piece.count])
-            v_rows.copy_(values[:, at : at + piece.count])
-            at += piece.count
+        _put(staged, chunk.pieces, keys, values)
         ended = record.clock.mark()
         record.recomputed(begun, landed, ended)
         begun = ended
     staged.chunks = []
+
+
+def _put(staged: StagedLayer, pieces: Sequence[Piece], k_KLD: Tensor, v_KLD: Tensor) -> None:
+    """Write the keys and values of pieces of sequences into the buffer, in few copies."""
+    buffers = staged.store.heads_of(staged.rows)
+    first = np.array([staged.row(piece.sequence, piece.first) for piece in pieces])
+    count = np.array([piece.count for piece in pieces])
+    bounds = np.concatenate([[0], np.cumsum(count)])
+    for begin, end in alike(first, count):
+        span = slice(int(bounds[begin]), int(bounds[end]))
+        for buffer, found in zip(buffers, (k_KLD, v_KLD), strict=True):
+            target_BKSD = stacked(buffer, first[begin:end].tolist(), int(count[begin]))
+            target_BKSD.copy_(found[:, span].unflatten(1, (end - begin, -1)).transpose(0, 1))

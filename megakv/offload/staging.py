@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -165,6 +166,16 @@ class StagedLayer:
         at, count = self.row(sequence, first), rows.shape[0]
         assert first + count <= self.cached[sequence] + self.room[sequence]
         self.rows[at : at + count] = rows
+
+    def put_each(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
+        """Write one row ``[n, W]`` of each of some sequences: the tokens of these indices."""
+        at = [self.row(sequence, first) for sequence, first in zip(sequences, firsts, strict=True)]
+        assert all(first < self.cached[each] + self.room[each] for each, first in zip(sequences, firsts, strict=True))
+        steps = {after - before for before, after in pairwise(at)}
+        if len(steps) == 1 and (step := steps.pop()) > 0:
+            self.rows[at[0] : at[-1] + 1 : step] = rows
+        else:
+            self.rows[torch.tensor(at, device=self.rows.device)] = rows
 
 
 def _within(group: range, counts: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from megakv.offload.heads import HeadShape
 from megakv.offload.link import Move
-from megakv.offload.pages import PagedRows, mark_written, page_bytes, unwritten
+from megakv.offload.outgoing import OutgoingRows
+from megakv.offload.pages import PagedRows, page_bytes, unwritten
 from megakv.offload.pool import Page
-from megakv.offload.quantization import GroupQuantiser, group_size
 from megakv.offload.residents import ResidentRows
+from megakv.offload.row_format import RowFormat
 from megakv.stores import UniformStore
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from megakv.sharding import TokenBlock
 
 
-class TieredStore(UniformStore):
+class TieredStore(RowFormat, UniformStore):
     """Keys, values and activations of one layer on this rank, per sequence, off the accelerator.
 
     A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory.
@@ -44,11 +46,9 @@ class TieredStore(UniformStore):
     """
 
     def __init__(self, layer: int, batch: int, offloader: Offloader):
+        super().__init__(offloader.config)
         self.layer, self.version, self.keeps_inputs = layer, 0, True
         self._offloader = offloader
-        self._shape: HeadShape | None = None
-        self._dtype: torch.dtype | None = None
-        self._quantiser: GroupQuantiser | None = None
         self._rows: list[PagedRows | None] = [None] * batch
         self._inputs: list[PagedRows | None] = [None] * batch
         self._offered: dict[int, Tensor] = {}
@@ -56,37 +56,55 @@ class TieredStore(UniformStore):
         self._resident: list[ResidentRows | None] = [None] * batch
         self._late: dict[int, tuple[int, Tensor]] = {}
         self._began: dict[int, int] = {}
-        self._moves: list[Move] = []
-        self._pages: list[Page] = []
+        self._outgoing = OutgoingRows()
 
     # As a KVStore
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
-        self._shape, self._dtype = HeadShape.of(k_KSD, v_KSD), k_KSD.dtype
-        rows = HeadShape.joined(k_KSD, v_KSD)
+        self._append([sequence], k_KSD, v_KSD)
+
+    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        self._append(sequences, k_KLD, v_KLD)
+
+    def _append(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        """Rows of one sequence, or one row of each of several."""
+        self.learn_format(k_KLD, v_KLD)
+        rows, firsts = HeadShape.joined(k_KLD, v_KLD), [self.rows(sequence) for sequence in sequences]
         stored = rows if self.quantiser is None else self.quantiser.pack(rows)
-        offered, first = self._offered.get(sequence), self.rows(sequence)
+        pieces = stored.split(1 if len(sequences) > 1 else len(stored))
+        offered = self._offered.get(sequences[0])
         if offered is not None:
-            self.keeps_inputs = self._offloader.worth_keeping(offered, stored)
+            self.keeps_inputs = self._offloader.worth_keeping(offered, pieces[0])
             # What is smaller is the better use of memory. Activations of all sequences are there already.
-            smaller = offered.nbytes < stored.nbytes
+            smaller = offered.nbytes < pieces[0].nbytes
             self._keep_inputs({each: self.rows(each) for each in self._offered if smaller})
-        self._write(self._rows, sequence, stored)
-        self._keep_inputs({sequence: first} if sequence in self._offered else {})
-        if first == 0:
-            budget, batch = self._offloader.residents, len(self._rows)
-            self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, rows, batch)
-        if at_work := self._offloader.at_work(self):
-            self._began.setdefault(sequence, first)
-        staged = self._offloader.staged(self)
-        if staged is not None and sequence in staged.group:
-            staged.put(sequence, first, rows)
-            return
+        for sequence, piece in zip(sequences, pieces, strict=True):
+            self._write(self._rows, sequence, piece)
+        self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
+        for sequence, first, own in zip(sequences, firsts, rows.split(len(rows) // len(sequences)), strict=True):
+            if first == 0:
+                budget, batch = self._offloader.residents, len(self._rows)
+                self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, own, batch)
+        self._pass_on(sequences, firsts, rows)
+
+    def _pass_on(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
+        """New rows ``[n, W]`` to where attention reads them in the pass under way."""
+        at_work, staged = self._offloader.at_work(self), self._offloader.staged(self)
         if at_work:
-            self._late[sequence] = first, rows
-        self._fresh.pop(sequence, None)
-        if first == 0:
-            self._fresh[sequence] = rows
+            for sequence, first in zip(sequences, firsts, strict=True):
+                self._began.setdefault(sequence, first)
+        if staged is not None and len(sequences) > 1 and all(each in staged.group for each in sequences):
+            staged.put_each(sequences, firsts, rows)
+            return
+        for sequence, first, own in zip(sequences, firsts, rows.split(len(rows) // len(sequences)), strict=True):
+            if staged is not None and sequence in staged.group:
+                staged.put(sequence, first, own)
+                continue
+            if at_work:
+                self._late[sequence] = first, own
+            self._fresh.pop(sequence, None)
+            if first == 0:
+                self._fresh[sequence] = own
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
@@ -108,6 +126,18 @@ class TieredStore(UniformStore):
         rows = torch.empty((paged.length, self.row_width), dtype=self.dtype, device=device.device)
         self.quantiser.unpack(device, rows)
         return self.heads_of(rows)
+
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        staged = self._offloader.staged(self)
+        if staged is None:
+            return None
+        self.flush()
+        self._offloader.await_streamed(staged)
+        counts = [
+            length - away if sequence in staged.group else 0
+            for sequence, (length, away) in enumerate(zip(self.lengths(), staged.on_host, strict=True))
+        ]
+        return *self.heads_of(staged.rows), staged.starts, counts
 
     def rows(self, sequence: int) -> int:
         paged = self._rows[sequence]
@@ -143,7 +173,7 @@ class TieredStore(UniformStore):
     def fork(self) -> TieredStore:
         self.flush()
         twin = TieredStore(self.layer, len(self._rows), self._offloader)
-        twin._shape, twin._dtype = self._shape, self._dtype
+        twin.take_format(self)
         twin._resident = list(self._resident)
         twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
@@ -194,51 +224,14 @@ class TieredStore(UniformStore):
         return [min(count, rows.first) if rows else count for count, rows in zip(counts, self._resident, strict=True)]
 
     @property
-    def row_width(self) -> int:
-        """Elements of a token's keys and values."""
-        return self.head_shape.width
-
-    @property
     def input_width(self) -> int:
         """Elements of a token's activations; 0 where none are kept."""
         return max((row.width for row in self._inputs if row is not None), default=0)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a token's keys and values off the accelerator."""
-        return self.stored_width * self.stored_dtype.itemsize
-
-    @property
-    def quantiser(self) -> GroupQuantiser | None:
-        """What rows are packed with off the accelerator; None where they keep their type."""
-        asked = self._offloader.config
-        if asked.kv_bits is None:
-            return None
-        if self._quantiser is None:
-            group = group_size(self.head_shape.key_dim, self.head_shape.value_dim, asked.kv_group)
-            self._quantiser = GroupQuantiser(self.row_width, group, self.dtype)
-        return self._quantiser
-
-    @property
-    def stored_width(self) -> int:
-        """Elements of a token's row off the accelerator."""
-        return self.row_width if self.quantiser is None else self.quantiser.nbytes
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Type of the rows off the accelerator."""
-        return self.dtype if self.quantiser is None else torch.uint8
-
-    @property
     def input_bytes(self) -> int:
         """Bytes of a token's activations; 0 where none are kept."""
         return self.input_width * self.dtype.itemsize
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the rows."""
-        assert self._dtype is not None
-        return self._dtype
 
     def row_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
         """Copies of keys and values of tokens from `first` on to device memory ``[n, stored_width]``."""
@@ -266,23 +259,11 @@ class TieredStore(UniformStore):
         widths = [width for width in (self.row_bytes, self.input_bytes) if width]
         return sum(page_bytes(count, width, page) for count in tokens for width in widths)
 
-    @property
-    def head_shape(self) -> HeadShape:
-        """What a row is made of."""
-        assert self._shape is not None
-        return self._shape
-
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""
-        return self.head_shape.split(rows)
-
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
-        if self._moves:
-            ticket = self._offloader.link.start("out", self._moves)
-            mark_written(self._pages, ticket)
+        ticket = self._outgoing.send(self._offloader.link)
+        if ticket is not None:
             self._offloader.sent(ticket)
-            self._moves, self._pages = [], []
 
     def _keep_inputs(self, firsts: dict[int, int]) -> None:
         for sequence, first in firsts.items():
@@ -295,6 +276,4 @@ class TieredStore(UniformStore):
         paged = column[sequence]
         if paged is None:
             paged = column[sequence] = PagedRows(self._offloader.pool, rows.shape[1], rows.dtype, layer=self.layer)
-        moves, pages = paged.moves(paged.extend(len(rows)), rows.contiguous())
-        self._moves += moves
-        self._pages += pages
+        self._outgoing.add(paged, rows)

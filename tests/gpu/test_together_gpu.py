@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from megakv.attention.method import PackedAttention
 from megakv.attention.partial import Scoring
 from megakv.attention.together import attend_together
-from tests.unit.attention.test_together import parts_of, tokens_at
+from tests.unit.attention.test_together import one_by_one, packed_rows, tokens_at
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -18,13 +17,11 @@ def test_one_call_gives_what_many_do(
     lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
     tokens, scoring = tokens_at([length - 1 for length in lengths]), Scoring(dim**-0.5)
-    parts = parts_of(lengths, kv_heads, room=1, dim=dim, dtype=dtype, device="cuda")
+    packed = packed_rows(lengths, kv_heads, room=1, dim=dim, dtype=dtype, device="cuda")
     queries = torch.randn(len(lengths), heads, dim, dtype=dtype, device="cuda").transpose(0, 1)
-    expected = PackedAttention(queries, tokens, scoring, dim)
-    for part in parts:
-        expected.add(part)
-    found = attend_together(queries, tokens, scoring, parts)
+    expected = one_by_one(queries, tokens, scoring, packed)
+    found = attend_together(queries, tokens, scoring, packed)
     assert found is not None
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-3}.get(dtype, 2e-2)
-    for one, other in zip(found, expected.result(), strict=True):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -1,6 +1,7 @@
 """One row of each of several sequences in few calls: the results of a call for each."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from megakv.attention import together
 from megakv.attention.backends import cpu_flash
+from megakv.attention.compiled import load_kernel
 from megakv.attention.method import PackedAttention
-from megakv.attention.part import KVPart
+from megakv.attention.part import KVPart, PackedRows
 from megakv.attention.partial import Scoring
-from megakv.attention.together import attend_alike, is_decoding
+from megakv.attention.together import attend_together, is_decoding
 from megakv.sharding import TokenBlock
 
 HEADS, DIM = 6, 16
@@ -24,20 +26,29 @@ def tokens_at(slots: list[int]) -> TokenBlock:
     return TokenBlock(np.arange(len(slots)), where, where, len(slots))
 
 
-def parts_of(lengths: list[int], kv_heads: int, *, room: int, dim: int = DIM, **kind: Any) -> list[KVPart]:
-    """Keys and values of sequences one behind the other, as in the buffers of the offload engine."""
+def packed_rows(
+    lengths: list[int], kv_heads: int, *, room: int, dim: int = DIM, first: int = 0, **kind: Any
+) -> PackedRows:
+    """Rows of sequences one behind the other, as in the buffers of the offload engine; `first` is everyone's slot."""
     rows = torch.randn(sum(lengths) + room * len(lengths), 2 * kv_heads * dim, **kind)
-    found, at = [], 0
-    for sequence, length in enumerate(lengths):
-        keys, values = rows[at : at + length].unflatten(1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
-        found.append(KVPart(sequence, keys, values, np.arange(length), np.arange(length)))
-        at += length + room
-    return found
+    keys, values = rows.unflatten(1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
+    count = np.array(lengths)
+    starts = np.concatenate([[0], np.cumsum(count + room)[:-1]])
+    return PackedRows(keys, values, starts, count, count * 0 + first, first + count - 1)
+
+
+def one_by_one(queries: Tensor, tokens: TokenBlock, scoring: Scoring, packed: PackedRows) -> tuple[Tensor, Tensor]:
+    expected = PackedAttention(queries, tokens, scoring, packed.v_KRD.shape[2])
+    for sequence, (first, count, low) in enumerate(zip(packed.first, packed.count, packed.low, strict=True)):
+        where = np.arange(low, low + count)
+        rows = slice(int(first), int(first + count))
+        expected.add(KVPart(sequence, packed.k_KRD[:, rows], packed.v_KRD[:, rows], where, where))
+    return expected.result()
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sequences of every kernel call; the kernel is the CPU's."""
+    """Sequences of every kernel call as CUDA has them; the kernel is the CPU's."""
     seen: list[int] = []
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -50,18 +61,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return out.unflatten(1, (-1, group)).squeeze(3), lse.unflatten(1, (-1, group)).squeeze(3)
 
     monkeypatch.setitem(together.KERNELS, cpu_flash, kernel)
+    monkeypatch.setattr(together, "_on_processor", together._on_cuda)
     return seen
 
 
-def check(parts: list[KVPart], tokens: TokenBlock, scoring: Scoring) -> None:
-    queries = torch.randn(len(tokens), HEADS, DIM).transpose(0, 1)
-    expected = PackedAttention(queries, tokens, scoring, DIM)
-    for part in parts:
-        expected.add(part)
-    found = attend_alike(queries, tokens, scoring, parts)
+def check(packed: PackedRows, tokens: TokenBlock, scoring: Scoring, dtype: torch.dtype = torch.float32) -> None:
+    queries = torch.randn(len(tokens), HEADS, DIM).to(dtype).transpose(0, 1)
+    found = attend_together(queries, tokens, scoring, packed)
     assert found is not None
-    for one, other in zip(found, expected.result(), strict=True):
-        assert one.shape == other.shape and one.dtype == other.dtype
+    for one, other in zip(found, one_by_one(queries, tokens, scoring, packed), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -73,27 +82,41 @@ def check(parts: list[KVPart], tokens: TokenBlock, scoring: Scoring) -> None:
 def test_sequences_that_lie_alike_need_one_call(
     kv_heads: int, lengths: list[int], expected: list[int], calls: list[int]
 ) -> None:
-    parts = parts_of(lengths, kv_heads, room=random.randint(0, 3))
+    packed = packed_rows(lengths, kv_heads, room=random.randint(0, 3))
     tokens = tokens_at([length - 1 for length in lengths])
-    check(parts, tokens, Scoring(0.3))
+    check(packed, tokens, Scoring(0.3))
     assert calls == expected
-    check(parts, tokens, Scoring(0.3, window=max(lengths)))
+    check(packed, tokens, Scoring(0.3, window=max(lengths)))
 
 
-def test_memory_of_their_own_takes_calls_of_their_own(calls: list[int]) -> None:
-    parts = [parts_of([5], 2, room=0)[0] for _ in range(4)]
-    parts = [KVPart(index, part.k_KSD, part.v_KSD, part.slots, part.positions) for index, part in enumerate(parts)]
-    check(parts, tokens_at([4] * 4), Scoring(1.0))
-    assert calls == [1] * 4
+@pytest.mark.skipif(load_kernel()[0] is None, reason=f"no compiled kernel: {load_kernel()[1]}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_processors_take_sequences_of_all_lengths(kv_heads: int, dtype: torch.dtype) -> None:
+    lengths = [random.choice((0, 1, random.randint(2, 70))) for _ in range(random.randint(1, 7))] + [
+        random.randint(1, 9)
+    ]
+    first = random.randint(0, 5)
+    packed = packed_rows(lengths, kv_heads, room=random.randint(0, 3), first=first, dtype=dtype)
+    tokens = tokens_at([first + length + 1 for length in lengths])
+    check(packed, tokens, Scoring(0.3), dtype)
+    check(packed, tokens, Scoring(0.3, window=max(lengths) + 2), dtype)
 
 
 def test_what_is_more_than_that_is_left_to_others(calls: list[int]) -> None:
-    parts, tokens = parts_of([5, 5, 5], 2, room=1), tokens_at([4, 4, 4])
+    packed, tokens = packed_rows([5, 5, 5], 2, room=1), tokens_at([4, 4, 4])
     queries = torch.randn(HEADS, 3, DIM)
     for scoring in (Scoring(1.0, window=4), Scoring(1.0, softcap=5.0), Scoring(1.0, alibi_slopes=torch.ones(HEADS))):
-        assert attend_alike(queries, tokens, scoring, parts) is None
-    assert attend_alike(queries, tokens_at([4, 3, 4]), Scoring(1.0), parts) is None
-    assert attend_alike(queries, tokens, Scoring(1.0), [*parts, parts[0]]) is None
-    assert attend_alike(queries, tokens, Scoring(1.0), parts[:2]) is None
-    assert attend_alike(queries.double(), tokens, Scoring(1.0), parts) is None and not calls
+        assert attend_together(queries, tokens, scoring, packed) is None
+    assert attend_together(queries, tokens_at([4, 3, 4]), Scoring(1.0), packed) is None
+    nothing = replace(packed, count=np.zeros(3, dtype=np.int64))
+    assert attend_together(queries, tokens, Scoring(1.0), nothing) is None
+    assert attend_together(queries, tokens, Scoring(1.0), replace(packed, count=np.array([5, 0, 5]))) is None
+    assert attend_together(queries.double(), tokens, Scoring(1.0), packed) is None and not calls
     assert is_decoding(tokens) and not is_decoding(TokenBlock(np.array([0, 0, 1]), tokens.slot, tokens.slot, 2))
+
+
+def test_processors_leave_other_types_to_others() -> None:
+    packed, tokens = packed_rows([5, 5, 5], 2, room=1), tokens_at([4, 4, 4])
+    for dtype in (torch.float64, torch.bfloat16):
+        assert attend_together(torch.randn(HEADS, 3, DIM).to(dtype), tokens, Scoring(1.0), packed) is None

@@ -1,5 +1,6 @@
 """A thousand steps over concurrent transfers: at every step and layer, what attention sees is what was computed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,26 +28,51 @@ class Shadow:
         self.rows: dict[tuple[int, int], list[Tensor]] = {}
         self.errors: list[Tensor] = []
         self.places: list[str] = []
-        append, part = TieredStore.append, TieredStore.part
+        append, each, part, packed = (
+            *(TieredStore.append, TieredStore.append_each),
+            *(TieredStore.part, TieredStore.packed),
+        )
 
         def appended(store: TieredStore, sequence: int, keys: Tensor, values: Tensor) -> None:
-            self.rows.setdefault((store.layer, sequence), []).append(torch.cat((keys, values), dim=2).clone())
+            self._note(store, sequence, keys, values)
             append(store, sequence, keys, values)
+
+        def appended_each(store: TieredStore, sequences: Sequence[int], keys: Tensor, values: Tensor) -> None:
+            for index, sequence in enumerate(sequences):
+                self._note(store, sequence, keys[:, index : index + 1], values[:, index : index + 1])
+            each(store, sequences, keys, values)
 
         def compared(store: TieredStore, sequence: int) -> tuple[Tensor, Tensor]:
             keys, values = part(store, sequence)
-            found = torch.cat((keys, values), dim=2)
-            pieces = self.rows[store.layer, sequence]
-            if len(pieces) > 50:
-                pieces[:] = [torch.cat(pieces, dim=1)]
-            expected = torch.cat(pieces, dim=1)[:, -found.shape[1] :]
-            assert found.shape == expected.shape
-            self.errors.append((found - expected).abs().max() / expected.abs().max())
-            self.places.append(f"layer {store.layer}, sequence {sequence}, {found.shape[1]} rows")
+            self._compare(store, sequence, keys, values)
             return keys, values
 
+        def compared_packed(store: TieredStore) -> Any:
+            found = packed(store)
+            if found is not None:
+                keys, values, firsts, counts = found
+                for sequence, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+                    rows = slice(first, first + count)
+                    self._compare(store, sequence, keys[:, rows], values[:, rows])
+            return found
+
         monkeypatch.setattr(TieredStore, "append", appended)
+        monkeypatch.setattr(TieredStore, "append_each", appended_each)
         monkeypatch.setattr(TieredStore, "part", compared)
+        monkeypatch.setattr(TieredStore, "packed", compared_packed)
+
+    def _note(self, store: TieredStore, sequence: int, keys: Tensor, values: Tensor) -> None:
+        self.rows.setdefault((store.layer, sequence), []).append(torch.cat((keys, values), dim=2).clone())
+
+    def _compare(self, store: TieredStore, sequence: int, keys: Tensor, values: Tensor) -> None:
+        found = torch.cat((keys, values), dim=2)
+        pieces = self.rows[store.layer, sequence]
+        if len(pieces) > 50:
+            pieces[:] = [torch.cat(pieces, dim=1)]
+        expected = torch.cat(pieces, dim=1)[:, -found.shape[1] :]
+        assert found.shape == expected.shape
+        self.errors.append((found - expected).abs().max() / expected.abs().max())
+        self.places.append(f"layer {store.layer}, sequence {sequence}, {found.shape[1]} rows")
 
     def check(self, count: int, *, tolerance: float) -> None:
         """So many comparisons were made, and none was off by more."""
