@@ -77,7 +77,7 @@ class PlanTrials:
         self._reviewed = 0
         self._step = 0
         self._saved = GRANT
-        self._expected_s = 0.0
+        self._length = 0
         self._previous: str | None = None
 
     def going_on(self, tokens: int) -> str | None:
@@ -121,8 +121,8 @@ class PlanTrials:
         if trial is None:
             self._left = REVIEW - 1
             return self._next(trial=False)
-        self._left = self._steps(corrected, trial, tokens) - 1
-        self._tried, self._trying, self._expected_s = trial, True, corrected[self._held]
+        self._length = self._steps(corrected, trial, tokens)
+        self._tried, self._trying, self._left = trial, True, self._length - 1
         samples = self._history(trial).samples
         while samples and samples[0].step < self._step - FRESH:
             samples.popleft()
@@ -130,8 +130,6 @@ class PlanTrials:
 
     def observe(self, name: str, *, tokens: int, predicted_s: float, measured_s: float, steady: bool = True) -> None:
         """Take in a step of a plan, with its uncorrected prediction; `steady` as in `StepRecord`."""
-        if name == self._tried and name != self._held and self._expected_s > 0:
-            self._saved -= measured_s / self._expected_s - 1
         if steady and self._previous == name and predicted_s > 0:
             self._history(name).samples.append(_Sample(self._step, tokens, measured_s / predicted_s))
         self._previous = name
@@ -169,6 +167,8 @@ class PlanTrials:
         tried, self._tried = self._tried, None
         if tried is None or tried == self._held or tried not in corrected:
             return
+        # By all that is known of it: what disturbed a single step was not its fault.
+        self._saved -= max(0.0, self._cost(corrected, tried, self._length))
         if self._known(tried, tokens) >= ENOUGH or corrected[tried] > SLOW * corrected[self._held or tried]:
             history = self._history(tried)
             history.due, history.wait = self._step + history.wait, min(2 * history.wait, LAST)
@@ -182,14 +182,19 @@ class PlanTrials:
         found: list[tuple[bool, float, str]] = []
         for name in corrected:
             known = self._known(name, tokens)
-            cost = self._steps(corrected, name, tokens) * (corrected[name] / corrected[held] - 1)
+            cost = self._cost(corrected, name, self._steps(corrected, name, tokens))
             # What would be faster by all that is known of it is looked at again at once: the plan in use may have been
             # lucky when it was chosen.
             faster = corrected[name] < (1 - MARGIN) * corrected[held]
             due = not known or faster or self._history(name).due <= self._step
-            if name != held and due and cost <= self._saved:
+            if name != held and due and cost <= max(0.0, self._saved):
                 found.append((known >= ENOUGH, cost, name))
         return min(found)[2] if found else None
+
+    def _cost(self, corrected: Mapping[str, float], name: str, steps: int) -> float:
+        """Steps' worth of time that so many steps of a plan cost beyond the plan in use."""
+        assert self._held is not None
+        return steps * (corrected[name] / corrected[self._held] - 1)
 
     def _steps(self, corrected: Mapping[str, float], name: str, tokens: int) -> int:
         """How many steps a trial of a plan has."""
