@@ -23,6 +23,8 @@ WARM_UP = 12
 TRIALS = 3
 """Such generations by `auto`, which tries its plans in turns before it settles; others have one."""
 DIGITS = 4
+AGAIN = "again"
+"""The best of what `auto` chooses from, in an engine of its own: how far two measurements of the same differ."""
 CLOSE = 1.15
 """Methods that are slower than the fastest by more than that have no further rounds where `auto` is measured."""
 
@@ -67,6 +69,7 @@ class CaseBench:
         self._busy: dict[str, float | None] = {}
         self._warm_up_s: dict[str, float] = {}
         self._tokens: Tensor | None = None
+        self._again: str | None = None
 
     def measure(self, *, least: int, most: int, budget_s: float) -> list[dict[str, Any]]:
         """The rows of the case.
@@ -89,16 +92,32 @@ class CaseBench:
             for count in range(most):
                 if count == least and "auto" in turns:
                     # What is far slower than others is known well enough: the rest of the time is for close ones.
-                    names, begun = contenders(turns), max(begun, time.perf_counter() - budget_s / 2)
+                    names = (*contenders(turns), *self._twin(turns))
+                    begun = max(begun, time.perf_counter() - budget_s / 2)
                 if count >= least and time.perf_counter() - begun > budget_s:
                     break
                 for place in range(len(names)):
                     name = names[(count + place) % len(names)]
-                    turns[name].append(self._turn(name, new))
+                    turns.setdefault(name, []).append(self._turn(name, new))
         finally:
             for decoder in self._ready_made.values():
                 decoder.close()
-        return [self._row(name, turns[name], expected) for name in self._case.methods]
+        rows = [self._row(name, turns[name], expected) for name in self._case.methods]
+        for row in rows:
+            if row["method"] == self._again and AGAIN in turns:
+                row |= {"again_seconds": [step_seconds(turn) for turn in turns[AGAIN]], "again_from": least}
+        return rows
+
+    def _twin(self, turns: Mapping[str, Sequence[Turn]]) -> tuple[str, ...]:
+        """Make the best of what `auto` chooses from once more, where there is time for it."""
+        if self._arguments.quick or self._case.part == "processes":
+            return ()
+        found = medians(turns)
+        self._again = min((name for name in found if name != "auto"), key=lambda name: found[name])
+        made = Decoder(self._again, self._model, self._case, self._shape, chunk_tokens=self._arguments.chunk)
+        self._ready_made[AGAIN] = made
+        self._warm_up(AGAIN, made)
+        return (AGAIN,)
 
     def measure_alone(self, name: str, repeats: int) -> dict[str, Any]:
         """The row of one method, made anew and measured so many times in a row."""
@@ -173,9 +192,14 @@ class CaseBench:
 
 def contenders(turns: Mapping[str, Sequence[Turn]]) -> tuple[str, ...]:
     """Of methods in turns, those that further rounds are for: `auto`, and what may be the best of its choices."""
-    times = {name: statistics.median(map(step_seconds, turns[name])) for name in (*CHOICES, "auto") if name in turns}
+    times = medians(turns)
     fastest = min(times.values())
     return tuple(name for name in times if name == "auto" or times[name] <= CLOSE * fastest)
+
+
+def medians(turns: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
+    """Seconds of a step, of `auto` and its choices."""
+    return {name: statistics.median(map(step_seconds, turns[name])) for name in (*CHOICES, "auto") if name in turns}
 
 
 def step_seconds(turn: Turn) -> float:

@@ -81,6 +81,7 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
     apart = [row for row in rows if row["lossy"]]
     auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
     regrets = {name: regret(found) for name, found in auto.items()}
+    twice = {name: same_twice(found) for name, found in cases.items()}
     judged = [name for name, found in auto.items() if found["auto"]["processes"] == 1 and set(CHOICES) <= set(found)]
     return {
         "link": ", ".join(sorted({row["link"] for row in rows})),
@@ -89,6 +90,7 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
         "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
         "auto_over_best": max((regrets[name].value for name in judged), default=None),
         "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
+        "same_twice_by_case": {name: found.to_json() for name, found in twice.items() if found is not None},
         "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
         "predictions": predictions(rows),
         "ordering": ordering(cases.values()),
@@ -108,6 +110,15 @@ def regret(found: Mapping[str, Row]) -> Interval:
     # Where the best had fewer rounds than `auto`, those.
     rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
     return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
+
+
+def same_twice(found: Mapping[str, Row]) -> Interval | None:
+    """The time of a second engine of the same method over that of the first, within rounds; None without one."""
+    for row in found.values():
+        if again := row.get("again_seconds"):
+            first = row["seconds"][row["again_from"] :][: len(again)]
+            return paired_ratio(again[: len(first)], first)
+    return None
 
 
 def predictions(rows: Sequence[Row]) -> dict[str, Any]:

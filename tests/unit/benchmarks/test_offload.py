@@ -125,6 +125,11 @@ def test_verdicts(rows: list[dict[str, Any]]) -> None:
             row["predicted_s"] = 1.05 * times.get(row["method"], 0.1)
     found = summarise(some, exact_type=True)
     assert found["auto_over_best"] == pytest.approx(1.2)
+    assert found["same_twice_by_case"] == {}
+    chunked = next(row for row in some if row["method"] == "chunked")
+    chunked |= {"again_seconds": [1.2 * seconds for seconds in chunked["seconds"][1:]], "again_from": 1}
+    (twice,) = summarise(some, exact_type=True)["same_twice_by_case"].values()
+    assert twice["value"] == pytest.approx(1.2)
     (speedups,) = found["speedup_over_transformers"].values()
     assert speedups["chunked"] == pytest.approx(4)
     assert found["predictions"]["within_10_percent"] == found["predictions"]["cases"] == 6
