@@ -12,7 +12,6 @@ from megakv.attention.choice import METHODS, last_layer_method
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
-from megakv.attention.together import is_decoding
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.fairkv.compression import Compressor
@@ -159,8 +158,8 @@ class Runtime:
         """Append what this rank computed and keeps."""
         stored = step.layout.stored[self.comm.mesh.cp_rank]
         kept = self.kept_rows()
-        if kept is None and len(stored) > 1 and is_decoding(stored) and isinstance(store, PackingStore):
-            store.append_each(stored.sequence.tolist(), k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
+        if kept is None and len(stored) > 1 and stored.single and isinstance(store, PackingStore):
+            store.append_each(stored.sequences, k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
             return
         for sequence in range(step.batch):
             run = stored.run(sequence)

@@ -42,6 +42,16 @@ class TokenBlock:
         """``[B + 1]`` start of each sequence's run in the packed row."""
         return np.searchsorted(self.sequence, np.arange(self.batch + 1))
 
+    @cached_property
+    def sequences(self) -> list[int]:
+        """Each token's sequence."""
+        return self.sequence.tolist()
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether no sequence has more than one token, as in a step of decoding."""
+        return len(self) <= 1 or bool((np.diff(self.sequence) > 0).all())
+
     def run(self, sequence: int) -> slice:
         """Where the tokens of one sequence lie in the packed row."""
         return slice(int(self.bounds[sequence]), int(self.bounds[sequence + 1]))

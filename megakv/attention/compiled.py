@@ -1,7 +1,7 @@
 """Attention of a few query rows on processors, in C++: compiled once for a machine, loaded by every process.
 
-Decoding reads all keys and values for little computation, so reading them is what a token costs. PyTorch's kernel wants
-16-bit ones turned into float32 in memory first, and comes nowhere near the speed of memory where query rows are few.
+Decoding reads all keys and values for little computation: reading them is what a token costs. PyTorch's kernel wants
+16-bit ones turned into float32 in memory first, and is far from the speed of memory where query rows are few.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ class RunTable(NamedTuple):
 class Decoding:
     """A call of the kernel, ready to be made.
 
-    Whoever makes it needs Python for nothing else. A thread beside one that is busy in Python would wait for its turn
-    at each further step: a layer of few tokens takes several times as long.
+    Whoever makes it needs Python for nothing else: a thread beside one that is busy in Python waits at every step.
 
     Parameters
     ----------
@@ -101,6 +100,10 @@ class Decoding:
         self._call, self._before, self._held = call, before, held
         self._behind = out.data_ptr(), lse.data_ptr()
         self.out, self.lse = out, lse
+
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """``[H, B, Dv]`` and ``[H, B]`` views of the results for one query row of each sequence."""
+        return self.out.select(2, 0).transpose(0, 1), self.lse.select(2, 0).t()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp as of `DecodeKernel.attend`, with as many threads as PyTorch uses in this one.

@@ -13,7 +13,7 @@ from torch import Tensor
 from megakv.attention.part import KVPart, PackedRows, Part, dense
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.runs import attend_runs
-from megakv.attention.together import attend_together, is_decoding
+from megakv.attention.together import attend_together
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
 from megakv.sharding import IntArray, Layout, TokenBlock
@@ -154,11 +154,8 @@ class LocalParts:
         buffer = call.store.packed() if self._packed is None and isinstance(call.store, PackingStore) else None
         if buffer is None:
             return self._packed
-        k_KRD, v_KRD, first, count = buffer
         slots = [call.table.slots(call.rank, sequence) for sequence in range(call.table.batch)]
-        ends = [(own[-n], own[-1]) if n else (0, 0) for own, n in zip(slots, count, strict=True)]
-        low, high = np.array(ends, dtype=np.int64).reshape(-1, 2).T
-        self._packed = PackedRows(k_KRD, v_KRD, np.array(first), np.array(count), low, high)
+        self._packed = PackedRows(*buffer, slots)
         return self._packed
 
 
@@ -189,7 +186,7 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
     together = None
-    if is_decoding(tokens):
+    if tokens.single:
         packed = parts.packed() if isinstance(parts, LocalParts) else None
         if packed is not None:
             together = attend_together(q_HLD, tokens, call.scoring, packed)

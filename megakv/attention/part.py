@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,18 +56,17 @@ class PackedRows:
     ----------
     k_KRD, v_KRD : Tensor
         ``[K, R, D]`` and ``[K, R, Dv]`` of all its rows.
-    first, count : IntArray
+    first, count : list of int
         ``[B]`` first row of each sequence, and how many it has there.
-    low, high : IntArray
-        ``[B]`` slots of each sequence's first and last row; of no meaning where it has none.
+    slots : sequence of IntArray
+        Of each sequence, ascending; its rows are those of the last ones.
     """
 
     k_KRD: Tensor
     v_KRD: Tensor
-    first: IntArray
-    count: IntArray
-    low: IntArray
-    high: IntArray
+    first: list[int]
+    count: list[int]
+    slots: Sequence[IntArray]
 
 
 def dense(parts: Iterable[Part]) -> list[KVPart]:

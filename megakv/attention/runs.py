@@ -14,6 +14,7 @@ from torch import Tensor
 from megakv.attention.compiled import TYPES, Run, RunTable, Strides, load_kernel
 from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import Scoring
+from megakv.attention.visibility import sees_all
 from megakv.sharding import TokenBlock
 
 
@@ -42,15 +43,15 @@ def attend_runs(
     kv_heads, value_dim = dense[0].k_KSD.shape[0], dense[0].v_KSD.shape[2]
     if not kernel.few(q_HLD.shape[0] // kv_heads, 1):
         return None
-    rows = {sequence: row for row, sequence in enumerate(tokens.sequence.tolist())}
+    rows = {sequence: row for row, sequence in enumerate(tokens.sequences)}
     runs: list[list[Run]] = [[] for _ in rows]
     strides: list[Strides | None] = [None] * len(rows)
     for part in dense:
         row = rows.get(part.sequence)
         if row is None or not len(part.slots):
             continue
-        slot, k_KSD, v_KSD = tokens.slot[row], part.k_KSD, part.v_KSD
-        if part.slots[-1] > slot or (scoring.window is not None and part.slots[0] <= slot - scoring.window):
+        k_KSD, v_KSD = part.k_KSD, part.v_KSD
+        if not sees_all(tokens.slot[row], part.slots, 0, len(part.slots), scoring.window):
             return None
         k_strides, v_strides = k_KSD.stride(), v_KSD.stride()
         own = Strides(*k_strides[:2], *v_strides[:2])
@@ -64,7 +65,7 @@ def attend_runs(
     for row, found in enumerate(strides):
         if found is not None:
             kinds.setdefault(found, []).append(row)
-    q_BHLD = q_HLD.transpose(0, 1)[:, :, None]
+    q_BHLD = q_HLD.transpose(0, 1).unsqueeze(2)
     if len(kinds) == 1:
         out, lse = kernel.attend(q_BHLD, RunTable.of(runs), kv_heads, value_dim, kinds.popitem()[0], scoring.scale)
     elif kinds:
@@ -76,4 +77,4 @@ def attend_runs(
             out[chosen], lse[chosen] = kernel.attend(q_BHLD[chosen], table, kv_heads, value_dim, kind, scoring.scale)
     else:
         return None
-    return out[:, :, 0].transpose(0, 1), lse[:, :, 0].t()
+    return out.select(2, 0).transpose(0, 1), lse.select(2, 0).t()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from megakv.sharding import IntArray
 
-
-def alike(first: IntArray, count: IntArray) -> Iterator[tuple[int, int]]:
+def alike(first: Sequence[int], count: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Begin and end of consecutive runs that are alike, given the first row of each and how many it has."""
     begin = 0
     for index in range(1, len(first)):
@@ -20,7 +18,7 @@ def alike(first: IntArray, count: IntArray) -> Iterator[tuple[int, int]]:
     yield begin, len(first)
 
 
-def stacked(rows_KRD: Tensor, first: list[int], count: int) -> Tensor:
+def stacked(rows_KRD: Tensor, first: Sequence[int], count: int) -> Tensor:
     """``[B, K, S, D]`` view of `B` alike runs of `S` rows of ``[K, R, D]``."""
     head, row, inner = rows_KRD.stride()
     step = row * (first[1] - first[0]) if len(first) > 1 else 0

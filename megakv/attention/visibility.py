@@ -189,3 +189,8 @@ def _tile_blocks(a: int, b: int, pattern: str, low: Slots, high: Slots) -> Itera
         yield Block(a, b, k0, middle0, "masked")
     if middle1 < k1:
         yield Block(a, b, middle1, k1, "causal" if pattern == "diagonal" else "masked")
+
+
+def sees_all(slot: int, slots: Slots, first: int, count: int, window: int | None) -> bool:
+    """Whether a row at a slot sees all of so many keys, from the first on, of a sequence with these slots."""
+    return bool(slots[first + count - 1] <= slot and (window is None or slots[first] > slot - window))

@@ -20,7 +20,7 @@ from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Scoring
-from megakv.attention.together import is_decoding, sees_all
+from megakv.attention.visibility import sees_all
 from megakv.offload.clock import Clock, HostClock
 from megakv.sharding import IntArray, TokenBlock
 
@@ -179,20 +179,15 @@ def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: Tiered
     kernel, _ = load_kernel()
     shape = store.head_shape
     plain = scoring.plain and q_HLD.dtype == store.dtype and q_HLD.dtype in TYPES
-    if kernel is None or not plain or not kernel.few(q_HLD.shape[0] // shape.heads, 1) or not is_decoding(tokens):
+    if kernel is None or not plain or not kernel.few(q_HLD.shape[0] // shape.heads, 1) or not tokens.single:
         return None
-    sequences = tokens.sequence.tolist()
-    pieces = [[piece for _, piece in rows.runs[sequence]] for sequence in sequences]
-    held = [query for query, runs in enumerate(pieces) if runs]
-    counts = [sum(map(len, pieces[query])) for query in held]
-    slots = [rows.slots[sequences[query]] for query in held]
-    ends = [(own[0], own[count - 1]) for own, count in zip(slots, counts, strict=True)]
-    first, last = np.array(ends, dtype=np.int64).reshape(-1, 2).T
-    if not sees_all(tokens.slot[held], first, last, scoring.window):
-        return None
-    call = kernel.rows(q_HLD.transpose(0, 1)[:, :, None], pieces, shape.heads, shape.value_dim, scoring.scale)
+    pieces = [[piece for _, piece in rows.runs[sequence]] for sequence in tokens.sequences]
+    for slot, sequence, own in zip(tokens.slot, tokens.sequences, pieces, strict=True):
+        if own and not sees_all(slot, rows.slots[sequence], 0, sum(map(len, own)), scoring.window):
+            return None
+    call = kernel.rows(q_HLD.transpose(0, 1).unsqueeze(2), pieces, shape.heads, shape.value_dim, scoring.scale)
     # Views are made now: see `Decoding`.
-    results = call.out[:, :, 0].transpose(0, 1), call.lse[:, :, 0].t()
+    results = call.by_head()
 
     def attend() -> tuple[Tensor, Tensor]:
         call()

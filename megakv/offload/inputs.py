@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,11 +77,10 @@ def recompute(
 def _put(staged: StagedLayer, pieces: Sequence[Piece], k_KLD: Tensor, v_KLD: Tensor) -> None:
     """Write the keys and values of pieces of sequences into the buffer, in few copies."""
     buffers = staged.store.heads_of(staged.rows)
-    first = np.array([staged.row(piece.sequence, piece.first) for piece in pieces])
-    count = np.array([piece.count for piece in pieces])
-    bounds = np.concatenate([[0], np.cumsum(count)])
+    first, count = [staged.row(piece.sequence, piece.first) for piece in pieces], [piece.count for piece in pieces]
+    bounds = [0, *accumulate(count)]
     for begin, end in alike(first, count):
-        span = slice(int(bounds[begin]), int(bounds[end]))
+        span = slice(bounds[begin], bounds[end])
         for buffer, found in zip(buffers, (k_KLD, v_KLD), strict=True):
-            target_BKSD = stacked(buffer, first[begin:end].tolist(), int(count[begin]))
+            target_BKSD = stacked(buffer, first[begin:end], count[begin])
             target_BKSD.copy_(found[:, span].unflatten(1, (end - begin, -1)).transpose(0, 1))

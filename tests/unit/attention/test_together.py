@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from megakv.attention.compiled import load_kernel
 from megakv.attention.method import PackedAttention
 from megakv.attention.part import KVPart, PackedRows
 from megakv.attention.partial import Scoring
-from megakv.attention.together import attend_together, is_decoding
+from megakv.attention.together import attend_together
 from megakv.sharding import TokenBlock
 
 HEADS, DIM = 6, 16
@@ -32,16 +33,14 @@ def packed_rows(
     """Rows of sequences one behind the other, as in the buffers of the offload engine; `first` is everyone's slot."""
     rows = torch.randn(sum(lengths) + room * len(lengths), 2 * kv_heads * dim, **kind)
     keys, values = rows.unflatten(1, (2, kv_heads, dim)).permute(1, 2, 0, 3)
-    count = np.array(lengths)
-    starts = np.concatenate([[0], np.cumsum(count + room)[:-1]])
-    return PackedRows(keys, values, starts, count, count * 0 + first, first + count - 1)
+    starts = [0, *accumulate(length + room for length in lengths[:-1])]
+    return PackedRows(keys, values, starts, lengths, [np.arange(first, first + length) for length in lengths])
 
 
 def one_by_one(queries: Tensor, tokens: TokenBlock, scoring: Scoring, packed: PackedRows) -> tuple[Tensor, Tensor]:
     expected = PackedAttention(queries, tokens, scoring, packed.v_KRD.shape[2])
-    for sequence, (first, count, low) in enumerate(zip(packed.first, packed.count, packed.low, strict=True)):
-        where = np.arange(low, low + count)
-        rows = slice(int(first), int(first + count))
+    for sequence, (first, count, where) in enumerate(zip(packed.first, packed.count, packed.slots, strict=True)):
+        rows = slice(first, first + count)
         expected.add(KVPart(sequence, packed.k_KRD[:, rows], packed.v_KRD[:, rows], where, where))
     return expected.result()
 
@@ -109,11 +108,11 @@ def test_what_is_more_than_that_is_left_to_others(calls: list[int]) -> None:
     for scoring in (Scoring(1.0, window=4), Scoring(1.0, softcap=5.0), Scoring(1.0, alibi_slopes=torch.ones(HEADS))):
         assert attend_together(queries, tokens, scoring, packed) is None
     assert attend_together(queries, tokens_at([4, 3, 4]), Scoring(1.0), packed) is None
-    nothing = replace(packed, count=np.zeros(3, dtype=np.int64))
+    nothing = replace(packed, count=[0, 0, 0])
     assert attend_together(queries, tokens, Scoring(1.0), nothing) is None
-    assert attend_together(queries, tokens, Scoring(1.0), replace(packed, count=np.array([5, 0, 5]))) is None
+    assert attend_together(queries, tokens, Scoring(1.0), replace(packed, count=[5, 0, 5])) is None
     assert attend_together(queries.double(), tokens, Scoring(1.0), packed) is None and not calls
-    assert is_decoding(tokens) and not is_decoding(TokenBlock(np.array([0, 0, 1]), tokens.slot, tokens.slot, 2))
+    assert tokens.single and not TokenBlock(np.array([0, 0, 1]), tokens.slot, tokens.slot, 2).single
 
 
 def test_processors_leave_other_types_to_others() -> None:
