@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SAMPLES = 15
+SAMPLES = 25
 """Latest steps of a plan that count."""
 BLOCK = 3
 """Steps of one plan in a row while plans are tried. The first does not count: it ends what the plan before began."""
@@ -21,6 +22,8 @@ SHARE, GRANT = 0.01, 0.6
 """What trials may cost: that part of all steps, and so many steps at the beginning."""
 FIRST, LAST = 64, 4096
 """Steps after which a plan that has lost is tried again: at first, and at most; twice as many each time."""
+SOON = 32
+"""The same for the plan in use, when another takes its place."""
 FRESH = 32
 """Steps for which what a plan took stands beside what others take."""
 MARGIN = 0.01
@@ -33,20 +36,26 @@ GROWN = 8
 
 @dataclass(frozen=True)
 class _Sample:
-    """What one step took: its number, cached tokens, and measured over predicted seconds."""
+    """What one step took: its number, cached tokens, measured over predicted seconds, and measured ones."""
 
     step: int
     tokens: int
     ratio: float
+    seconds: float
 
 
 @dataclass
 class _History:
-    """What is known of a plan: its latest steps, when it may be tried again, and how long it waits after that."""
+    """What is known of a plan.
+
+    Its latest steps, when it may be tried again, how long it waits after that, and tokens and seconds of a step when it
+    was at its fastest.
+    """
 
     samples: deque[_Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     due: int = 0
     wait: int = FIRST
+    fastest: tuple[int, float] = 0, math.inf
 
 
 class PlanTrials:
@@ -59,7 +68,8 @@ class PlanTrials:
     Every plan is tried at some time, however slow it is predicted to be, but trials have to be paid for: all steps save
     up a hundredth of a step each, and a trial takes from that what it costs beyond the plan in use. So trials slow a
     long generation by one per cent, the likely ones come at once and the unlikely ones late. A machine may change
-    meanwhile, so no plan is taken for what it was long ago: it is tried again first.
+    meanwhile, so no plan is taken for what it was long ago: it is tried again first. It may have been disturbed when it
+    lost: what that would cost is judged by the plan at its fastest, and the plan that was in use is tried again soon.
 
     Parameters
     ----------
@@ -109,7 +119,11 @@ class PlanTrials:
             Cached tokens of the step.
         """
         corrected = {name: seconds * self.correction(name, tokens) for name, seconds in predicted.items()}
-        self._held = self._best(corrected, tokens)
+        before, self._held = self._held, self._best(corrected, tokens)
+        if before is not None and before != self._held:
+            # It was the fastest: a disturbance may have driven it away.
+            history = self._history(before)
+            history.due, history.wait = self._step + SOON, SOON
         self._reviewed = tokens
         if self._trying:
             # What the last step of a trial took is not known before the next one has begun, nor, where several ranks
@@ -131,7 +145,11 @@ class PlanTrials:
     def observe(self, name: str, *, tokens: int, predicted_s: float, measured_s: float, steady: bool = True) -> None:
         """Take in a step of a plan, with its uncorrected prediction; `steady` as in `StepRecord`."""
         if steady and self._previous == name and predicted_s > 0:
-            self._history(name).samples.append(_Sample(self._step, tokens, measured_s / predicted_s))
+            history = self._history(name)
+            history.samples.append(_Sample(self._step, tokens, measured_s / predicted_s, measured_s))
+            latest = [sample.seconds for sample in history.samples][-ENOUGH:]
+            if len(latest) == ENOUGH and statistics.median(latest) < self._hoped_s(name, tokens):
+                history.fastest = tokens, statistics.median(latest)
         self._previous = name
 
     def correction(self, name: str, tokens: int) -> float:
@@ -182,7 +200,8 @@ class PlanTrials:
         found: list[tuple[bool, float, str]] = []
         for name in corrected:
             known = self._known(name, tokens)
-            cost = self._cost(corrected, name, self._steps(corrected, name, tokens))
+            hoped_s = min(corrected[name], self._hoped_s(name, tokens))
+            cost = self._cost({**corrected, name: hoped_s}, name, self._steps(corrected, name, tokens))
             # What would be faster by all that is known of it is looked at again at once: the plan in use may have been
             # lucky when it was chosen.
             faster = corrected[name] < (1 - MARGIN) * corrected[held]
@@ -195,6 +214,11 @@ class PlanTrials:
         """Steps' worth of time that so many steps of a plan cost beyond the plan in use."""
         assert self._held is not None
         return steps * (corrected[name] / corrected[self._held] - 1)
+
+    def _hoped_s(self, name: str, tokens: int) -> float:
+        """Seconds of a step if a plan were as fast as ever; what slowed it since then may be over."""
+        then, seconds = self._history(name).fastest
+        return seconds * max(1.0, tokens / then) if then else math.inf
 
     def _steps(self, corrected: Mapping[str, float], name: str, tokens: int) -> int:
         """How many steps a trial of a plan has."""

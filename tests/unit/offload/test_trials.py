@@ -100,6 +100,16 @@ def test_a_machine_that_slows_down_drives_no_plan_away() -> None:
     assert chosen.count("stream") > 480
 
 
+def test_a_plan_that_a_disturbance_drove_away_comes_back() -> None:
+    trials = PlanTrials()
+    calm, disturbed = {"stream": 1.0, "cpu_rank": 0.8}, {"stream": 1.0, "cpu_rank": 1.6}
+    assert set(play(trials, calm, 60)[-20:]) == {"cpu_rank"}
+    # What steps show slows predictions, too.
+    assert play(trials, disturbed, 40, predicted=disturbed)[20:].count("stream") > 12
+    late = play(trials, calm, 80, predicted=disturbed)
+    assert set(late[-20:]) == {"cpu_rank"}
+
+
 def test_without_trials_predictions_decide() -> None:
     true = {"stream": 1.0, "kvpr": 0.9}
     assert set(play(PlanTrials(explore=False), true, 20)) == {"kvpr"}
