@@ -106,8 +106,7 @@ def test_a_plan_that_a_disturbance_drove_away_comes_back() -> None:
     assert set(play(trials, calm, 60)[-20:]) == {"cpu_rank"}
     # What steps show slows predictions, too.
     assert play(trials, disturbed, 40, predicted=disturbed)[20:].count("stream") > 12
-    late = play(trials, calm, 80, predicted=disturbed)
-    assert set(late[-20:]) == {"cpu_rank"}
+    assert play(trials, calm, 80, predicted=disturbed).count("cpu_rank") > 70
 
 
 def test_without_trials_predictions_decide() -> None:
