@@ -92,7 +92,8 @@ class CaseBench:
             for count in range(most):
                 if count == least and "auto" in turns:
                     # What is far slower than others is known well enough: the rest of the time is for close ones.
-                    names = (*contenders(turns), *self._twin(turns))
+                    names = contenders(turns)
+                    names = (*names, *self._twin(turns, names))
                     begun = max(begun, time.perf_counter() - budget_s / 2)
                 if count >= least and time.perf_counter() - begun > budget_s:
                     break
@@ -108,12 +109,13 @@ class CaseBench:
                 row |= {"again_seconds": [step_seconds(turn) for turn in turns[AGAIN]], "again_from": least}
         return rows
 
-    def _twin(self, turns: Mapping[str, Sequence[Turn]]) -> tuple[str, ...]:
-        """Make the best of what `auto` chooses from once more, where there is time for it."""
-        if self._arguments.quick or self._case.part == "processes":
-            return ()
+    def _twin(self, turns: Mapping[str, Sequence[Turn]], names: Sequence[str]) -> tuple[str, ...]:
+        """Make the best of what `auto` chooses from once more, where it goes on and there is time for it."""
         found = medians(turns)
-        self._again = min((name for name in found if name != "auto"), key=lambda name: found[name])
+        choices = [name for name in names if name != "auto"]
+        if self._arguments.quick or self._case.part == "processes" or not choices:
+            return ()
+        self._again = min(choices, key=lambda name: found[name])
         made = Decoder(self._again, self._model, self._case, self._shape, chunk_tokens=self._arguments.chunk)
         self._ready_made[AGAIN] = made
         self._warm_up(AGAIN, made)

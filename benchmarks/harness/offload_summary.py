@@ -115,8 +115,9 @@ def regret(found: Mapping[str, Row]) -> Interval:
 def same_twice(found: Mapping[str, Row]) -> Interval | None:
     """The time of a second engine of the same method over that of the first, within rounds; None without one."""
     for row in found.values():
-        if again := row.get("again_seconds"):
-            first = row["seconds"][row["again_from"] :][: len(again)]
+        again = row.get("again_seconds", ())
+        # What `auto` has left behind has no further rounds of its own.
+        if first := row["seconds"][row.get("again_from", 0) :][: len(again)]:
             return paired_ratio(again[: len(first)], first)
     return None
 
