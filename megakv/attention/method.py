@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -133,30 +134,28 @@ class LocalParts:
 
     def __init__(self, call: AttentionCall):
         self._call = call
-        self._parts: list[Part] | None = None
-        self._packed: PackedRows | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        if self._parts is None:
-            self._parts = list(self._found())
         return iter(self._parts)
 
-    def _found(self) -> Iterator[Part]:
-        call = self._call
+    @cached_property
+    def _parts(self) -> list[Part]:
+        call, found = self._call, list[Part]()
         for sequence in range(call.table.batch):
             slots = call.table.slots(call.rank, sequence)
             if len(slots):
-                yield from call.store.parts(sequence, slots, call.table.positions(call.rank, sequence))
+                found += call.store.parts(sequence, slots, call.table.positions(call.rank, sequence))
+        return found
 
+    @cached_property
     def packed(self) -> PackedRows | None:
         """All of them where they lie in one buffer; None where they do not."""
         call = self._call
-        buffer = call.store.packed() if self._packed is None and isinstance(call.store, PackingStore) else None
+        buffer = call.store.packed() if isinstance(call.store, PackingStore) else None
         if buffer is None:
-            return self._packed
+            return None
         slots = [call.table.slots(call.rank, sequence) for sequence in range(call.table.batch)]
-        self._packed = PackedRows(*buffer, slots)
-        return self._packed
+        return PackedRows(*buffer, slots)
 
 
 class AttentionMethod(Protocol):
@@ -187,7 +186,7 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
     together = None
     if tokens.single:
-        packed = parts.packed() if isinstance(parts, LocalParts) else None
+        packed = parts.packed if isinstance(parts, LocalParts) else None
         if packed is not None:
             together = attend_together(q_HLD, tokens, call.scoring, packed)
         elif q_HLD.device.type == "cpu":
