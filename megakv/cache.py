@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,8 @@ class _LayerView(CacheLayerMixin):
 
     def __init__(self, cache: ShardedCache):
         super().__init__()
-        self._cache = cache
+        # Weakly: memory of a cache that nobody holds is free at once, not when the garbage collector finds the circle.
+        self._cache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

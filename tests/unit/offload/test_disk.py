@@ -1,6 +1,7 @@
 """A disk that fails while tokens are generated: rows that it refuses stay in memory, and nothing generated is lost."""
 
 import copy
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -66,6 +67,23 @@ def test_a_full_disk_costs_no_token(
         assert torch.equal(generate(engine, ids, torch.ones_like(ids), max_new_tokens=25), expected)
     (disk,) = (tier for tier in engine._offloader.pool.tiers if isinstance(tier, DiskTier))
     assert disk.rescued > 0 and "generation goes on as long as that lasts" in caplog.text
+
+
+def test_the_next_generation_has_the_memory_of_the_last(offloaded: Any, tmp_path: Path) -> None:
+    """Without waiting for the garbage collector: it would lie on disk otherwise, where there is room."""
+    model = plain_model("opt")
+    ids = torch.randint(3, 190, (2, 30), generator=torch.Generator().manual_seed(5))
+    budgets = {"host_gb": 6 * PAGE / (1 << 30), "disk_gb": 0.01, "disk_path": str(tmp_path)}
+    engine = offloaded(copy.deepcopy(model), method="stream", **budgets)
+    gc.disable()
+    try:
+        used = []
+        for _ in range(3):
+            generate(engine, ids, torch.ones_like(ids), max_new_tokens=6)
+            used.append(engine._offloader.pool.used())
+    finally:
+        gc.enable()
+    assert used[0]["host"] and used[0]["disk"] and used == 3 * used[:1]
 
 
 def test_a_lost_file_ends_with_what_was_generated(offloaded: Any, tmp_path: Path) -> None:
