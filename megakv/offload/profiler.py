@@ -204,7 +204,8 @@ class Profiler:
         """Rows like a store's in pages of host memory that nobody uses; None where there are too few."""
         memory = self._pool.tiers[0]
         rows = PagedRows(self._pool, store.stored_width, store.stored_dtype, only=memory)
-        if not self._pool.has_room(rows.bytes_for(count), memory):
+        # No garbage is collected for a probe: where memory is full, every one of them would.
+        if rows.bytes_for(count) > self._pool.free_bytes(memory):
             return None
         rows.extend(count)
         return rows
