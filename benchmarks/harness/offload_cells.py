@@ -15,6 +15,7 @@ from megakv.offload.record import StepRecord
 
 from .cores import threads_on
 from .models import DTYPES, random_ids
+from .offload_disk import disk_figures
 from .offload_plan import CHOICES, IN_MEMORY, Case, Shape, shape_of, variant
 from .offloads import Decoder, Sample, random_model
 
@@ -178,17 +179,14 @@ class CaseBench:
         if steps:
             row |= planned(steps, turns)
             row["breakdown_s"] = breakdown(row, self._shape, self._kept_bytes[name], self._case, self._rate_gb_s)
+            if (io := turns[-1][-1].disk_io) is not None:
+                row |= disk_figures(self._case, steps, io)
         same = [torch.cat([sample.tokens for sample in turn]) == expected for turn in turns]
         new = self._case.new
         row["warm_up_s"] = self._warm_up_s[name]
         row["tokens_equal"] = all(bool(each.all()) for each in same)
         row["token_agreement"] = statistics.mean(each[:, -new:].double().mean().item() for each in same)
-        row["cache_bytes"] = (
-            self._case.batch
-            * (self._case.prompt + new)
-            * self._shape.layers
-            * (self._shape.row_elements * DTYPES[self._arguments.dtype].itemsize)
-        )
+        row["cache_bytes"] = self._case.cache_bytes(self._shape, DTYPES[self._arguments.dtype].itemsize)
         return row
 
 

@@ -10,7 +10,7 @@ from .grouped_bars import draw_groups
 from .lines import Line, draw_lines
 from .offload_plan import IN_MEMORY, variant
 from .offload_summary import settings, step_s
-from .offload_tables import TASKS, link_words, longest, size_words
+from .offload_tables import TASKS, link_words, longest, place_words, size_words
 from .statistics import Interval, median
 
 Row = Mapping[str, Any]
@@ -56,6 +56,8 @@ class Charts:
                 case "links" | "long":
                     self._links(part, own)
                     self._split_points(own)
+                case "disk":
+                    self._links(part, own)
                 case "latency":
                     self._sizes(own, part, "Figure 7")
                 case "llama":
@@ -94,7 +96,7 @@ class Charts:
         model = rows[0]["shape"]
         rates = list(dict.fromkeys(row["link_gb_s"] for row in rows))
         words = {
-            "title": f"Decoding by every method, keys and values in host memory: {model}",
+            "title": f"Decoding by every method, keys and values {place_words(rows)}: {model}",
             "subtitle": self._words(rows, size=True),
         }
         if len(rates) == 1:

@@ -29,8 +29,11 @@ PARTS = {
     "batches": "the same by batch size: Figure 6 (second row)",
     "hiding": "weights offloaded, a small cache, row-by-row: Table 2",
     "processes": "several processes that share the host: Figure 14",
+    "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
 }
 PAGE_KIB = 512
+DISK_SHARE = 0.5
+"""Of a link's bandwidth, what the disk behind it gives."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Case:
         Of the batch, column-by-column.
     processes : int
         That do the same at once.
+    in_memory : float, optional
+        Share of the keys and values for which host memory has room; a disk has it for the rest. None for all.
     """
 
     part: str
@@ -152,6 +157,7 @@ class Case:
     weights: bool = False
     groups: int = 1
     processes: int = 1
+    in_memory: float | None = None
 
     @property
     def name(self) -> str:
@@ -159,6 +165,15 @@ class Case:
         link = "" if self.link_gb_s is None else f"-{self.link_gb_s:g}gb"
         size = f"b{self.batch}x{self.groups}-p{self.prompt}-n{self.new}"
         return f"{self.part}-{self.model}-{size}{link}" + (f"-x{self.processes}" if self.processes > 1 else "")
+
+    @property
+    def disk_gb_s(self) -> float | None:
+        """Bandwidth of the disk, in GB/s; None without one."""
+        return None if self.in_memory is None or self.link_gb_s is None else DISK_SHARE * self.link_gb_s
+
+    def cache_bytes(self, shape: Shape, element_bytes: int) -> int:
+        """Keys and values of all layers, prompts and new tokens."""
+        return self.batch * (self.prompt + self.new) * shape.layers * shape.row_elements * element_bytes
 
     def host_bytes(self, shape: Shape, element_bytes: int) -> int:
         """Host memory that any of its methods needs: keys, values, activations, and weights if they are offloaded."""
@@ -188,6 +203,8 @@ class Plan:
     group : int, optional
         Sequences of a group, column-by-column.
     processes : tuple of int
+    in_memory : float, optional
+        As of `Case`.
     """
 
     methods: tuple[str, ...]
@@ -199,6 +216,7 @@ class Plan:
     weights: bool = False
     group: int | None = None
     processes: tuple[int, ...] = (1,)
+    in_memory: float | None = None
 
 
 _ALL = (IN_MEMORY, OTHERS, *CHOICES, "auto", "stream_4bit")
@@ -213,6 +231,7 @@ FULL = {
     "batches": Plan(("stream", "kvpr", "auto"), ("opt",), (4, 8, 16), (128,), (9,), group=2, **_COLUMN),
     "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
     "processes": Plan(("stream", "kvpr", "cpu_rank", "auto"), ("opt",), (2,), (256,), (16,), processes=(1, 2, 4)),
+    "disk": Plan((IN_MEMORY, *_LATENCY), ("opt", "gqa"), (4,), (256,), (20,), in_memory=0.75),
 }
 QUICK = {
     "links": replace(FULL["links"], news=(14,)),
@@ -222,6 +241,7 @@ QUICK = {
     "batches": replace(FULL["batches"], batches=(4, 8), news=(8,)),
     "hiding": replace(FULL["hiding"], batches=(1, 4), news=(9,)),
     "processes": replace(FULL["processes"], news=(12,), processes=(1, 2)),
+    "disk": replace(FULL["disk"], models=("opt",), batches=(2,), news=(8,)),
 }
 GPU = {
     "links": Plan(_ALL, ("opt-6.7b",), (64,), (512,), (32,)),
@@ -253,7 +273,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         found += [
             Case(
                 part, model, batch, prompt, new, link, plan.methods, plan.weights,
-                groups=batch // group if group else 1, processes=processes,
+                groups=batch // group if group else 1, processes=processes, in_memory=plan.in_memory,
             )
             for link in links
             for model in arguments.shapes or plan.models

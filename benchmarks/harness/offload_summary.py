@@ -25,6 +25,7 @@ FIXED = {
     "batches": ("shape", "context", "new_tokens", "link_gb_s"),
     "hiding": ("shape", "context", "new_tokens", "link_gb_s"),
     "processes": ("shape", *_SIZE, "link_gb_s"),
+    "disk": ("shape", *_SIZE, "link_gb_s"),
 }
 """What all rows of one table or chart of a part have in common."""
 

@@ -47,7 +47,7 @@ def tables(rows: Sequence[Row], shapes: Mapping[str, Shape], element_bytes: int)
     found = []
     for part, own in settings(rows):
         match part:
-            case "links" | "long":
+            case "links" | "long" | "disk":
                 found.append(_methods(own))
             case "hiding":
                 found.append(_hiding(own, shapes[own[0]["shape"]], element_bytes))
@@ -73,6 +73,17 @@ def link_words(rows: Sequence[Row], *, short: bool = False) -> str:
     return f"link measured at {speeds} GB/s"
 
 
+def place_words(rows: Sequence[Row]) -> str:
+    """Where the keys and values of some rows lie."""
+    row = next((row for row in rows if "disk_io" in row), None)
+    if row is None:
+        return "in host memory"
+    return (
+        f"in host memory ({row['in_memory_share']:.0%} have room) and on disk (real {row['disk_io']}, "
+        f"reads paced to an EMULATED {row['disk_gb_s']:.3g} GB/s)"
+    )
+
+
 def size_words(row: Row) -> str:
     """Prompt and new tokens."""
     return f"{row['context']}/{row['new_tokens']}"
@@ -84,7 +95,8 @@ def _title(text: str, rows: Sequence[Row]) -> str:
 
 def _methods(rows: Sequence[Row]) -> Table:
     head = ["model, link, method", "ms/step", "predicted", "tokens/s", "MB in", "MB out", "link", "compute"]
-    lines = [[*head, "MB device", "l", "on host", "of s'"]]
+    disk = ["MB disk", "disk"] if any("disk_io" in row for row in rows) else []
+    lines = [[*head, *disk, "MB device", "l", "on host", "of s'"]]
     for row in rows:
         known = "predicted_s" in row
         last = row["split_points"][-1] if known else None
@@ -98,13 +110,15 @@ def _methods(rows: Sequence[Row]) -> Table:
                 f"{row['bytes_out'] / 1e6:.3f}",
                 f"{row['link_utilisation']:.0%}",
                 _percent(row.get("compute_utilisation")),
+                *([f"{row.get('disk_bytes', 0.0) / 1e6:.2f}", _percent(row.get("disk_utilisation"))] if disk else []),
                 f"{row['device_bytes'] / 1e6:.1f}",
                 str(last[1]) if last else "-",
                 f"{row['on_host']:.0f}" if known else "-",
                 str(last[0]) if last else "-",
             ]
         )
-    text = "Every method side by side, weights resident; l: tokens recomputed in the last step"
+    where = f", keys and values {place_words(rows)}" if disk else ""
+    text = f"Every method side by side, weights resident{where}; l: tokens recomputed in the last step"
     return Table(_title(text, rows), lines)
 
 

@@ -28,6 +28,7 @@ from megakv.offload.thread_link import ThreadLink
 
 from .models import twin, weight_bytes
 from .offload_baseline import EmulatedOffloadedCache
+from .offload_disk import PacedReads, budgets
 from .offload_gpu import KernelWatch
 from .offload_plan import IN_MEMORY, OTHERS, PAGE_KIB, Case, Shape, variant
 
@@ -116,6 +117,8 @@ class Sample:
         Weights, keys and values, and buffers on the accelerator in each counted step; on CUDA, all of torch's, at most.
     bytes_in, bytes_out : float
         Over the link, per counted step.
+    disk_io : str, optional
+        How a disk was read, where there was one.
     """
 
     tokens: Tensor
@@ -125,6 +128,7 @@ class Sample:
     device_bytes: list[int] = field(default_factory=list)
     bytes_in: float = 0.0
     bytes_out: float = 0.0
+    disk_io: str | None = None
 
     @property
     def seconds(self) -> list[float]:
@@ -178,7 +182,11 @@ class Decoder:
                 "host_gb": case.host_bytes(shape, self._element_bytes) / (1 << 30),
                 "page_kib": PAGE_KIB,
             }
+            if case.in_memory is not None:
+                offload |= budgets(case, shape, self._element_bytes)
         self._engine = megakv.init_inference(twin(model), {"dtype": model.dtype, "megakv": {"offload": offload}})
+        if case.disk_gb_s is not None and offload["enabled"]:
+            PacedReads(self._engine._offloader.pool.disk, case.disk_gb_s * 1e9)
         if asked.coarse:
             _wait_for_attention(self._engine._offloader)
 
@@ -214,7 +222,8 @@ class Decoder:
         notes = StepNotes(lambda: offloader.staging_bytes, watch=watch)
         tokens = self._engine.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes]))
         # A prompt's later pieces are passes over cached tokens, too.
-        sample = Sample(tokens, notes.seconds(), [step for step in offloader.steps if step.decoding][WARM:])
+        steps = [step for step in offloader.steps if step.decoding][WARM:]
+        sample = Sample(tokens, notes.seconds(), steps, disk_io=offloader.pool.disk_io)
         if ids.device.type == "cpu":
             sample.waited_s = statistics.mean(step.waited_s for step in sample.steps)
         stay = self._weight_bytes - (offloader.weights.step_bytes if self._case.weights else 0)

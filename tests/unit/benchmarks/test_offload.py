@@ -97,6 +97,25 @@ def test_rows_of_columns(rows: list[dict[str, Any]]) -> None:
     assert all(row["tokens_equal"] for row in hiding)
 
 
+def test_a_cache_that_is_partly_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "disk.json"
+    done = fork("--only", "disk", "--shapes", "gqa", "--json", path, *TINY, "--links", "0.03", timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "reads paced to an EMULATED 0.015 GB/s" in done.stdout
+    found = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(found) == METHODS[:-1]
+    for method, row in found.items():
+        assert row["tokens_equal"] and ("disk_io" in row) == (method not in ("in_memory", "transformers"))
+        if "disk_io" in row:
+            assert row["disk_gb_s"] == 0.015 and row["disk_io"] in ("files", "aio") and row["in_memory_share"] == 0.75
+            assert 0 < row["disk_bytes"] < 1.01 * row["bytes_in"] and row["disk_utilisation"] > 0
+    # The last quarter of the keys and values, in pages of 16 tokens.
+    assert 0.1 < found["stream"]["disk_bytes"] / found["stream"]["cache_bytes"] < 0.6
+    # The host attends to what lies in memory alone.
+    assert 0 < found["cpu_rank"]["on_host"] <= 0.8 * 2 * 39
+    assert (tmp_path / "disk.disk.gqa.png").is_file()
+
+
 def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     made = tables(rows, SHAPES, 4)
     report = json.loads(results.read_text())
