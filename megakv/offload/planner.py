@@ -16,7 +16,7 @@ from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.profiler import HostTrial
 from megakv.offload.scheduler import divide, split_point
 from megakv.offload.store import TieredStore
-from megakv.offload.trials import PlanTrials
+from megakv.offload.trials import GROWN, PlanTrials
 from megakv.offload.weight_stream import WeightStream
 
 if TYPE_CHECKING:
@@ -107,11 +107,14 @@ class Planner:
         self._trials = PlanTrials(explore=leads is not False)
         self._weights = weights
         self._latest: tuple[object, Plan] | None = None
+        # Plans of this generation that are not worth solving anew at every comparison, by name, and their tokens.
+        self._hopeless: dict[str, tuple[int, Plan]] = {}
 
     def new_run(self, new_tokens: int) -> None:
         """A generation begins that may add so many tokens to each sequence; 0 if that is not known."""
         self._new_tokens = new_tokens
         self.ahead = self.wants_inputs = self._undecided = True
+        self._hopeless.clear()
 
     def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a step's layers, by the first that is asked for: the same for all.
@@ -186,26 +189,45 @@ class Planner:
         going_on = self._trials.going_on(tokens) if settled else None
         plan = None if going_on is None else self._solved(going_on, costs, sizes, weights)
         if plan is None or self._undecided:
-            plans: dict[str, Plan] = {}
-            for name in NAMES:
-                found = self._solved(name, costs, sizes, weights)
-                if found is not None and all(map(found.differs, plans.values())):
-                    plans[name] = found
+            plans = self._plans(costs, sizes, weights, tokens)
             predicted = {name: each.seconds for name, each in plans.items()}
             # Trials of the first steps, which also fill caches and pipelines, would say nothing.
             if plan is None:
                 best = min(predicted, key=lambda name: predicted[name])
-                plan = plans[self._trials.choose(predicted, tokens) if settled else best]
+                chosen = self._trials.choose(predicted, tokens) if settled else best
+                known = chosen not in self._hopeless
+                plan = plans[chosen] if known else self._solved(chosen, costs, sizes, weights) or plans[chosen]
             self._undecided = not settled
-            if settled and self._config.method == "auto":
+            if settled:
                 times = {name: seconds * self._trials.correction(name, tokens) for name, seconds in predicted.items()}
-                self.wants_inputs = self._may_recompute_more(costs, sizes, times, len(store.lengths()))
+                self._set_aside(plans, times, tokens)
+                # Without those of some tokens, those of later ones would be of no use.
+                if self._config.method == "auto" and self.wants_inputs:
+                    self.wants_inputs = self._may_recompute_more(costs, sizes, times, len(store.lengths()))
         if self._leads is not None:
             self._proposed = plan.name if settled else None
             if agreed is not None and agreed != plan.name:
                 # A rank that has nothing to use it with does what it thinks best.
                 plan = self._solved(agreed, costs, sizes, weights) or plan
         return plan._replace(predicted_s=plan.seconds * self._trials.correction(plan.name, tokens))
+
+    def _plans(self, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes, tokens: int) -> dict[str, Plan]:
+        """All plans that treat tokens otherwise than those before them."""
+        plans: dict[str, Plan] = {}
+        for name in NAMES:
+            then, found = self._hopeless.get(name, (0, None))
+            if found is None or GROWN * (tokens - then) > then:
+                found = self._solved(name, costs, sizes, weights)
+                self._hopeless.pop(name, None)
+            if found is not None and all(map(found.differs, plans.values())):
+                plans[name] = found
+        return plans
+
+    def _set_aside(self, plans: Mapping[str, Plan], times: Mapping[str, float], tokens: int) -> None:
+        """Remember the plans that will not be used soon."""
+        slow = HOPELESS * min(times.values())
+        found = {name: self._hopeless.get(name, (tokens, plan)) for name, plan in plans.items()}
+        self._hopeless = {name: each for name, each in found.items() if times[name] > slow}
 
     def _solved(self, name: str, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes) -> Plan | None:
         """A plan by its name; None where the method, or what is cached, allows none."""

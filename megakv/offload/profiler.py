@@ -223,7 +223,7 @@ class Profiler:
                 return recomputation.recompute(store.layer, inputs, positions)  # type: ignore[arg-type]
 
             times.append((count, self._timed(call)))
-        return affine(*times)
+        return affine(*times, least=1e-9)
 
     def _attended(self, store: TieredStore, host: HostTrial) -> dict[str, float]:
         """What the host's attention costs per token, per sequence whatever its tokens, and whatever its sequences."""
