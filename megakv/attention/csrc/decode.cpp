@@ -92,6 +92,9 @@ void accumulate(const float* weights, const float* keep, Rows<T> v, int column, 
     for (int c = 0; c < C; ++c) std::memcpy(out + r * v.dim + column + c * LANES, &sum[r][c], sizeof(Floats));
 }
 
+// What scores are compared with: where all of them have overflowed, their weights are 0, not infinity minus infinity.
+float finite(float top) { return top == -std::numeric_limits<float>::infinity() ? 0.0f : top; }
+
 // The online softmax of some query rows: what they have seen so far.
 struct State {
   float* out;
@@ -116,14 +119,15 @@ void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State s
     }
     float top = state.top[r];
     for (int i = 0; i < LANES; ++i) top = std::max(top, most[i]);
+    const float base = finite(top);
     Floats total = {};
     for (int j = 0; j < padded; j += LANES) {
-      const Floats weight = exponential(load(row + j) - top);
+      const Floats weight = exponential(load(row + j) - base);
       total += weight;
       std::memcpy(row + j, &weight, sizeof weight);
     }
     const Four four = folded(total);
-    keep[r] = std::exp(state.top[r] - top);
+    keep[r] = std::exp(state.top[r] - base);
     state.total[r] = state.total[r] * keep[r] + (four[0] + four[1] + four[2] + four[3]);
     state.top[r] = top;
   }
@@ -266,11 +270,12 @@ void decode(const Input& input, const Shape& s, float scale, int threads, float*
       for (int64_t chunk = first; chunk < end; ++chunk) top = std::max(top, tops[chunk * rows + row]);
       float* target = out + (sequence * rows + row) * s.value_dim;
       for (int64_t chunk = first; chunk < end; ++chunk) {
-        const float share = std::exp(tops[chunk * rows + row] - top);
+        const float share = std::exp(tops[chunk * rows + row] - finite(top));
         const float* source = &outs[(chunk * rows + row) * s.value_dim];
         sum += share * totals[chunk * rows + row];
         for (int i = 0; i < s.value_dim; ++i) target[i] += share * source[i];
       }
+      if (sum == 0) continue;
       for (int i = 0; i < s.value_dim; ++i) target[i] /= sum;
       lse[sequence * rows + row] = top + std::log(sum);
     }

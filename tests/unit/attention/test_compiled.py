@@ -73,6 +73,21 @@ def test_scores_far_apart(kernel):
         torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_scores_that_overflow_weigh_nothing(kernel, threads):
+    # A tile, a chunk, all but the last key, and all of them.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        for keys, overflowing in ((200, TILE), (20_000, 9000), (300, 299), (200, 200)):
+            q, k = torch.full((2, 1, 16), 1e20), torch.zeros(1, keys, 16)
+            k[0, :overflowing] = -1e20
+            v = torch.randn(1, keys, 8, generator=torch.Generator().manual_seed(keys))
+            out, lse = pool.submit(kernel, q, k, v, 1.0).result()
+            seen = v[0, overflowing:].double()
+            expected = seen.mean(dim=0) if len(seen) else seen.sum(dim=0)
+            torch.testing.assert_close(out.double(), expected.expand(2, 1, 8), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(lse, torch.tensor(float(len(seen))).log().expand(2, 1))
+
+
 def test_what_is_not_a_number_is_not_hidden(kernel):
     q, k, v = torch.ones(1, 1, 16), torch.ones(1, 300, 16), torch.ones(1, 300, 16)
     k[0, 130, 3] = torch.nan
