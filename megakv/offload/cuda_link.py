@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from megakv.offload.stream_link import StreamLink
+from megakv.offload.tiers import in_units
+
+logger = logging.getLogger(__name__)
 
 
 class CudaStreams:
@@ -41,7 +45,16 @@ class CudaStreams:
                 (target if target.is_cuda else source).record_stream(stream)
 
     def bounce(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning(
+                "pinning host memory failed for %s that rows of files pass through (%s): copies are slow, not "
+                "beside computation; a higher limit of locked memory (ulimit -l) avoids that",
+                in_units(nbytes),
+                str(error).partition("\n")[0],
+            )
+            return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class CudaLink(StreamLink):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megakv.errors import MegaKVError
 from megakv.offload import assembly, stream_link
+from megakv.offload.cuda_link import CudaStreams
 from megakv.offload.disk import DiskTier
 from megakv.offload.link import MemoryRows, Move, Rows
 from megakv.offload.stream_link import StreamLink
@@ -217,3 +218,10 @@ def test_costs_are_learned_behind_the_steps(offloaded: Any, monkeypatch: pytest.
     assert 0 < sum(step.timed_bytes for step in steps) <= engine._offloader.link.traffic["in"].nbytes
     assert all(step.recompute_s > 0 for step in steps[:-2] if step.division.recomputed)
     assert costs._shown.get("device_s") > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its memory is pinned")
+def test_what_files_pass_through_is_pageable_where_pinning_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    memory = CudaStreams(torch.device("cuda")).bounce(1 << 20)
+    assert memory.nbytes == 1 << 20 and memory.device.type == "cpu" and not memory.is_pinned()
+    assert "pinning host memory failed for 1.00 MiB that rows of files pass through" in caplog.text
