@@ -39,6 +39,35 @@ class Lot(NamedTuple):
         return self.rows_in_memory < self.tokens or self.inputs_in_memory < self.inputs
 
 
+def placed(tokens: Sequence[int], memory_bytes: float, *, row_bytes: int, input_bytes: int = 0) -> tuple[Lot, ...]:
+    """Where rows of each sequence come to lie in a layer, whose share of host memory takes what it has room for.
+
+    What is smaller comes first: activations of all sequences, or keys and values beside larger ones, sequence by
+    sequence. Pages are taken to be small.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        Of each sequence.
+    memory_bytes : float
+        The layer's share.
+    row_bytes, input_bytes : int
+        Of a token's keys and values, and of its activations; 0 where none are kept.
+    """
+    kinds = [(name, nbytes) for name, nbytes in (("x", input_bytes), ("kv", row_bytes)) if nbytes]
+    order = [(name, nbytes, index) for index in range(len(tokens)) for name, nbytes in reversed(kinds)]
+    if input_bytes < row_bytes:
+        order = [(name, nbytes, index) for name, nbytes in kinds for index in range(len(tokens))]
+    held = {}
+    for name, nbytes, index in order:
+        held[name, index] = min(tokens[index], int(memory_bytes // nbytes))
+        memory_bytes -= held[name, index] * nbytes
+    return tuple(
+        Lot(count, count if input_bytes else 0, held["kv", index], held.get(("x", index), 0))
+        for index, count in enumerate(tokens)
+    )
+
+
 class Piece(NamedTuple):
     """Split points between which every token costs alike.
 

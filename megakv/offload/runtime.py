@@ -15,7 +15,7 @@ from megakv.offload.columns import group_call, groups_of
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_rank import HostPart, HostRank, Queries
-from megakv.offload.inputs import offer, recompute
+from megakv.offload.inputs import inputs_pay, offer, recompute
 from megakv.offload.link import Link, Ticket
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
@@ -140,6 +140,8 @@ class Offloader:
         cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
         self._keeps = self._planner.wants_inputs or not self._decoding
+        if not (self._decoding or cached):
+            self._keeps = inputs_pay(self, cache.store(0), new, self._announced, self._layers)
         # Where nothing can be brought ahead, each step is like the others all the same.
         ready = len(self._prefetch) > 0 or not self._planner.ahead
         bits, ledger = self.config.kv_bits, self._runtime.comm.ledger

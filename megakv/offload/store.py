@@ -231,7 +231,8 @@ class TieredStore(RowFormat, UniformStore):
     @property
     def input_bytes(self) -> int:
         """Bytes of a token's activations; 0 where none are kept."""
-        return self.input_width * self.dtype.itemsize
+        width = self.input_width
+        return width * self.dtype.itemsize if width else 0
 
     def row_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
         """Copies of keys and values of tokens from `first` on to device memory ``[n, stored_width]``."""

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes.util import find_library
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 import torch
 from deepspeed.git_version_info import installed_ops
 
+from megakv.costmodel.offload import LayerCosts
+from megakv.costmodel.offload_disk import placed
 from megakv.errors import MegaKVError
 from megakv.offload.async_io import AsyncReader, find_async_io
+from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
 from tests.unit.offload.test_exactness import generate, plain_model
 
@@ -84,6 +88,43 @@ def test_the_next_generation_has_the_memory_of_the_last(offloaded: Any, tmp_path
     finally:
         gc.enable()
     assert used[0]["host"] and used[0]["disk"] and used == 3 * used[:1]
+
+
+@pytest.mark.parametrize(("host_s", "recompute_s", "kept"), [(1e-3, 5.0, False), (1e3, 1.3, True)])
+def test_activations_have_only_memory_that_the_host_has_no_better_use_for(
+    host_s: float,
+    recompute_s: float,
+    kept: bool,
+    offloaded: Any,
+    fixed_costs: LayerCosts,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    costs, measured = replace(fixed_costs, host_attend_s=host_s, recompute_s=recompute_s), OffloadCosts.layer
+
+    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+        measured(self, *args, **options)
+        return costs
+
+    monkeypatch.setattr(OffloadCosts, "layer", layer)
+    model = plain_model("opt")
+    ids = torch.randint(3, 190, (2, 30), generator=torch.Generator().manual_seed(6))
+    expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=6)
+    config = model.config
+    cache = 4 * 2 * config.hidden_size * config.num_hidden_layers * 2 * 36
+    engine = offloaded(
+        copy.deepcopy(model),
+        host_gb=0.75 * cache / (1 << 30), disk_gb=0.01, disk_path=str(tmp_path), page_kib=1,
+    )  # fmt: skip
+    for with_inputs in (True, kept):
+        assert torch.equal(generate(engine, ids, torch.ones_like(ids), max_new_tokens=6), expected)
+        store = engine._offloader._cache.store(0)
+        assert all(count > 0 for count in store.with_inputs()) == with_inputs
+        share = 0.75 * cache / config.num_hidden_layers
+        lots = placed(store.lengths(), share, row_bytes=store.row_bytes, input_bytes=store.input_bytes)
+        assert sum(store.in_memory()) == pytest.approx(sum(lot.rows_in_memory for lot in lots), abs=8)
+        # It would hold its rows.
+        del store
 
 
 def test_a_lost_file_ends_with_what_was_generated(offloaded: Any, tmp_path: Path) -> None:

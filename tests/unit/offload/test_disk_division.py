@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megakv.costmodel.offload import LayerCosts, split_seconds, steady_seconds
-from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, pieces, shown_rates
+from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, pieces, placed, shown_rates
 from megakv.offload.division import spread
 from megakv.offload.scheduler import divide, split_point
 from tests.unit.offload.test_scheduler import random_costs
@@ -101,3 +101,22 @@ def test_the_slower_of_disk_and_link_sets_the_pace() -> None:
     assert shown_rates(100, 50, 30.0, 10.0, 4.0) == (0.0, 2.0)
     assert shown_rates(100, 10, 11.5, 10.0, 4.0) == pytest.approx((10.0, 0.0))
     assert shown_rates(100, 50, 4.0, 10.0, 4.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_memory_is_filled_in_order(seed: int) -> None:
+    generator = random.Random(700 + seed)
+    for _ in range(50):
+        tokens = [generator.randrange(0, 12) for _ in range(generator.randrange(1, 5))]
+        row, inputs, memory = generator.randrange(1, 9), generator.randrange(0, 9), generator.randrange(0, 300)
+        lots = placed(tokens, memory, row_bytes=row, input_bytes=inputs)
+        assert [(lot.tokens, lot.inputs) for lot in lots] == [(n, n if inputs else 0) for n in tokens]
+        ends = [(lot.rows_in_memory, n, row) for lot, n in zip(lots, tokens, strict=True)]
+        first = [(lot.inputs_in_memory, n if inputs else 0, inputs) for lot, n in zip(lots, tokens, strict=True)]
+        smaller = inputs < row
+        order = first + ends if smaller else [each for pair in zip(ends, first, strict=True) for each in pair]
+        left = memory
+        for held, wanted, nbytes in order:
+            assert 0 <= held <= wanted and (held == wanted or left - held * nbytes < nbytes)
+            left -= held * nbytes
+        assert left >= 0
