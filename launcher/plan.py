@@ -94,7 +94,8 @@ def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[
     """The JSON of a run that makes a choice, as `megakv.config.load_config` takes it."""
     host_gb = max(1.0, round(choice.memory.host / GIB + 0.5)) if choice.fit.offload else None
     divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None
-    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, divided=divided)
+    disk_gb = float(round(choice.memory.disk / GIB + 0.5)) if choice.memory.disk else 0.0
+    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, disk_gb=disk_gb, divided=divided)
 
 
 def _values(
@@ -160,6 +161,7 @@ def _explained(choice: Choice, sent: dict[str, int]) -> str:
     terms = ", ".join(f"{name.replace('_', '-')} {seconds:.3g} s" for name, seconds in choice.terms.items())
     memory = choice.memory
     host = f", of the host {memory.host / GB:.1f} GB" if memory.host else ""
+    host += f", on disk {memory.disk / GB:.1f} GB" if memory.disk else ""
     total = sum(sent.values())
     shown = {name: nbytes for name, nbytes in sent.items() if nbytes >= LEAST_SHARE * total}
     parts = ", ".join(f"{name.replace('_', '-')} {nbytes / GB:.3g}" for name, nbytes in shown.items())

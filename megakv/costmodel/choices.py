@@ -206,7 +206,9 @@ def meshes(model: ModelShape, demand: Demand) -> Iterator[Mesh]:
             yield Mesh(cp_size, tp_size, demand.gpus // (cp_size * tp_size))
 
 
-def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, divided: bool = False) -> dict[str, Any]:
+def run_config(
+    choice: Choice, *, dtype: str, host_gb: float | None = None, disk_gb: float = 0.0, divided: bool = False
+) -> dict[str, Any]:
     """The JSON of a run, as `megakv.config.load_config` takes it.
 
     Parameters
@@ -216,6 +218,8 @@ def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, divi
         As in ``bfloat16``.
     host_gb : float, optional
         Host memory of each rank for offloaded keys and values, in GiB.
+    disk_gb : float
+        Space on disk of each rank for those that have no room there, in GiB.
     divided : bool
         Whether some of those may be recomputed from activations, or attended to by the host.
     """
@@ -233,5 +237,7 @@ def run_config(choice: Choice, *, dtype: str, host_gb: float | None = None, divi
         section["fairkv"] = {"budget": choice.fit.kept_share}
     if choice.fit.offload:
         section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if divided else "stream"}
+        if disk_gb:
+            section["offload"]["disk_gb"] = disk_gb
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     return {"dtype": names[dtype], "tensor_parallel": {"tp_size": choice.mesh.tp_size}, "megakv": section}

@@ -15,6 +15,7 @@ from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.fitting import Fitting
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import RankMemory
+from megakv.costmodel.offload import sending_seconds
 from megakv.costmodel.offload_time import moved_seconds, offloaded_ttit
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
@@ -137,7 +138,7 @@ class ClusterPlanner:
         """One choice for each ring method; on one context-parallel rank there is nothing to choose."""
         profile, model = self._profile(mesh), self._fitting.shape(fit)
         times = PrefillTimes(profile, model, self._workload(demand, mesh), tp_size=mesh.tp_size)
-        decode, ttit_s = self._decoding(demand, mesh, fit, profile)
+        decode, ttit_s = self._decoding(demand, mesh, fit, memory, profile)
         choices = []
         for method in ("pass_kv", "pass_q") if mesh.cp_size > 1 else ("single",):
             choice = Choice(mesh, fit, method, decode, memory, times.seconds(method), ttit_s, times.terms(method))
@@ -174,7 +175,9 @@ class ClusterPlanner:
         choice = replace(bound, memory=memory, ttft_s=ttft_s, terms=terms, partition=partition, chunk_tokens=chunk)
         return self._moved(demand, choice, profile)
 
-    def _decoding(self, demand: Demand, mesh: Mesh, fit: Fit, profile: HardwareProfile) -> tuple[str, float]:
+    def _decoding(
+        self, demand: Demand, mesh: Mesh, fit: Fit, memory: RankMemory, profile: HardwareProfile
+    ) -> tuple[str, float]:
         held = max(1, round(demand.total * fit.kept_share))
         workload = Workload((1,) * demand.batch, (held,) * demand.batch, mesh.cp_size)
         model, link = self._fitting.shape(fit), profile.host_link
@@ -182,8 +185,16 @@ class ClusterPlanner:
 
         def seconds(method: str) -> float:
             if fit.offload and link is not None:
-                size, sharers = mesh.tp_size, min(mesh.ranks * mesh.replicas, profile.devices_per_host or 1)
-                return offloaded_ttit(profile, link, model, workload, method, tp_size=size, sharers=sharers)
+                return offloaded_ttit(
+                    profile,
+                    link,
+                    model,
+                    workload,
+                    method,
+                    tp_size=mesh.tp_size,
+                    sharers=_sharers(mesh, profile),
+                    memory_bytes=memory.host if memory.disk else None,
+                )
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
 
         times = {method: seconds(method) for method in methods}
@@ -191,11 +202,14 @@ class ClusterPlanner:
         return best, times[best]
 
     def _moved(self, demand: Demand, choice: Choice, profile: HardwareProfile) -> Choice:
-        """With the time that offloading takes at least: every key and value crosses the link."""
+        """With the time that offloading takes at least: all cross the link, some go to disk as fast as it reads."""
         if not choice.fit.offload or profile.host_link is None:
             return choice
         tokens = -(-demand.total * demand.batch // choice.mesh.cp_size)
         moved_s = moved_seconds(profile.host_link, self._model, tokens, tp_size=choice.mesh.tp_size)
+        if choice.memory.disk and profile.disk_bandwidth is not None:
+            disk_s = sending_seconds(choice.memory.disk, profile.disk_bandwidth / _sharers(choice.mesh, profile))
+            moved_s = max(moved_s, disk_s)
         if moved_s <= choice.ttft_s:
             return choice
         return replace(choice, ttft_s=moved_s, terms={**choice.terms, "host_link": moved_s - choice.ttft_s})
@@ -222,3 +236,8 @@ class ClusterPlanner:
         why = "{:.3g} s to the first token, more than the {:g} s allowed"
         rejected = [*rejected, *(Rejection(str(choice), why.format(choice.ttft_s, limit)) for choice in late)]
         return Plan([choice for choice in choices if choice.ttft_s <= limit], rejected, evaluated)
+
+
+def _sharers(mesh: Mesh, profile: HardwareProfile) -> int:
+    """Ranks on a host."""
+    return min(mesh.ranks * mesh.replicas, profile.devices_per_host or 1)

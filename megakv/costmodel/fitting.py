@@ -73,7 +73,12 @@ class Fitting:
         if not fit.offload:
             return memory
         tokens = -(-demand.longest // mesh.cp_size)
-        return replace(memory, host=host_bytes(self._model, tokens, batch=demand.batch, tp_size=mesh.tp_size))
+        needed = host_bytes(self._model, tokens, batch=demand.batch, tp_size=mesh.tp_size)
+        room = self.host_room(demand.gpus)
+        # Without an accelerator there is no room in memory: what it works with and what it offloads are in the same.
+        if room is None or self._spec.disk_bandwidth is None or self._spec.accelerator == "cpu":
+            return replace(memory, host=needed)
+        return replace(memory, host=min(needed, room), disk=max(0, needed - room))
 
     def candidates(self, demand: Demand) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
         """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps."""
@@ -106,6 +111,13 @@ class Fitting:
         """Why a rank has no room, with the numbers; None where it has."""
         if memory.total > self.room:
             return self._too_large(memory)
+        if memory.disk and self._spec.disk_bytes is not None:
+            disk = self._spec.disk_bytes // min(self._spec.devices_per_host, demand.gpus)
+            if memory.disk > disk:
+                return (
+                    f"needs {memory.disk / GB:.1f} GB on disk a rank beside {memory.host / GB:.1f} GB of host memory, "
+                    f"there are {disk / GB:.1f}"
+                )
         room = self.host_room(demand.gpus)
         if room is None or not memory.host:
             return None

@@ -172,6 +172,8 @@ class HardwareProfile(Record):
         Seconds of moving bytes between host and accelerator. None: not known.
     host_memory_bandwidth : float, optional
         Bytes per second that all processors and links of a host together take from its memory. None: not known.
+    disk_bandwidth : float, optional
+        Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
     memory_bytes : int, optional
         Of one rank's accelerator. None: not known.
     host_memory_bytes : int, optional
@@ -212,6 +214,7 @@ class HardwareProfile(Record):
     sums: tuple[SumTimes, ...] = ()
     host_link: Curve | None = None
     host_memory_bandwidth: float | None = Field(default=None, gt=0)
+    disk_bandwidth: float | None = Field(default=None, gt=0)
     memory_bytes: int | None = Field(default=None, gt=0)
     host_memory_bytes: int | None = Field(default=None, gt=0)
     devices_per_host: int | None = Field(default=None, gt=0)

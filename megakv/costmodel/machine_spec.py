@@ -82,6 +82,10 @@ class MachineSpec(Record):
     host_memory_bandwidth : float, optional
         Bytes per second that all processors and links of a host together take from its memory. None: not known, and
         the host is not asked to attend.
+    disk_bandwidth : float, optional
+        Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
+    disk_bytes : int, optional
+        Space on the disk of one host; its accelerators share it. None: not known, and not limited.
     matmul_efficiency, attention_efficiency, memory_efficiency : float
         What part of the peaks matrix products, attention and reading memory reach.
     causal_share : float
@@ -116,6 +120,8 @@ class MachineSpec(Record):
     between: Link
     host: Link
     host_memory_bandwidth: Positive | None = None
+    disk_bandwidth: Positive | None = None
+    disk_bytes: int | None = Field(default=None, gt=0)
     matmul_efficiency: float = Field(gt=0, le=1)
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
@@ -200,6 +206,7 @@ class MachineSpec(Record):
             layer_s=0.0 if captured else self.layer_s,
             host_link=self.host.curve(),
             host_memory_bandwidth=self.host_memory_bandwidth,
+            disk_bandwidth=self.disk_bandwidth,
             memory_bytes=self.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
             devices_per_host=self.devices_per_host,
@@ -274,6 +281,7 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         between=links[1],
         host=links[2],
         host_memory_bandwidth=profile.host_memory_bandwidth,
+        disk_bandwidth=profile.disk_bandwidth,
         matmul_efficiency=profile.matmul_flops / peak,
         attention_efficiency=table.flops / peak,
         memory_efficiency=1.0,

@@ -65,12 +65,15 @@ class RankMemory:
         On the accelerator.
     host : int
         In host memory: keys and values that are offloaded, and activations that they may be recomputed from.
+    disk : int
+        On disk: what of those has no room there.
     """
 
     weights: int
     cache: int
     working: int
     host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:

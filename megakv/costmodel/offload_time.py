@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.offload import LayerCosts, may_pay, shared_attend_seconds
+from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, placed
 from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, group_times, step_seconds
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.config import OffloadConfig
@@ -38,7 +41,8 @@ def layer_costs(
     device_s : float
         All other work of the layer.
     sharers : int
-        Ranks of a host, which divide the bandwidth of its memory: for their links, and for attending there (KVPR, A.7).
+        Ranks of a host, which divide the bandwidth of its memory, for their links and for attending there (KVPR, A.7),
+        and that of its disk.
     """
     shape = model.attention(tp_size=tp_size)
     width = shape.kv_heads * (shape.key_dim + shape.value_dim)
@@ -46,9 +50,12 @@ def layer_costs(
     if profile.host_memory_bandwidth is not None:
         bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
         host_attend_s = shared_attend_seconds(shape.kv_row_bytes / profile.host_memory_bandwidth, sharers)
+    disk, inputs = (profile.disk_bandwidth or 0.0) / sharers, model.hidden * model.element_bytes
     return LayerCosts(
         kv_s=shape.kv_row_bytes / bandwidth,
-        activation_s=model.hidden * model.element_bytes / bandwidth,
+        activation_s=inputs / bandwidth,
+        disk_kv_s=disk_seconds(shape.kv_row_bytes, bandwidth, disk),
+        disk_activation_s=disk_seconds(inputs, bandwidth, disk),
         recompute_s=model.hidden * width * profile.matmul.at(most) / most,
         transfer_s=link.latency,
         device_s=device_s,
@@ -68,6 +75,7 @@ def offloaded_ttit(
     weights: bool = False,
     groups: int = 1,
     sharers: int = 1,
+    memory_bytes: int | None = None,
 ) -> float:
     """Seconds of one decoding step whose layers divide their tokens as the scheduler would.
 
@@ -85,6 +93,8 @@ def offloaded_ttit(
         Groups of sequences that a layer's weights serve, as ``megakv.offload.num_gpu_batches``.
     sharers : int
         As for `layer_costs`.
+    memory_bytes : int, optional
+        Of the host, for a rank's rows: those beyond lie on disk. None: there is room for all.
     """
     layers, groups = len(model.layers), min(groups, len(workload.new))
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
@@ -95,21 +105,45 @@ def offloaded_ttit(
     else:
         planned = costs.in_column(weights_s=sent.keys_s + sent.others_s, num_gpu_batches=groups)
     tokens = -(-workload.total // (workload.size * groups))
-    divisions = {
-        "stream": Division(tokens),
-        "kvpr": split_point(planned, tokens),
-        "chunked": divide(planned, tokens, chunk=CHUNK_TOKENS),
-    }
-    if planned.host_attend_s:
-        divisions["cpu_rank"] = divide(planned, tokens, chunk=CHUNK_TOKENS, recompute=False, host=tokens)
-        divisions["all"] = divide(planned, tokens, chunk=CHUNK_TOKENS, host=tokens)
 
-    def seconds(name: str) -> float:
-        found, chunk = divisions[name], tokens if name == "kvpr" else CHUNK_TOKENS
-        times = group_times(costs, found.recomputed, found.on_host, found.streamed, chunk=chunk, outside_s=0.0)
+    def seconds(name: str, lots: Sequence[Lot]) -> float:
+        found = _division(name, planned, tokens, lots)
+        own = mean_costs(costs, lots, found.recomputed, found.on_host) if lots else costs
+        chunk = tokens if name == "kvpr" else CHUNK_TOKENS
+        times = group_times(own, found.recomputed, found.on_host, found.streamed, chunk=chunk, outside_s=0.0)
         return step_seconds([times] * groups, layers, sent)
 
-    return min(map(seconds, divisions)) if plan == "auto" else seconds(plan if plan in divisions else "stream")
+    plans = ["stream", "kvpr", "chunked", *(["cpu_rank", "all"] if planned.host_attend_s else [])]
+    if plan != "auto":
+        plans = [plan if plan in plans else "stream"]
+    lots: list[Sequence[Lot]] = [()]
+    if memory_bytes is not None:
+        row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
+        kept = {inputs if plan in ("auto", "kvpr", "chunked") and may_pay(inputs, row) else 0}
+        # `auto` leaves activations out where keys and values are the better use of the memory.
+        kept |= {0} if plan == "auto" else set()
+        share = memory_bytes / (layers * groups)
+        lots = [placed([tokens], share, row_bytes=row, input_bytes=each) for each in sorted(kept)]
+    return min(seconds(name, each) for name in plans for each in lots)
+
+
+def _division(name: str, costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> Division:
+    """Of a group's tokens by a plan; with rows on disk, where they lie: taken to be as those of one sequence."""
+    most = sum(lot.inputs for lot in lots) if lots else tokens
+    host = sum(lot.rows_in_memory for lot in lots) if lots else tokens
+    if name == "stream":
+        return Division(tokens)
+    if name == "kvpr":
+        return split_point(costs, tokens, most=most, lots=lots)
+    return divide(
+        costs,
+        tokens,
+        chunk=CHUNK_TOKENS,
+        recompute=name != "cpu_rank",
+        host=0 if name == "chunked" else host,
+        most=most,
+        lots=lots,
+    )
 
 
 def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:

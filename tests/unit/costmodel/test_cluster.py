@@ -24,6 +24,7 @@ from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.errors import MegaKVError
 from megakv.launcher.command import main
+from megakv.launcher.plan import choice_config
 from tests.families import llama
 
 LARGE = ROOT / "recipes" / "llama3_405b"
@@ -112,6 +113,16 @@ def test_host_memory_limits_what_is_offloaded() -> None:
     why = r"CP1 x TP1 needs 163\.9 GB of host memory a rank, there are 147\.5 \(164 GB a host, 1 of its"
     with pytest.raises(MegaKVError, match=why):
         ClusterPlanner(machine(host_memory_bytes=cache), model).plan(demand)
+    # Where the host has a disk, the rest lies there, and comes no faster than it reads.
+    disk = {"host_memory_bytes": cache, "disk_bandwidth": 3e9}
+    (slower,) = ClusterPlanner(machine(**disk), model).plan(demand).choices
+    assert slower.memory.host == int(0.9 * cache) and slower.memory.host + slower.memory.disk == cache
+    assert slower.ttit_s >= 0.95 * (slower.memory.disk / 3e9 + slower.memory.host / RDMA.spec.host.bandwidth)
+    assert choice.ttit_s < slower.ttit_s < 1.1 * cache / 3e9 and choice.ttft_s < slower.ttft_s
+    config = choice_config(slower, machine(**disk), model)
+    assert load_config(config).megakv.offload.disk_gb * (1 << 30) >= slower.memory.disk
+    with pytest.raises(MegaKVError, match=r"16\.4 GB on disk a rank beside 147\.5 GB of host memory, there are 16\.0"):
+        ClusterPlanner(machine(**disk, disk_bytes=16 * 10**9), model).plan(demand)
     # Without an accelerator what is offloaded lies in the memory that is full already.
     with pytest.raises(MegaKVError, match=r"of host memory a rank beside [\d.]+ GB in use, there are"):
         ClusterPlanner(machine(host_memory_bytes=int(1.12 * cache), accelerator="cpu"), model).plan(demand)

@@ -56,6 +56,27 @@ def test_groups_share_the_weights() -> None:
     assert ttit(3, tokens, weights=True, groups=8) == ttit(3, tokens, weights=True, groups=3)
 
 
+def test_rows_on_disk_come_no_faster_than_it_reads() -> None:
+    batch, tokens, disk = random.randint(2, 9), random.randint(2000, 6000), 2e9
+    slow = PROFILE.model_copy(update={"disk_bandwidth": disk})
+    step = Workload((1,) * batch, (tokens,) * batch, 1)
+    cache = 8 * batch * (tokens + 1) * 2 * 2048 * 2
+
+    def seconds(memory: float, plan: str = "stream") -> float:
+        return offloaded_ttit(slow, LINK, MODEL, step, "pass_q", plan=plan, memory_bytes=int(memory))
+
+    # Keys and values, and activations, half as large.
+    assert seconds(2 * cache) == pytest.approx(ttit(batch, tokens, plan="stream"))
+    assert seconds(2 * cache, "auto") == pytest.approx(ttit(batch, tokens))
+    half = cache / 2 / LINK.bandwidth + cache / 2 / disk
+    assert half < seconds(cache / 2) < half + ttit(batch, tokens, plan="stream") - cache / LINK.bandwidth + 1e-3
+    shares = [seconds(share * cache, "auto") for share in (0.1, 0.4, 0.8, 1.2, 2.0)]
+    assert shares == sorted(shares, reverse=True)
+    for share in (0.3, 0.7):
+        plans = [seconds(share * cache, plan) for plan in ("stream", "kvpr", "chunked")]
+        assert seconds(share * cache, "auto") <= min(plans) * (1 + 1e-9)
+
+
 def test_a_prompt_moves_keys_out_and_weights_in() -> None:
     tokens = random.randint(1000, 9000)
     out = 8 * LINK.at(tokens * 2 * 2048 * 2)
