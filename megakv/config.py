@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, ValidationError, field_validator
 
 from megakv.fairkv.config import FairKVConfig
 from megakv.offload.config import OffloadConfig
 from megakv.runahead.config import RunaheadConfig, check_runahead
+from megakv.sections import Section
 from megakv.tracking.config import TrackingConfig
 
 REFUSED_KEYS = {
@@ -48,7 +50,7 @@ REFUSED_KEYS = {
 REFUSED_TP_KEYS = ("mpu", "tp_group", "tp_grain_size")
 
 
-class ContextParallelConfig(DeepSpeedConfigModel):
+class ContextParallelConfig(Section):
     """Section ``megakv.context_parallel``."""
 
     size: int = Field(1, ge=1)
@@ -73,7 +75,7 @@ class ContextParallelConfig(DeepSpeedConfigModel):
     """Whether `profile` and `fit` may come from another machine, world or model."""
 
 
-class MegaKVSection(DeepSpeedConfigModel):
+class MegaKVSection(Section):
     """Section ``megakv``."""
 
     context_parallel: ContextParallelConfig = Field(default_factory=ContextParallelConfig)
@@ -89,7 +91,7 @@ class MegaKVSection(DeepSpeedConfigModel):
     feed_forward: Literal["dtype", "fp8"] = "dtype"
     """``fp8``: float8_e4m3fn with a scale per row, activations likewise; half the bytes of 16-bit weights."""
 
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(600.0, gt=0, le=1e9)
     """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
 
     fairkv: FairKVConfig = Field(default_factory=FairKVConfig)
@@ -129,15 +131,44 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         """Context-parallel degree."""
         return int(self.megakv.context_parallel.size)
 
+    def shared_settings(self) -> dict[str, Any]:
+        """All settings that must be the same on every rank: all but where a host keeps its files, and tracking."""
+        values: dict[str, Any] = self.model_dump(mode="json", by_alias=True, fallback=str)
+        for path in OWN_SETTINGS:
+            *sections, key = path.split(".")
+            section = values
+            for name in sections:
+                section = section[name]
+            del section[key]
+        return values
+
+
+OWN_SETTINGS = ("megakv.tracking", "megakv.offload.disk_path", "megakv.offload.profile")
+"""Settings that may differ from rank to rank."""
+
 
 def _allowed(error: Any) -> str:
     context = error.get("ctx", {})
     kind = error["type"]
     if kind == "extra_forbidden":
-        return "unknown key"
+        return f"unknown key; {_known_keys(error['loc'])}"
     if "expected" in context:
         return f"allowed: {context['expected']}"
     return str(error["msg"])
+
+
+def _known_keys(path: Sequence[int | str]) -> str:
+    """What the last key of a path could have been: any of MegaKV's own section, or similar ones of DeepSpeed's."""
+    model: Any = MegaKVConfig
+    for part in path[:-1]:
+        fields = getattr(model, "model_fields", {})
+        model = fields[part].annotation if part in fields else None
+    keys = sorted(getattr(model, "model_fields", {}))
+    similar = get_close_matches(str(path[-1]), keys, n=3)
+    if similar:
+        return f"did you mean {' or '.join(map(repr, similar))}?"
+    own = keys if isinstance(model, type) and issubclass(model, Section) else ["megakv"]
+    return f"allowed: {', '.join(own)}" + ("" if own == keys else " and those of DeepSpeed's inference config")
 
 
 def _explain(error: ValidationError, source: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
@@ -122,6 +122,39 @@ def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
         How long a silent peer is waited for, in seconds.
     """
     init_deepspeed_distributed(shared_memory=tp_only, timeout=timedelta(seconds=timeout_s))
+
+
+def check_same_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse ranks of one world that were given different settings, which would wait for each other. Collective.
+
+    Parameters
+    ----------
+    settings : mapping of str to anything
+        By key, nested ones as mappings.
+
+    Raises
+    ------
+    ValueError
+        On every rank, naming the first key that differs and its values.
+    """
+    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, dict(_flat(settings)))
+    first = everywhere[0]
+    for rank, own in enumerate(everywhere):
+        for key in sorted(first.keys() | own.keys()):
+            if first.get(key) != own.get(key):
+                raise ValueError(
+                    f"{key} is {first.get(key)!r} on rank 0 but {own.get(key)!r} on rank {rank}: give every rank the "
+                    "same configuration"
+                )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def stop_distributed() -> None:

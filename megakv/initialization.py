@@ -20,7 +20,7 @@ from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.placement import check_same_mapping, place_heads, read_mapping
-from megakv.groups import check_mesh, make_mesh, start_distributed
+from megakv.groups import check_mesh, check_same_settings, make_mesh, start_distributed
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
 from megakv.placement import HeadMap, head_counts
@@ -63,6 +63,7 @@ def init_inference(
     parsed = load_config(config, **overrides)
     cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
     start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)
+    check_same_settings(parsed.shared_settings())
     check_mesh(cp_size, tp_size, dist.get_world_size())
     mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
     comm = Communicator(mesh, Ledger())

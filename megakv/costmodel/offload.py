@@ -205,17 +205,18 @@ def link_utilisation(nbytes: float, bytes_s: float, seconds: float) -> float:
     return nbytes / carried if carried else 0.0
 
 
-def affine(few: tuple[int, float], many: tuple[int, float], *, least: float = 0.0) -> tuple[float, float]:
+def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = 0.0) -> tuple[float, float]:
     """Seconds per unit, and those that any number takes, from the seconds of a few units and of many.
 
     Parameters
     ----------
     few, many : tuple of int and float
         Units and seconds.
-    least : float
-        Seconds that many take longer than a few at least.
+    share : float
+        Of the seconds of many, those that it takes longer than a few at least: a difference that noise has swallowed
+        would mean units that cost nothing.
     """
-    slope = max(many[1] - few[1], least) / max(many[0] - few[0], 1)
+    slope = max(many[1] - few[1], share * many[1]) / max(many[0] - few[0], 1)
     return slope, max(0.0, few[1] - few[0] * slope)
 
 

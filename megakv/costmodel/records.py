@@ -15,7 +15,7 @@ from megakv.tracking.files import write_whole
 class Record(BaseModel):
     """A value that lives in a JSON file; the field ``format`` of each kind says what the file is."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     format: str
 

@@ -11,6 +11,7 @@ from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import tokens_per_head
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.scoring import check_budget
+from megakv.offload.pages import page_bytes
 from megakv.offload.prefetch import BUFFERS
 from megakv.offload.quantization import group_size, packed_bytes
 from megakv.offload.weight_stream import BUFFERS as WEIGHT_BUFFERS
@@ -35,7 +36,7 @@ class VirtualRank:
         the one layer that is not yet, where they are offloaded only staging buffers and what stays; tensors of the
         layer under way and the shards that a ring keeps on their way, as the cost model estimates them.
     host_bytes, host_weight_bytes : int
-        Off the accelerator: keys, values, activations and weights; the latter by themselves.
+        Off the accelerator: the pages of keys, values and activations, and weights; the latter by themselves.
     """
 
     rank: int
@@ -143,11 +144,13 @@ class MemoryCount:
         """Bytes on the accelerator and off it of so many tokens' keys, values and activations."""
         offload = self._section.offload
         inputs = self._shape.hidden * self._shape.element_bytes
+        each, page = -(-tokens // self._batch), offload.page_kib << 10
         host = staged = 0
         for row in share.row_bytes:
             stored = self._stored(row)
             keeps = offload.keeps_inputs(inputs, stored)
-            host += tokens * (stored + keeps * inputs)
+            # Every sequence has its own pages in every layer.
+            host += self._batch * sum(page_bytes(each, width, page) for width in (stored, keeps * inputs) if width)
             # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
             beside = keeps * inputs + (0 if offload.kv_bits is None else stored)
             staged = max(staged, row + beside)

@@ -21,6 +21,7 @@ from megakv.generation import check_length
 from megakv.injection.hooks import depends_on_length
 from megakv.injection.policy import policy_for
 from megakv.loading import read_config
+from megakv.offload.tiers import in_units
 from megakv.placement import contiguous_head_map, head_counts
 from megakv.runahead.partition import even, explicit
 from megakv.sharding import TokenBlock, balanced
@@ -79,14 +80,15 @@ class DryRun:
         fullest = max(self.ranks, key=lambda rank: rank.host_bytes)
         if fullest.host_weight_bytes > self.host_taken:
             return (
-                f"rank {fullest.rank} offloads {fullest.host_weight_bytes / GB:.1f} GB of weights, which lie in host "
-                f"memory alone, but megakv.offload.host_gb allows {self.host_taken / GB:.1f} GB; raise it, or "
+                f"rank {fullest.rank} offloads {in_units(fullest.host_weight_bytes)} of weights, which lie in host "
+                f"memory alone, but megakv.offload.host_gb allows {in_units(self.host_taken)}; raise it, or "
                 "tensor_parallel.tp_size"
             )
         if self.host_budget is not None and fullest.host_bytes > self.host_budget:
             return (
-                f"rank {fullest.rank} offloads {fullest.host_bytes / GB:.1f} GB but megakv.offload.host_gb and disk_gb "
-                f"allow {self.host_budget / GB:.1f} GB; raise them, or megakv.context_parallel.size"
+                f"rank {fullest.rank} offloads {in_units(fullest.host_bytes)} in pages of megakv.offload.page_kib but "
+                f"megakv.offload.host_gb and disk_gb allow {in_units(self.host_budget)}; raise them, or "
+                "megakv.context_parallel.size"
             )
         return None
 

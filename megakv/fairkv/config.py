@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, field_validator, model_validator
+
+from megakv.sections import Section
 
 GENERAL = ("method", "budget", "min_tokens", "mapping")
 WITHOUT_BUDGET = ("budget", "mapping")
 
 
-class FairKVConfig(DeepSpeedConfigModel):
+class FairKVConfig(Section):
     """What is kept of a prompt's keys and values once it is read, and on which ranks."""
 
     method: Literal["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"] = "ada_snapkv"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field
 
 from megakv.costmodel.offload import may_pay
+from megakv.sections import Section
+
+MOST = 1e9
+"""Of any budget, bandwidth or size."""
 
 
-class OffloadConfig(DeepSpeedConfigModel):
+class OffloadConfig(Section):
     """Keys and values off the accelerator, layer by layer."""
 
     enabled: bool = False
@@ -34,10 +37,10 @@ class OffloadConfig(DeepSpeedConfigModel):
     kv_group: int = Field(64, ge=1)
     """With `kv_bits`: elements along the head dimension that share a step and a smallest value, at most."""
 
-    host_gb: float = Field(4.0, gt=0)
+    host_gb: float = Field(4.0, gt=0, le=MOST)
     """Host memory of each rank, in GiB: taken at start, page-locked where there is an accelerator."""
 
-    disk_gb: float = Field(0.0, ge=0)
+    disk_gb: float = Field(0.0, ge=0, le=MOST)
     """Disk space of each rank, in GiB: reserved at start, used where a layer's share of host memory is full."""
 
     disk_path: str = "."
@@ -47,19 +50,19 @@ class OffloadConfig(DeepSpeedConfigModel):
     """How the file is read: ``aio`` through DeepSpeed's asynchronous I/O, built at start where that has not been done;
     ``files`` as any file; ``auto`` through asynchronous I/O where DeepSpeed was installed with it."""
 
-    device_gb: float = Field(0.0, ge=0)
+    device_gb: float = Field(0.0, ge=0, le=MOST)
     """Accelerator memory of each rank, in GiB, for keys and values that stay there: the last ones of each prompt."""
 
-    page_kib: int = Field(512, ge=1)
+    page_kib: int = Field(512, ge=1, le=MOST)
     """Size of the pages that both are cut into."""
 
-    chunk_tokens: int = Field(256, ge=1)
+    chunk_tokens: int = Field(256, ge=1, le=MOST)
     """Tokens of a chunk of activations."""
 
-    cpu_threads: int | None = Field(None, ge=1)
+    cpu_threads: int | None = Field(None, ge=1, le=4096)
     """Cores of each rank with which the host attends; as many as the rank computes with if left out."""
 
-    emulated_link_gb_s: float | None = Field(None, gt=0)
+    emulated_link_gb_s: float | None = Field(None, ge=1e-6, le=MOST)
     """Without an accelerator: bandwidth of the emulated link, in GB/s each way; as fast as memory if left out."""
 
     profile: str | None = None

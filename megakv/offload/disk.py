@@ -158,9 +158,9 @@ class DiskTier:
             self._file.close()
             usage = os.statvfs(folder)
             raise ValueError(
-                f"megakv.offload.disk_gb asks for {in_units(budget)} in {self._folder!r}, where "
-                f"{in_units(usage.f_bavail * usage.f_frsize)} are free ({error.strerror}); make it smaller or choose "
-                "another megakv.offload.disk_path"
+                f"megakv.offload.disk_gb asks for {in_units(budget)} in {self._folder!r} for each rank of this host, "
+                f"where {in_units(usage.f_bavail * usage.f_frsize)} are free for all of them ({error.strerror}); make "
+                "it smaller or choose another megakv.offload.disk_path"
             ) from error
         self._read_with(io)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Literal
 
 import torch
@@ -75,9 +76,21 @@ def read_profile(config: OffloadConfig, dtype: torch.dtype) -> OffloadProfile | 
     path = config.profile
     if path is None:
         return None
+    if Path(path).is_dir():
+        raise ValueError(f"megakv.offload.profile = {path!r} is a folder; name a file, which need not exist yet")
     if not Path(path).exists():
         if not Path(path).parent.is_dir():
-            raise ValueError(f"megakv.offload.profile = {path!r}: there is no folder {str(Path(path).parent)!r}")
+            raise ValueError(
+                f"megakv.offload.profile = {path!r}: there is no folder {str(Path(path).parent)!r}; make it, or name "
+                "another file"
+            )
+        try:
+            TemporaryFile(dir=Path(path).parent).close()
+        except OSError as error:
+            raise ValueError(
+                f"megakv.offload.profile = {path!r} cannot be written: {error.strerror}; name another file, or leave "
+                "it out to measure at every start"
+            ) from error
         return None
     profile = load_record(OffloadProfile, path, setting="megakv.offload.profile", remedy=REMEDY)
     differences = profile.fingerprint.differences(fingerprint_of(dtype))

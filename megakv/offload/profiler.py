@@ -40,6 +40,8 @@ FEW_TOKENS, SEQUENCES = 16, 16
 """Of each sequence, and sequences, that are attended to for what that costs whatever the number of tokens."""
 COLD_BYTES = 64 << 20
 """Rows that are attended to at most: more than caches hold."""
+LEAST_SHARE = 0.1
+"""Of the time of many rows or tokens, what is theirs and not the call's, at least: few may be all there is room for."""
 PROBE_TOKENS, MANY_TOKENS = 512, 8192
 """Tokens that are attended to, or recomputed on a processor; and recomputed on an accelerator, where fewer take less
 time than Python needs to start that."""
@@ -128,7 +130,7 @@ class Profiler:
         most = PROBE_BYTES if emulated is None else min(PROBE_BYTES, int(PROBE_S * emulated * 1e9))
         most = max(most, PROBE_ROWS * store.row_bytes)
         few, many, pieces = self._sent(store, 1), self._sent(store, most), self._sent(store, most, pieces=PIECES)
-        slope, _ = affine(few, many, least=1e-9)
+        slope, _ = affine(few, many, share=LEAST_SHARE)
         out_bytes_s, both_bytes_s = self._other_ways(store, most)
         return OffloadProfile(
             fingerprint=fingerprint_of(store.dtype),
@@ -223,7 +225,7 @@ class Profiler:
                 return recomputation.recompute(store.layer, inputs, positions)  # type: ignore[arg-type]
 
             times.append((count, self._timed(call)))
-        return affine(*times, least=1e-9)
+        return affine(*times, share=LEAST_SHARE)
 
     def _attended(self, store: TieredStore, host: HostTrial) -> dict[str, float]:
         """What the host's attention costs per token, per sequence whatever its tokens, and whatever its sequences."""
@@ -248,7 +250,7 @@ class Profiler:
 
         few = max(1, min(FEW_TOKENS, many // 8))
         once, alone = seconds(few, 1), seconds(many, 1)
-        token_s, _ = affine((few, once), (many, alone), least=1e-9)
+        token_s, _ = affine((few, once), (many, alone), share=LEAST_SHARE)
         sequence_s, call_s = affine((1, once), (SEQUENCES, seconds(few, SEQUENCES)))
         return {
             "host_attend_s": token_s,

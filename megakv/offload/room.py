@@ -57,6 +57,7 @@ def check_room(
         raise MegaKVError(
             f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "
             f"({sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences), but "
-            f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise a budget or ask "
-            "for fewer tokens"
+            f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise "
+            f"megakv.offload.host_gb or disk_gb, lower megakv.offload.page_kib = {pool.page_bytes >> 10} if sequences "
+            "are short, or ask for fewer tokens"
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import Field, field_validator
 
 from megakv.runahead.partition import check_partition
+from megakv.sections import Section
 
 if TYPE_CHECKING:
     from megakv.config import ContextParallelConfig
 
 
-class RunaheadConfig(DeepSpeedConfigModel):
+class RunaheadConfig(Section):
     """How the chain of ``"prefill": "runahead"`` cuts a prompt, and where its KV ends."""
 
     kv: Literal["sharded", "last"] = "sharded"

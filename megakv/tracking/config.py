@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ConfigDict, Field, field_validator
 
+from megakv.sections import Section
 
-class WandbTrackingConfig(DeepSpeedConfigModel):
+
+class WandbTrackingConfig(Section):
     """Weights & Biases, through deepspeed's monitor; offline unless the user is logged in.
 
     Attributes
@@ -24,7 +25,7 @@ class WandbTrackingConfig(DeepSpeedConfigModel):
     name: str | None = None
 
 
-class CSVTrackingConfig(DeepSpeedConfigModel):
+class CSVTrackingConfig(Section):
     """One CSV file per metric in ``output_path/job_name``, written by deepspeed's monitor.
 
     A second run with the same folder appends to the same files.
@@ -35,7 +36,7 @@ class CSVTrackingConfig(DeepSpeedConfigModel):
     job_name: str = Field("megakv", min_length=1)
 
 
-class TrackingConfig(DeepSpeedConfigModel):
+class TrackingConfig(Section):
     """Where a run's metrics go. Everything is off by default; only rank 0 writes.
 
     Attributes

@@ -135,7 +135,7 @@ def with_config(name: str, value: Any) -> Callable[[Inputs], dict[str, object]]:
 
 KINDS: dict[str, Kind] = {
     "unknown key": Kind(
-        r"unknown\.json: megakv\.context_parallel\.prefil = 'pass_kv': unknown key$",
+        r"unknown\.json: megakv\.context_parallel\.prefil = 'pass_kv': unknown key; did you mean 'prefill'",
         with_config("unknown.json", section(prefil="pass_kv")),
     ),
     "impossible value": Kind(
@@ -145,6 +145,16 @@ KINDS: dict[str, Kind] = {
     "CP x TP is not the world size": Kind(
         r"megakv\.context_parallel\.size = 2 times tensor_parallel\.tp_size = 2 is 4, but 2 ranks .* 2 x 1, 1 x 2$",
         with_config("mesh.json", section(cp=2, tp=2)),
+    ),
+    "another JSON on one rank": Kind(
+        r"megakv\.offload\.enabled is False on rank 0 but True on rank 1: give every rank the same configuration$",
+        with_config("other.json", offload()),
+        only=1,
+    ),
+    "another mesh on one rank": Kind(
+        r"megakv\.context_parallel\.size is 2 on rank 0 but 1 on rank 1: give every rank the same configuration$",
+        with_config("single.json", section(cp=1)),
+        only=1,
     ),
     "TP does not divide the heads": Kind(
         r"tensor_parallel\.tp_size = 2 cannot split 3 query heads over 3 KV heads; sizes that can: 1, 3$",

@@ -1,6 +1,7 @@
 """A configuration is read whole or refused with its key, its value and what is allowed."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,26 @@ def test_deprecated_spelling_of_tp_size() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"megakv": {"contxt_parallel": {}}}, "megakv.contxt_parallel = {}: unknown key"),
-        ({"nonsense": 1}, "nonsense = 1: unknown key"),
+        (
+            {"megakv": {"contxt_parallel": {}}},
+            "contxt_parallel = {}: unknown key; did you mean 'context_parallel'",
+        ),
+        ({"nonsense": 1}, "nonsense = 1: unknown key; allowed: megakv and those of DeepSpeed's inference config"),
+        ({"dtyp": "fp32"}, "dtyp = 'fp32': unknown key; did you mean 'dtype'"),
+        (
+            {"megakv": {"offload": {"gb": 1}}},
+            "gb = 1: unknown key; allowed: chunk_tokens, cpu_threads, .*weights",
+        ),
+        ({"megakv": {"offload": {"enabled": True, "host_gb": math.inf}}}, "offload.host_gb = inf: .*finite"),
+        (
+            {"megakv": {"offload": {"enabled": True, "disk_gb": 1e300}}},
+            "disk_gb = 1e.300: .*less than or equal",
+        ),
+        (
+            {"megakv": {"offload": {"enabled": True, "emulated_link_gb_s": 1e-300}}},
+            "gb_s = 1e-300: .*greater than",
+        ),
+        ({"megakv": {"timeout_s": math.inf}}, "megakv.timeout_s = inf: .*finite"),
         (
             {"megakv": {"context_parallel": {"size": 0}}},
             "megakv.context_parallel.size = 0: .*greater than or equal to 1",

@@ -223,20 +223,24 @@ def test_buffers_and_rows_of_an_offloaded_cache(tmp_path: Path) -> None:
     folder, config = saved(llama(), tmp_path), llama()
 
     def first(**offload: Any) -> VirtualRank:
-        return dry_run(folder, settings(offload={"enabled": True, **offload}), context=1000).ranks[0]
+        run = settings(offload={"enabled": True, "page_kib": 4, **offload})
+        return dry_run(folder, run, context=1000).ranks[0]
+
+    def pages(width: int) -> int:
+        return config.num_hidden_layers * 4096 * -(-1000 // (4096 // width))
 
     row = dry_run(folder, settings(), context=1).ranks[0].kv_bytes // config.num_hidden_layers
     streamed, packed = first(method="stream"), first(method="stream", kv_bits=4)
-    assert streamed.host_bytes == config.num_hidden_layers * 1000 * row
+    assert streamed.host_bytes == pages(row)
     assert streamed.kv_bytes == 2 * grown_bytes(1000 * row)
     inputs = 1000 * config.hidden_size * 2
     recomputed = first(method="kvpr", device_gb=1e-4)
-    assert recomputed.host_bytes == streamed.host_bytes + config.num_hidden_layers * inputs
+    assert recomputed.host_bytes == pages(row) + pages(config.hidden_size * 2)
     # Activations lie beside the keys and values that they become.
     assert recomputed.kv_bytes == 2 * grown_bytes(1000 * row + inputs) + int(1e-4 * (1 << 30))
     # Half a byte for each element, and a step and a smallest value in float32 for each head's keys and values.
     bits = row // 4 + 2 * 2 * config.num_key_value_heads * 4
-    assert packed.host_bytes == config.num_hidden_layers * 1000 * bits
+    assert packed.host_bytes == pages(bits)
     assert packed.kv_bytes == 2 * grown_bytes(1000 * (row + bits))
     heavy = dry_run(folder, settings(offload={"enabled": True, "weights": True, "host_gb": 1e-5}), context=9)
     assert "of weights, which lie in host memory alone" in str(heavy.problem)

@@ -151,6 +151,11 @@ def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:
         offloaded(plain_model("opt"), profile=str(path))
     with pytest.raises(ValueError, match=r"offload.profile = .*there is no folder"):
         offloaded(plain_model("opt"), profile=str(tmp_path / "nowhere" / "offload.json"))
+    with pytest.raises(ValueError, match=r"offload.profile = .* is a folder; name a file"):
+        offloaded(plain_model("opt"), profile=str(tmp_path))
+    # Not even root may make a file there.
+    with pytest.raises(ValueError, match=r"offload.profile = '/proc/offload.json' cannot be written: .*name another"):
+        offloaded(plain_model("opt"), profile="/proc/offload.json")
 
 
 def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
