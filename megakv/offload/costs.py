@@ -176,6 +176,11 @@ class OffloadCosts:
         return sending_seconds(nbytes, self.link_bytes_s)
 
     @property
+    def measured(self) -> OffloadProfile | None:
+        """The profile as it was measured, or read; None before the first call of `layer`."""
+        return self._measured
+
+    @property
     def link_bytes_s(self) -> float:
         """Bandwidth to the accelerator; 0 before the first call of `layer`."""
         return 0.0 if self.profile is None else self.profile.link_bytes_s

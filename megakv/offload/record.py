@@ -52,6 +52,8 @@ class StepRecord:
         Whether the step before was one of the same plan, so that this one began as all of its kind do.
     decoding : bool
         Whether it was a step of decoding.
+    profiled : bool
+        Whether speeds of the machine were measured meanwhile.
     ended : object
         The moment at which it ended.
     """
@@ -63,7 +65,7 @@ class StepRecord:
         self.host_s = self.attend_s = self.peers_s = 0.0
         self.weight_bytes = self.timed_bytes = 0
         self.link_bytes_s = self.disk_bytes_s = 0.0
-        self.steady = self.decoding = False
+        self.steady = self.decoding = self.profiled = False
         self.kv_bits = kv_bits
         self.bytes_in = self.bytes_out = self.disk_bytes = 0
         self.mixed_bytes, self.timed_disk_bytes, self.mixed_s = 0, 0, 0.0
@@ -179,6 +181,7 @@ class StepRecord:
             link_utilisation=link_utilisation(self.bytes_in, self.link_bytes_s, self.measured_s),
             disk_bytes=self.disk_bytes,
             disk_utilisation=link_utilisation(self.disk_bytes, self.disk_bytes_s, self.measured_s),
+            profiled=self.profiled,
         )
 
     @property

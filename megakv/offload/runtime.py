@@ -32,6 +32,7 @@ from megakv.offload.weight_stream import WeightStream
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
     from megakv.injection.recomputation import Recomputation
+    from megakv.offload.profile import OffloadProfile
     from megakv.runtime import Runtime
     from megakv.sharding import Layout, TokenBlock
 
@@ -82,6 +83,7 @@ class Offloader:
         self._current: int | None = None
         self._decoding, self._keeps, self._group = False, True, 0
         self._announced: tuple[int, int] | None = None
+        self._measured: OffloadProfile | None = None
         self._host_rank = HostRank(config.cpu_threads, link.clock) if config.host_attends else None
         leads = runtime.comm.mesh.rank == 0 if runtime.comm.mesh.world_size > 1 else None
         self._planner = Planner(
@@ -126,6 +128,7 @@ class Offloader:
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> None:
         """A pass over a cache begins, its new tokens in the table; `stays` as for `ShardedCache.begin`."""
         self._log.read()
+        self._measured = self.costs.measured
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
         if self._cache is not cache or not self._prefetch.valid(new):
@@ -199,6 +202,8 @@ class Offloader:
             return
         self._current = self._layout = None
         rates = self.costs.link_bytes_s, self.costs.disk_bytes_s
+        if self._log.current is not None:
+            self._log.current.profiled = self.costs.measured is not self._measured
         self._log.end(self._runtime.comm.ledger, self.weights, decoding=self._decoding, rates=rates)
 
     def abandon(self, cache: OffloadedCache) -> None:

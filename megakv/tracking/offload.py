@@ -36,6 +36,9 @@ class OffloadStep:
         `bytes_in` as a share of what the link carries in `measured_s`, by its measured bandwidth.
     disk_bytes, disk_utilisation
         Of `bytes_in`, what was read from disk, and as a share of what the disk gives in `measured_s`.
+    profiled
+        Whether speeds of the machine were measured in the course of it, or read from their file: that takes time which
+        was not predicted.
     """
 
     plan: str
@@ -53,6 +56,7 @@ class OffloadStep:
     link_utilisation: float = 0.0
     disk_bytes: int = 0
     disk_utilisation: float = 0.0
+    profiled: bool = False
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     @property
@@ -81,7 +85,7 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
         values[f"offload/{share}_share"] = statistics.median(
             getattr(step, share) / max(1, step.cached) for step in steps
         )
-    errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s]
+    errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s and not step.profiled]
     if errors:
         values["offload/prediction_error"] = statistics.median(errors)
     counts = Counter(step.plan for step in steps)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _INK, _FAINT = "#22282f", "#8a929b"
 _TOKENS = {"resident": "#8a929b", "recomputed": "#f2b872", "on_host": "#3b8f5f", "streamed": "#2f6db3"}
-_PANELS = ("cached tokens, a layer", "bytes of a pass", "share of the link", "seconds of a pass")
+_PANELS = ("cached tokens, a layer", "bytes of a pass", "share of the link", "time of a pass")
+_UNITS = {"bytes of a pass": "B", "time of a pass": "s"}
 
 
 def draw_offload(report: RunReport, path: str | Path) -> None:
@@ -36,6 +37,7 @@ def draw_offload(report: RunReport, path: str | Path) -> None:
     # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     rank = next((rank for rank in report.ranks if rank.offload), None)
     if rank is None:
@@ -47,6 +49,8 @@ def draw_offload(report: RunReport, path: str | Path) -> None:
         draw(axes, rank.offload)
         axes.set_ylabel(label, color=_INK, fontsize=8)
         axes.set_ylim(bottom=0)
+        if label in _UNITS:
+            axes.yaxis.set_major_formatter(EngFormatter(unit=_UNITS[label]))
         axes.tick_params(labelsize=8, colors=_INK)
         axes.grid(color="#dde1e6", linewidth=0.5)
         axes.set_axisbelow(True)
@@ -97,7 +101,13 @@ def _utilisation(axes: Axes, steps: Sequence[OffloadStep]) -> None:
 
 
 def _times(axes: Axes, steps: Sequence[OffloadStep]) -> None:
-    numbers = range(1, len(steps) + 1)
-    axes.plot(numbers, [step.measured_s for step in steps], ".-", color="#2f6db3", label="measured")
-    axes.plot(numbers, [step.predicted_s for step in steps], color="#f2b872", label="predicted")
-    axes.plot(numbers, [step.waited_s for step in steps], color="#b3261e", label="waiting")
+    # Measuring a machine's speeds takes as long as many passes, which would lie flat beside it.
+    usual = [(number, step) for number, step in enumerate(steps, 1) if not step.profiled or len(steps) == 1]
+    numbers = [number for number, _ in usual]
+    axes.plot(numbers, [step.measured_s for _, step in usual], ".-", color="#2f6db3", label="measured")
+    axes.plot(numbers, [step.predicted_s for _, step in usual], color="#f2b872", label="predicted")
+    axes.plot(numbers, [step.waited_s for _, step in usual], color="#b3261e", label="waiting")
+    for number, step in enumerate(steps, 1):
+        if number not in numbers:
+            label = f"{step.measured_s:.2g} s, speeds profiled"
+            axes.annotate(label, (number, 0), (2, 4), textcoords="offset points", color=_FAINT, fontsize=7, rotation=90)

@@ -113,38 +113,49 @@ def _prefill(report: RunReport) -> Table:
 def _offload(report: RunReport) -> Table:
     columns = (
         "rank", "passes", "cached", "recomputed", "on_host", "predicted_s", "measured_s", "error", "waited_s",
-        "bytes_in", "bytes_out", "disk_bytes", "link_utilisation", "disk_utilisation", "plans", "disk_io",
+        "bytes_in", "bytes_out", "weight_bytes", "disk_bytes", "link_utilisation", "disk_utilisation",
+        "plans", "kv_bits", "disk_io",
     )  # fmt: skip
     return Table(columns, [[rank.rank, *_steps(rank.offload), rank.disk_io] for rank in report.ranks if rank.offload])
 
 
 def _steps(steps: Sequence[OffloadStep]) -> list[Cell]:
-    """Tokens are those of the last pass, times and bytes sums over all."""
+    """Tokens are those of the last pass, times and bytes sums; the error is of passes in which nothing was profiled."""
 
     def total(name: str) -> Any:
         return sum(getattr(step, name) for step in steps)
 
     last, predicted, measured = steps[-1], total("predicted_s"), total("measured_s")
-    error = predicted / measured - 1 if measured else None
+    usual = [step for step in steps if not step.profiled]
+    took = sum(step.measured_s for step in usual)
+    error = sum(step.predicted_s for step in usual) / took - 1 if took else None
     tokens = [last.cached, last.recomputed, last.on_host]
-    sums = [total("waited_s"), total("bytes_in"), total("bytes_out"), total("disk_bytes")]
+    sums = [total("waited_s"), total("bytes_in"), total("bytes_out"), total("weight_bytes"), total("disk_bytes")]
     # Bytes over what the link carries meanwhile: passes count by their time.
     names = ("link_utilisation", "disk_utilisation")
     used = [
         sum(getattr(step, name) * step.measured_s for step in steps) / measured if measured else None for name in names
     ]
     plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in steps).most_common())
-    return [len(steps), *tokens, predicted, measured, error, *sums, *used, plans]
+    bits = None if last.kv_bits is None else f"{last.kv_bits} (lossy)"
+    return [len(steps), *tokens, predicted, measured, error, *sums, *used, plans, bits]
 
 
 def _offload_steps(report: RunReport) -> Table:
     """Every pass of every rank: which method served it, the split point, bytes each way, times and utilisation."""
     columns = (
         "rank", "pass", "plan", "cached", "resident", "recomputed", "on_host", "predicted_s", "measured_s", "waited_s",
-        "bytes_in", "bytes_out", "disk_bytes", "link_utilisation", "disk_utilisation",
+        "bytes_in", "bytes_out", "weight_bytes", "disk_bytes", "link_utilisation", "disk_utilisation",
+        "kv_bits", "profiled",
     )  # fmt: skip
     rows: list[list[Cell]] = [
-        [rank.rank, number, step.plan, *(getattr(step, name) for name in columns[3:])]
+        [
+            rank.rank,
+            number,
+            step.plan,
+            *(getattr(step, name) for name in columns[3:-1]),
+            "yes" if step.profiled else "no",
+        ]
         for rank in report.ranks
         for number, step in enumerate(rank.offload, 1)
     ]

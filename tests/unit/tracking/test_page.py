@@ -56,8 +56,10 @@ def report() -> RunReport:
     step = OffloadStep(
         plan="stream", cached=100, recomputed=40, on_host=10, resident=0, predicted_s=0.5, measured_s=0.4, waited_s=0.1,
         bytes_in=1000, bytes_out=10, link_utilisation=0.5, disk_bytes=400, disk_utilisation=0.25,
+        weight_bytes=30, kv_bits=4, profiled=True,
     )  # fmt: skip
-    found.ranks[1].offload = [step, replace(step, plan="all", recomputed=44, measured_s=0.6, link_utilisation=1.0)]
+    other = replace(step, plan="all", recomputed=44, measured_s=0.6, link_utilisation=1.0, profiled=False)
+    found.ranks[1].offload = [step, other]
     found.ranks[1].disk_io = "files"
     found.balance = head_balance([[4, 4], [2, 6], [3, 3], [5, 5]], [[1.0, 1.0]] * 4, 2, mapping=("map.json", "d", 0.9))
     return found
@@ -93,21 +95,23 @@ def test_numbers_of_the_tables(report: RunReport) -> None:
     offload = dict(zip(tables["offload"].columns, tables["offload"].rows[0], strict=True))
     assert (offload["rank"], offload["passes"], offload["recomputed"], offload["bytes_in"]) == (1, 2, 44, 2000)
     assert (offload["predicted_s"], offload["measured_s"]) == pytest.approx((1.0, 1.0))
-    assert offload["error"] == pytest.approx(0.0)
+    # Of the pass that measured no speeds.
+    assert offload["error"] == pytest.approx(0.5 / 0.6 - 1)
     assert (offload["plans"], offload["disk_io"]) == ("stream 1, all 1", "files")
     assert (offload["link_utilisation"], offload["disk_utilisation"]) == pytest.approx((0.8, 0.25))
-    assert offload["disk_bytes"] == 800
+    assert (offload["disk_bytes"], offload["weight_bytes"], offload["kv_bits"]) == (800, 60, "4 (lossy)")
     passes = [dict(zip(tables["offload_steps"].columns, row, strict=True)) for row in tables["offload_steps"].rows]
     assert [(each["rank"], each["pass"], each["plan"], each["recomputed"]) for each in passes] == [
         (1, 1, "stream", 40),
         (1, 2, "all", 44),
     ]
+    assert [each["profiled"] for each in passes] == ["yes", "no"]
     scalars = report.scalars()
     assert (scalars["offload/bytes_in"], scalars["offload/link_utilisation"]) == (2000.0, 0.75)
     assert (scalars["offload/disk_bytes"], scalars["offload/disk_utilisation"]) == (800.0, 0.25)
     assert scalars["offload/recomputed_share"] == pytest.approx(0.42)
     assert (scalars["offload/passes/stream"], scalars["offload/passes/all"]) == (0.25, 0.25)
-    assert scalars["offload/prediction_error"] == pytest.approx(0.2)
+    assert scalars["offload/prediction_error"] == pytest.approx(0.6 / 0.5 - 1)
     chosen = dict(zip(tables["prefill"].columns, tables["prefill"].rows[0], strict=True))
     assert chosen["method"] == "runahead" and chosen["error"] == pytest.approx(0.5 / (report.ttft_s or 0) - 1)
     total = operations(report).rows[0]
