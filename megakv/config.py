@@ -132,19 +132,20 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         return int(self.megakv.context_parallel.size)
 
     def shared_settings(self) -> dict[str, Any]:
-        """All settings that must be the same on every rank: all but where a host keeps its files, and tracking."""
+        """All settings that must be the same on every rank: without tracking and where a host keeps its files."""
         values: dict[str, Any] = self.model_dump(mode="json", by_alias=True, fallback=str)
-        for path in OWN_SETTINGS:
-            *sections, key = path.split(".")
-            section = values
-            for name in sections:
-                section = section[name]
-            del section[key]
+        section = values["megakv"]
+        del section["tracking"]
+        for name, key in FILES:
+            section[name][key] = section[name][key] is not None
         return values
 
 
-OWN_SETTINGS = ("megakv.tracking", "megakv.offload.disk_path", "megakv.offload.profile")
-"""Settings that may differ from rank to rank."""
+FILES = (
+    *(("context_parallel", "profile"), ("context_parallel", "fit"), ("runahead", "table"), ("fairkv", "mapping")),
+    *(("fairkv", "importance"), ("offload", "disk_path"), ("offload", "profile")),
+)
+"""Settings of MegaKV's section that name files and folders, section by section: hosts may have their own."""
 
 
 def _allowed(error: Any) -> str:
