@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -162,6 +164,10 @@ def run_job(
     tokenizer = read_tokenizer(model)
     ids = prompt_ids(tokenizer, make_prompt(tokenizer), chat=chat)
     engine = megakv.init_inference(model, config)
+    # What stands now stays: looking through it again in the midst of an answer takes as long as many tokens, while all
+    # other ranks wait.
+    gc.collect()
+    gc.freeze()
     ids = ids.to(engine.mesh.device)
     first = engine.mesh.rank == 0
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
@@ -184,6 +190,7 @@ def run_job(
     if first:
         engine.tracker.log_report(report)
     engine.destroy()
+    gc.unfreeze()
     return outcome
 
 
@@ -217,10 +224,13 @@ def print_outcome(outcome: Outcome, stream: Any = None) -> None:
             file=stream,
         )
     print_budgets(report, stream)
+    print_offload(report, stream)
     print_traffic(report, stream)
     if outcome.tokens_equal is not None:
         word = "equal to" if outcome.tokens_equal else "DIFFERENT FROM"
-        print(f"tokens are {word} those of a single-process transformers run", file=stream)
+        lossy = any(step.kv_bits for rank in report.ranks for step in rank.offload)
+        why = ", as may be with keys and values in 4 bits" if lossy and not outcome.tokens_equal else ""
+        print(f"tokens are {word} those of a single-process transformers run{why}", file=stream)
 
 
 def print_budgets(report: RunReport, stream: Any) -> None:
@@ -236,6 +246,27 @@ def print_budgets(report: RunReport, stream: Any) -> None:
             f"{tokens} tokens were read",
             file=stream,
         )
+
+
+def print_offload(report: RunReport, stream: Any) -> None:
+    """What passes over keys and values off the accelerator did, on the first rank that has any."""
+    rank = next((rank for rank in report.ranks if rank.offload), None)
+    if rank is None:
+        return
+    last, passes = rank.offload[-1], len(rank.offload)
+    plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in rank.offload).most_common())
+    kinds = ("resident", "recomputed", "on_host", "streamed")
+    tokens = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind in kinds if (count := getattr(last, kind)))
+    come, gone, read = (
+        f"{sum(getattr(step, name) for step in rank.offload) / passes / MEGABYTE:.2f} MiB"
+        for name in ("bytes_in", "bytes_out", "disk_bytes")
+    )
+    disk = f", {read} of it from disk" if any(step.disk_bytes for step in rank.offload) else ""
+    print(
+        f"off the accelerator, rank {rank.rank}: {passes} passes ({plans}); in the last {last.cached} cached tokens "
+        f"({tokens}); in each {come} in{disk} and {gone} out",
+        file=stream,
+    )
 
 
 def _compressed_layers(report: RunReport) -> int:

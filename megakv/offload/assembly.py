@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from transformers import PreTrainedModel
@@ -77,6 +78,7 @@ def make_offloader(
     runtime.comm.barrier()
     try:
         _check_budgets(config)
+        _check_cores(config)
         held = 0 if weights is None else weights.nbytes
         check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
         offloader = _offloader(model, config, runtime, layers, weights)
@@ -110,6 +112,16 @@ def _check_budgets(config: OffloadConfig) -> None:
                 f"megakv.offload.page_kib = {config.page_kib}; make it {_gigabytes(page)} or more, or lower "
                 f"page_kib{otherwise}"
             )
+
+
+def _check_cores(config: OffloadConfig) -> None:
+    """Refuse more threads than there are cores: they would only wait for each other."""
+    cores = len(os.sched_getaffinity(0))
+    if config.cpu_threads is not None and config.cpu_threads > cores:
+        raise ValueError(
+            f"megakv.offload.cpu_threads = {config.cpu_threads}: this process may use {cores} cores; allowed: as many or "
+            "fewer"
+        )
 
 
 def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:

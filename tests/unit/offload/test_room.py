@@ -62,6 +62,13 @@ def test_a_budget_below_one_page_is_refused(
         offloaded(plain_model("opt"), disk_path=str(tmp_path), disk_gb=1e-6, page_kib=512)
 
 
+def test_more_threads_than_cores_are_refused(offloaded: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"cpu_threads = 4096: this process may use \d+ cores; allowed: as many or fewer"
+    ):
+        offloaded(plain_model("opt"), method="cpu_rank", cpu_threads=4096)
+
+
 def test_a_prompt_in_pieces_is_refused_with_its_first(offloaded: Any) -> None:
     model = plain_model("opt")
     layers = model.config.num_hidden_layers
