@@ -119,8 +119,8 @@ def _check_cores(config: OffloadConfig) -> None:
     cores = len(os.sched_getaffinity(0))
     if config.cpu_threads is not None and config.cpu_threads > cores:
         raise ValueError(
-            f"megakv.offload.cpu_threads = {config.cpu_threads}: this process may use {cores} cores; allowed: as many or "
-            "fewer"
+            f"megakv.offload.cpu_threads = {config.cpu_threads}: this process may use {cores} cores; allowed: as many "
+            "or fewer"
         )
 
 
