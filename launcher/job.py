@@ -165,8 +165,7 @@ def run_job(
     ids = prompt_ids(tokenizer, make_prompt(tokenizer), chat=chat)
     engine = megakv.init_inference(model, config)
     # What stands now stays: looking through it again in the midst of an answer takes as long as many tokens, while all
-    # other ranks wait.
-    gc.collect()
+    # other ranks wait. So does looking through it now, on ranks that may have different errors to report.
     gc.freeze()
     ids = ids.to(engine.mesh.device)
     first = engine.mesh.rank == 0
