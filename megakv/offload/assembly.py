@@ -148,7 +148,7 @@ def _offloader(
                 "use 'stream' or 'auto'"
             )
         recomputes = False
-    # Whether its rows are these is known when there are some.
+    # Whether its rows are these is known in the first layer of a prompt (`OffloadCosts.check`).
     read_profile(config, model.dtype)
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
     link = make_link(device, bandwidth)

@@ -105,6 +105,11 @@ class OffloadCosts:
             self._measured = self.profile = known = self._profiler.profile(store, recomputation, host, known)
         return replace(self._layer(known, len(store.lengths()) / groups), transfer_s=known.transfer_s)
 
+    def check(self, store: TieredStore) -> None:
+        """Refuse a profile of other rows than a store's, before a prompt is computed; raises as `layer`."""
+        if self.profile is None:
+            self._profiler.load(store)
+
     def _layer(self, profile: OffloadProfile, sequences: float) -> LayerCosts:
         """What each token costs by a profile, and the host's part whatever its tokens."""
         return LayerCosts(

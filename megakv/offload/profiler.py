@@ -96,7 +96,7 @@ class Profiler:
         ValueError
             If the file is of another machine or model.
         """
-        found = known or self._load(store)
+        found = known or self.load(store)
         profile = found or self._link_profile(store)
         profile = profile.model_copy(update={"input_bytes": max(profile.input_bytes, store.input_bytes)})
         disk = self._pool.disk
@@ -114,7 +114,14 @@ class Profiler:
             profile.save(self._config.profile)
         return profile
 
-    def _load(self, store: TieredStore) -> OffloadProfile | None:
+    def load(self, store: TieredStore) -> OffloadProfile | None:
+        """What the file that the JSON names says of a store's rows; None without one.
+
+        Raises
+        ------
+        ValueError
+            If the file is of another machine or model.
+        """
         profile = read_profile(self._config, store.dtype)
         if profile is None:
             return None

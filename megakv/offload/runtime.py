@@ -186,9 +186,10 @@ class Offloader:
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return
         store.flush()
-        # A rank without any token yet does not know the size of its rows: it asks when it has one.
+        # Before more is computed in vain. A rank without a token does not know the size of its rows: it asks later.
         if self._announced is not None and any(store.lengths()):
             check_room(store, self.pool, self._layers, cache.table, self._announced, before)
+            self.costs.check(store)
             self._announced = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()
