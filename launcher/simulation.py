@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from megakv.costmodel.simulation import Schedule, Sharing
 from megakv.costmodel.simulation import simulate as run_program
 from megakv.costmodel.simulation_prefill import METHODS
 from megakv.costmodel.simulation_program import Program
-from megakv.costmodel.virtual_runs import DecodingRun, PrefillRun, VirtualRun
+from megakv.costmodel.virtual_runs import GIB, DecodingRun, PrefillRun, VirtualRun
 from megakv.launcher.model_names import model_shape
 from megakv.tracking.files import write_whole
 from megakv.tracking.metrics import report_to_json
@@ -53,6 +54,11 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="runahead: tokens of a message")
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--weights-too", action="store_true", help="offload: weights come over the same link")
+    parser.add_argument(
+        "--host-gb",
+        type=float,
+        help="offload: GiB of host memory of a rank; what is beyond lies on disk (default: none)",
+    )
     parser.add_argument("--steps", type=int, default=4, help="offload: decoded tokens (default 4)")
     parser.add_argument("--slow-rank", action="append", default=[], metavar="R:FACTOR", help="computes so much longer")
     parser.add_argument("--slow-link", action="append", default=[], metavar="A-B:FACTOR", help="carries so much longer")
@@ -119,6 +125,8 @@ def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
     sizes = tp_sizes(model, model.heads)
     if arguments.tp not in sizes:
         raise ValueError(f"--tp {arguments.tp}: allowed for this model: {', '.join(map(str, sizes))}")
+    if arguments.host_gb is not None and not (arguments.method == "offload" and 0 < arguments.host_gb < math.inf):
+        raise ValueError(f"--host-gb {arguments.host_gb:g}: allowed: more than 0, with --method offload")
     if arguments.method == "tp" and arguments.cp > 1:
         raise ValueError(f"--cp {arguments.cp} with --method tp: allowed: 1")
     if arguments.layers is not None:
@@ -131,9 +139,10 @@ def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
 def _run(arguments: argparse.Namespace, machine: Hardware, model: ModelShape) -> VirtualRun:
     lengths = (arguments.context,) * arguments.batch, (arguments.cached,) * arguments.batch
     if arguments.method == "offload":
+        host_bytes = None if arguments.host_gb is None else int(arguments.host_gb * GIB)
         return DecodingRun(
             machine, model, lengths, cp_size=arguments.cp, tp_size=arguments.tp, steps=arguments.steps,
-            weights_too=arguments.weights_too,
+            weights_too=arguments.weights_too, host_bytes=host_bytes,
         )  # fmt: skip
     return PrefillRun(
         machine, model, lengths, "pass_kv" if arguments.method == "tp" else arguments.method, cp_size=arguments.cp,

@@ -107,7 +107,7 @@ def offloaded_ttit(
     tokens = -(-workload.total // (workload.size * groups))
 
     def seconds(name: str, lots: Sequence[Lot]) -> float:
-        found = _division(name, planned, tokens, lots)
+        found = planned_division(name, planned, tokens, lots)
         own = mean_costs(costs, lots, found.recomputed, found.on_host) if lots else costs
         chunk = tokens if name == "kvpr" else CHUNK_TOKENS
         times = group_times(own, found.recomputed, found.on_host, found.streamed, chunk=chunk, outside_s=0.0)
@@ -118,17 +118,33 @@ def offloaded_ttit(
         plans = [plan if plan in plans else "stream"]
     lots: list[Sequence[Lot]] = [()]
     if memory_bytes is not None:
-        row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
-        kept = {inputs if plan in ("auto", "kvpr", "chunked") and may_pay(inputs, row) else 0}
-        # `auto` leaves activations out where keys and values are the better use of the memory.
-        kept |= {0} if plan == "auto" else set()
-        share = memory_bytes / (layers * groups)
-        lots = [placed([tokens], share, row_bytes=row, input_bytes=each) for each in sorted(kept)]
+        lots = placements(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
     return min(seconds(name, each) for name in plans for each in lots)
 
 
-def _division(name: str, costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> Division:
-    """Of a group's tokens by a plan; with rows on disk, where they lie: taken to be as those of one sequence."""
+def placements(
+    model: ModelShape, tokens: int, share_bytes: float, *, plan: str = "auto", tp_size: int = 1
+) -> list[Sequence[Lot]]:
+    """Where a layer's rows may lie, beyond its share of host memory on disk; all taken to be of one sequence.
+
+    Parameters
+    ----------
+    model : ModelShape
+    tokens : int
+    share_bytes : float
+    plan : str
+        As ``megakv.offload.method``.
+    tp_size : int
+    """
+    row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
+    kept = {inputs if plan in ("auto", "kvpr", "chunked") and may_pay(inputs, row) else 0}
+    # `auto` leaves activations out where keys and values are the better use of the memory.
+    kept |= {0} if plan == "auto" else set()
+    return [placed([tokens], share_bytes, row_bytes=row, input_bytes=each) for each in sorted(kept)]
+
+
+def planned_division(name: str, costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> Division:
+    """Of a group's tokens by a plan; `lots` say which of them lie on disk, where any do."""
     most = sum(lot.inputs for lot in lots) if lots else tokens
     host = sum(lot.rows_in_memory for lot in lots) if lots else tokens
     if name == "stream":

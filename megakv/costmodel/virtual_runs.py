@@ -14,9 +14,11 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.offload import LayerCosts, StepTimes
+from megakv.costmodel.offload_disk import Lot, mean_costs
 from megakv.costmodel.offload_pipeline import group_times, step_seconds
 from megakv.costmodel.offload_time import CHUNK_TOKENS as ACTIVATION_CHUNK
-from megakv.costmodel.offload_time import layer_costs, layer_weight_bytes
+from megakv.costmodel.offload_time import layer_costs, layer_weight_bytes, placements, planned_division
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -25,10 +27,11 @@ from megakv.costmodel.simulation import Schedule
 from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import PrefillProgram
 from megakv.costmodel.simulation_program import Program
-from megakv.offload.scheduler import divide
+from megakv.offload.division import Division
 from megakv.runahead.partition import check_partition, from_fractions
 from megakv.tracking.metrics import RunReport
 
+GIB = 1 << 30
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """New tokens of every sequence, and cached ones."""
 
@@ -167,11 +170,13 @@ class DecodingRun(VirtualRun):
     steps : int
     weights_too : bool
         Whether weights come over the same link.
+    host_bytes : int, optional
+        Host memory of a rank; what has no room there lies on disk. None: there is room for all.
 
     Raises
     ------
     ValueError
-        If the machine's link to host memory is not known.
+        If the machine's link to host memory is not known, or its disk where that is needed.
     """
 
     def __init__(
@@ -184,6 +189,7 @@ class DecodingRun(VirtualRun):
         tp_size: int,
         steps: int,
         weights_too: bool,
+        host_bytes: int | None = None,
     ):
         super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
         link = self.profile.host_link
@@ -197,17 +203,21 @@ class DecodingRun(VirtualRun):
         layers = len(model.layers)
         methods = ("pass_q", "replicated") if cp_size > 1 else ("pass_q",)
         step_s = min(ttit_seconds(self.profile, model, decoding, name, tp_size=tp_size) for name in methods)
-        costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers)
+        sharers = min(cp_size * tp_size, self.profile.devices_per_host or 1)
+        costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers, sharers=sharers)
         tokens = -(-sum(held) // cp_size)
-        division = divide(costs, tokens, chunk=ACTIVATION_CHUNK)
-        self._times = group_times(
-            costs,
-            division.recomputed,
-            division.on_host,
-            division.streamed,
-            chunk=ACTIVATION_CHUNK,
-            outside_s=0.0,
-        )
+        lots: list[Sequence[Lot]] = [()]
+        if host_bytes is not None:
+            lots = placements(model, tokens, host_bytes / layers, tp_size=tp_size)
+            if self.profile.disk_bandwidth is None:
+                lots = [each for each in lots if not any(lot.on_disk for lot in each)]
+            if not lots:
+                raise ValueError(
+                    f"{host_bytes / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has "
+                    "no disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
+                )
+        found = [_layer_of(costs, tokens, each) for each in lots]
+        self._times, division = min(found, key=lambda pair: step_seconds([pair[0]], layers))
         row = model.attention(tp_size=tp_size).kv_row_bytes
         inputs = model.hidden * model.element_bytes
         weights = layer_weight_bytes(model, tp_size=tp_size) * weights_too
@@ -244,3 +254,13 @@ class DecodingRun(VirtualRun):
             new_tokens=self._steps * len(self.workload.new),
             ttit_s=schedule.seconds / self._steps,
         )
+
+
+def _layer_of(costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> tuple[StepTimes, Division]:
+    """A layer whose rows lie so, and how its tokens are divided."""
+    division = planned_division("all" if costs.host_attend_s else "chunked", costs, tokens, lots)
+    own = mean_costs(costs, lots, division.recomputed, division.on_host) if lots else costs
+    times = group_times(
+        own, division.recomputed, division.on_host, division.streamed, chunk=ACTIVATION_CHUNK, outside_s=0.0
+    )
+    return times, division

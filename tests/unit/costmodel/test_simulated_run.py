@@ -7,6 +7,7 @@ import pytest
 from matplotlib.image import imread
 
 from docs.generated import ROOT
+from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
 from megakv.costmodel.simulation import simulate
 from megakv.costmodel.simulation_program import Program
@@ -14,6 +15,7 @@ from megakv.launcher.command import main
 from megakv.tracking import load_report
 
 SIMULATE = ["simulate", "--model", str(ROOT / "recipes" / "llama3_8b"), "--layers", "3", "--hardware", "h100-rdma"]
+OFFLOAD = ["--method", "offload", "--context", "60000", "--steps", "40"]
 
 
 def test_waiting_is_between_computations_and_named_by_its_cause() -> None:
@@ -63,6 +65,39 @@ def test_undisturbed_it_says_what_the_closed_form_says(capsys: pytest.CaptureFix
         shown = capsys.readouterr().out
         values = json.loads(shown[shown.index("{") :])
         assert values["ttft_s"] == pytest.approx(values["closed_form_s"], rel=0.01)
+
+
+def test_rows_beyond_host_memory_come_as_the_disk_gives_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = {}
+    for name, disk in (("none", None), ("disk", 3e9)):
+        machines[name] = tmp_path / f"{name}.json"
+        PRESETS["h100-rdma"].model_copy(update={"disk_bandwidth": disk}).save(machines[name])
+
+    def seconds(machine: str, *options: str) -> float:
+        command = [*SIMULATE, "--hardware", str(machines[machine]), *OFFLOAD]
+        assert main([*command, *options]) == 0
+        shown = capsys.readouterr().out
+        values = json.loads(shown[shown.index("{") :])
+        assert values["ttit_s"] == pytest.approx(values["closed_form_s"], rel=0.01)
+        return values["ttit_s"]
+
+    # 4 KiB for a token in each of three layers: half of them in memory.
+    rows = 3 * 60000 * 4096
+    half = str(rows / 2 / (1 << 30))
+    roomy, slower = seconds("none"), seconds("disk", "--host-gb", half)
+    assert seconds("none", "--host-gb", "1.0") == seconds("disk", "--host-gb", "1.0") == roomy
+    link_s = rows / PRESETS["h100-rdma"].host.bandwidth
+    assert slower == pytest.approx(roomy + rows / 2 / 3e9 - link_s / 2, rel=0.02)
+    for machine, options, message in (
+        ("none", ["--host-gb", half], "0.343 GiB of host memory do not hold what is cached"),
+        ("disk", ["--host-gb", "0"], "--host-gb 0: allowed: more than 0"),
+        ("disk", ["--host-gb", "1", "--method", "pass_kv"], "with --method offload"),
+    ):
+        command = [*SIMULATE, "--hardware", str(machines[machine]), *OFFLOAD]
+        assert main([*command, *options]) != 0
+        assert message in capsys.readouterr().err
 
 
 def test_two_runs_are_drawn_above_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
