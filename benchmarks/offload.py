@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LINKS, QUICK_LINKS = "0.1,0.2,0.4", "0.2,0.4"
 FULL = {"least_repeats": 2, "repeats": 40, "cell_seconds": 40.0}
-QUICK = {"least_repeats": 2, "repeats": 8, "cell_seconds": 1.0}
+QUICK = {"least_repeats": 2, "repeats": 8, "cell_seconds": 4.0}
 ON_GPU = {"least_repeats": 1, "repeats": 1, "cell_seconds": 0.0}
 CHUNK, GPU_CHUNK = 128, 4096
 """Tokens of all sequences: what costs a processor little takes a GPU less time than Python needs to start it."""
@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chunk", type=int, help=f"tokens of a chunk of activations (default {CHUNK}; --gpu: {GPU_CHUNK})")
     add("--repeats", type=int, help="timed rounds of a case at most (default 40; --quick: 8)")
     add("--least-repeats", type=int, help="rounds at least (default 2; --gpu: 1, and no more than these)")
-    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 40; --quick: 1)")
+    add("--cell-seconds", type=float, help="no further round begins in a case after them (default 40; --quick: 4)")
     add("--threads", type=int, help="threads that compute (default 1; --gpu: all cores but two)")
     add("--cores", nargs=2, type=int, metavar="CORE", help="of the thread that computes, and of the one that attends")
     add("--parts", metavar="FOLDER", help="where cases are kept (default: FILE with suffix .parts)")

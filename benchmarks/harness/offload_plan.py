@@ -237,11 +237,11 @@ QUICK = {
     "links": replace(FULL["links"], news=(14,)),
     "latency": replace(FULL["latency"], prompts=(128, 256), news=(12,)),
     "llama": replace(FULL["llama"], prompts=(128, 256)),
-    "throughput": replace(FULL["throughput"], prompts=(128,), news=(8,)),
-    "batches": replace(FULL["batches"], batches=(4, 8), news=(8,)),
-    "hiding": replace(FULL["hiding"], batches=(1, 4), news=(9,)),
+    "throughput": replace(FULL["throughput"], prompts=(128,), news=(6,)),
+    "batches": replace(FULL["batches"], batches=(4, 8), news=(6,)),
+    "hiding": replace(FULL["hiding"], batches=(1, 4), news=(6,)),
     "processes": replace(FULL["processes"], news=(12,), processes=(1, 2)),
-    "disk": replace(FULL["disk"], models=("opt",), batches=(2,), news=(8,)),
+    "disk": replace(FULL["disk"], models=("opt",), batches=(2,), news=(6,)),
 }
 GPU = {
     "links": Plan(_ALL, ("opt-6.7b",), (64,), (512,), (32,)),
