@@ -217,20 +217,20 @@ class OffloadCosts:
         profile, measured, division = self.profile, self._measured, record.division
         assert profile is not None and measured is not None
         found: dict[str, float] = {}
-        if division.on_host >= FEW * record.cached and record.host_s:
+        if division.on_host >= FEW * division.tokens and record.host_s:
             known = shared_attend_seconds(measured.host_attend_s, self._sharers)
             calls = layers * sum(each.on_host > 0 for each in record.plan.divisions)
             fixed = calls * (measured.host_call_s + measured.host_fixed_s * record.sequences)
             by_token, whatever = shown_parts(record.host_s, layers * division.on_host * known, fixed)
             found["host_attend_s"] = by_token * measured.host_attend_s
             found |= {name: whatever * getattr(measured, name) for name in ("host_fixed_s", "host_call_s")}
-        if division.recomputed >= FEW * record.cached and record.recompute_s:
+        if division.recomputed >= FEW * division.tokens and record.recompute_s:
             chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
             fixed = layers * measured.launch_s * chunks
             known = layers * division.recomputed * measured.recompute_s
             by_token, whatever = shown_parts(record.recompute_s, known, fixed)
             found |= {"recompute_s": by_token * measured.recompute_s, "launch_s": whatever * measured.launch_s}
-        enough = SOME * record.cached * layers * profile.row_bytes
+        enough = SOME * division.tokens * layers * profile.row_bytes
         plain_bytes, plain_s = record.timed_bytes - record.mixed_bytes, record.busy_s - record.mixed_s
         link = link_rate(plain_bytes, plain_s) if plain_bytes >= enough and plain_s > 0 else 0.0
         disk = 0.0
@@ -244,9 +244,10 @@ class OffloadCosts:
 
     def _learn_device(self, record: StepRecord, layers: int, profile: OffloadProfile) -> None:
         """Take in the other work of a layer in a step, and all that it cost, by a profile of that step alone."""
-        early, attended = self._steps <= STEADY, record.cached - record.division.on_host
+        tokens = record.division.tokens
+        early, attended = self._steps <= STEADY, tokens - record.division.on_host
         # Other ranks are waited for in the midst of attention.
-        if attended >= MANY * record.cached and not record.peers_s:
+        if attended >= MANY * tokens and not record.peers_s:
             self._shown.add("attend_s", record.attend_s / (layers * attended), alone=early)
         others = record.waited_s + record.recompute_s + record.peers_s
         busy = other_work_seconds(record.elapsed_s - others, layers, attended, self._shown.get("attend_s"))

@@ -36,6 +36,11 @@ class Division:
         """Tokens whose keys and values are sent."""
         return self.tokens - self.recomputed - self.on_host - self.resident
 
+    def of_tokens(self, tokens: int) -> Division:
+        """The same parts of another number of tokens, in a layer that sees more or fewer of them."""
+        part = tokens / self.tokens if self.tokens else 0.0
+        return Division(tokens, round(part * self.recomputed), round(part * self.on_host), round(part * self.resident))
+
 
 def together(divisions: Sequence[Division]) -> Division:
     """What becomes of the tokens of several groups, one behind the other."""

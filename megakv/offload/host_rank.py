@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 HostRows = Sequence[Sequence[tuple[int, Tensor]]]
-"""First tokens of each sequence where they lie: runs of rows ``[n, W]``, each with the index of its first token."""
+"""Tokens of each sequence where they lie, in a row: runs of rows ``[n, W]``, each with the index of its first token."""
 
 
 class Queries(NamedTuple):
@@ -98,7 +98,7 @@ class HostRank:
     def start(
         self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: TieredStore, rows: HostRows
     ) -> HostPart:
-        """Begin to attend to the first tokens of each sequence.
+        """Begin to attend to tokens of each sequence.
 
         Parameters
         ----------
@@ -183,7 +183,8 @@ def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: Tiered
         return None
     pieces = [[piece for _, piece in rows.runs[sequence]] for sequence in tokens.sequences]
     for slot, sequence, own in zip(tokens.slot, tokens.sequences, pieces, strict=True):
-        if own and not sees_all(slot, rows.slots[sequence], 0, sum(map(len, own)), scoring.window):
+        first = rows.runs[sequence][0][0] if own else 0
+        if own and not sees_all(slot, rows.slots[sequence], first, sum(map(len, own)), scoring.window):
             return None
     call = kernel.rows(q_HLD.transpose(0, 1).unsqueeze(2), pieces, shape.heads, shape.value_dim, scoring.scale)
     # Views are made now: see `Decoding`.

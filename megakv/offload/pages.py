@@ -153,24 +153,24 @@ class PagedRows:
             self._leading += 1
         return self.length if self._leading == len(pages) else self._leading * self._per_page
 
-    def runs_in_memory(self, count: int) -> list[tuple[int, Tensor]]:
-        """The first rows where they lie, as few ``[n, W]`` as pages allow, each with its first row's index.
+    def runs_in_memory(self, count: int, first: int = 0) -> list[tuple[int, Tensor]]:
+        """Rows from `first` up to `count` where they lie, as few ``[n, W]`` as pages allow, each with its first index.
 
         Waits for those that are on the way there.
         """
-        for page in self._pages[: -(-count // self._per_page)]:
+        for page in self._pages[first // self._per_page : -(-count // self._per_page)]:
             if page.written is not None:
                 page.written.settle()
         found = []
-        for page, offset, start, size in self._spans(0, count):
+        for page, offset, start, size in self._spans(first, count - first):
             rows = page.tier.rows(offset, size, self.width, self._dtype)
             if isinstance(rows, MemoryRows):
-                found.append((start, rows.rows))
+                found.append((first + start, rows.rows))
             else:
                 # A shared page that was in memory may have been copied to disk since these rows were counted.
                 copied = torch.empty(size, self.width, dtype=self._dtype)
                 rows.read_into(copied)
-                found.append((start, copied))
+                found.append((first + start, copied))
         return found
 
     def truncate(self, length: int) -> None:

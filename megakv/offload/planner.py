@@ -116,19 +116,32 @@ class Planner:
         self.ahead = self.wants_inputs = self._undecided = True
         self._hopeless.clear()
 
-    def plan(self, store: TieredStore, groups: Sequence[range], *, stays: bool, beyond: bool = False) -> Plan:
+    def plan(
+        self,
+        store: TieredStore,
+        groups: Sequence[range],
+        unseen: Sequence[int],
+        *,
+        stays: bool,
+        beyond: bool = False,
+    ) -> Plan:
         """What becomes of the cached tokens of a step's layers, by the first that is asked for: the same for all.
 
-        Where they do not stay with their rank, the host attends to none. With `beyond` it is for the next step.
+        The first `unseen` tokens of each sequence need not be there, in the mean of all layers. Where tokens do not
+        stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
-        lengths = store.settled()
+
+        def seen(counts: Sequence[int]) -> list[int]:
+            return [max(0, count - first) for count, first in zip(counts, unseen, strict=True)]
+
+        lengths = seen(store.settled())
         # Some layers have this step's tokens already: those that count are the same in all.
-        resident, inputs = ([*map(min, lengths, each)] for each in (store.residents(), store.with_inputs()))
+        resident, inputs = ([*map(min, lengths, each)] for each in (store.residents(), seen(store.with_inputs())))
         # A rank may have the same tokens in several steps.
         key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
             attends = self._host_rank is not None and stays
-            memory, held = store.in_memory(), store.in_memory(inputs=True)
+            memory, held = seen(store.in_memory()), seen(store.in_memory(inputs=True))
             sizes = []
             for group in groups:
                 lots = tuple(
@@ -159,7 +172,7 @@ class Planner:
         plan = record.plan
         self._trials.observe(
             plan.name,
-            tokens=record.cached,
+            tokens=record.division.tokens,
             predicted_s=plan.seconds,
             measured_s=record.measured_s,
             steady=record.steady,

@@ -10,6 +10,7 @@ import torch
 from megakv.errors import MegaKVError
 from megakv.offload.link import Link
 from megakv.offload.staging import StagedLayer, StagingBuffer, bring
+from megakv.offload.windows import UnseenTokens
 
 if TYPE_CHECKING:
     from megakv.offload.cache import OffloadedCache
@@ -35,12 +36,15 @@ class Prefetch:
     groups : list of range
         The sequences of the pass under way, in the groups that each layer attends to.
     stays : bool
-        Whether cached rows are attended to where they lie in the pass under way: only then may the host attend to some.
+        Whether cached rows are attended to where they lie in the pass under way: only then may some stay away.
+    unseen : UnseenTokens or None
+        Of the pass under way.
     """
 
     def __init__(self, planner: Planner, link: Link, *, layers: int, device: torch.device):
         self.groups: list[range] = []
         self.stays = True
+        self.unseen: UnseenTokens | None = None
         self._planner = planner
         self._link = link
         self._layers = layers
@@ -65,7 +69,15 @@ class Prefetch:
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a layer, in this step or the next."""
-        return self._planner.plan(store, self.groups, stays=self.stays, beyond=beyond)
+        unseen = self._unseen(None, beyond, len(store.lengths()))
+        return self._planner.plan(store, self.groups, unseen, stays=self.stays, beyond=beyond)
+
+    def _unseen(self, layer: int | None, beyond: bool, batch: int) -> list[int]:
+        """First tokens of each sequence that need not come: in a layer, or in the mean of all layers."""
+        # Rows that travel to other ranks are counted there.
+        if self.unseen is None or not self.stays:
+            return [0] * batch
+        return self.unseen.in_the_mean(beyond=beyond) if layer is None else self.unseen.in_layer(layer, beyond=beyond)
 
     def begin(self, cache: OffloadedCache, new: list[int]) -> None:
         """Bring the first groups of a pass."""
@@ -103,7 +115,10 @@ class Prefetch:
         store.flush()
         plan = self.plan(store, beyond=beyond)
         buffer, division = self._free.pop(), plan.divisions[index]
-        self._staged[layer, index] = bring(store, group, buffer, self._link, division, new, chunk=plan.chunk)
+        unseen = self._unseen(layer, beyond, len(new))
+        self._staged[layer, index] = bring(
+            store, group, buffer, self._link, division, new, chunk=plan.chunk, unseen=unseen
+        )
 
     def ensure(self, cache: OffloadedCache, layer: int, index: int, new: list[int]) -> StagedLayer | None:
         """A group of a layer, brought now if it was not before; None if it has no cached tokens."""

@@ -171,6 +171,7 @@ class StepRecord:
             resident=self.division.resident,
             recomputed=self.division.recomputed,
             on_host=self.division.on_host,
+            unseen=max(0, self.cached - self.division.tokens),
             predicted_s=self.predicted_s,
             measured_s=self.measured_s,
             waited_s=self.waited_s,

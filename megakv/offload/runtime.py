@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ from megakv.offload.staging import StagedLayer
 from megakv.offload.steps import StepLog
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
+from megakv.offload.windows import UnseenTokens, Windows
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -89,6 +91,7 @@ class Offloader:
         self._planner = Planner(
             config, self.costs, layers=layers, host_rank=self._host_rank, leads=leads, weights=weights
         )
+        self._windows = Windows(layers)
         self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
         self._host_parts: list[HostPart] = []
 
@@ -131,6 +134,8 @@ class Offloader:
         self._measured = self.costs.measured
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
+        news = [np.diff(block.bounds).tolist() for block in layout.stored]
+        self._prefetch.unseen = UnseenTokens(self._windows, cache.table, cache.rank, news)
         if self._cache is not cache or not self._prefetch.valid(new):
             # What was brought ahead is of no use: beams have changed places, say.
             self._planner.ahead = self._planner.ahead and not len(self._prefetch)
@@ -168,6 +173,7 @@ class Offloader:
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
         """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
+        self._windows.note(call.layer, call.scoring.window)
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
@@ -250,9 +256,11 @@ class Offloader:
     ) -> HostPart | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
         if self._planner.queries is None:
-            self._planner.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], call.scoring)
+            # It is given what its queries see.
+            scoring = replace(call.scoring, window=None)
+            self._planner.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], scoring)
         staged = self.staged(store)
-        if staged is None or not any(staged.on_host):
+        if staged is None or not staged.host_attends:
             return None
         assert self._host_rank is not None
         self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.host_rows()))

@@ -104,9 +104,10 @@ class StagedLayer:
     starts, cached, room : list of int
         Per sequence: first row, cached tokens, and room for new ones.
     splits : list of int
-        Tokens recomputed from activations, per sequence: those behind the host's.
-    on_host : list of int
-        First tokens of each sequence, which stay away: the host attends to them.
+        Tokens recomputed from activations, per sequence: the first ones that do not stay away.
+    unseen, away : list of int
+        First tokens of each sequence that the layer's window leaves out; and all that stay away, those behind them that
+        the host attends to included.
     chunks : list of Chunk
     streamed : Ticket, optional
         The transfer of all other rows.
@@ -123,7 +124,8 @@ class StagedLayer:
     cached: list[int]
     room: list[int]
     splits: list[int]
-    on_host: list[int]
+    unseen: list[int]
+    away: list[int]
     chunks: list[Chunk] = field(default_factory=list)
     streamed: Ticket | None = None
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -133,13 +135,19 @@ class StagedLayer:
     def valid(self, new: list[int], stays: bool) -> bool:
         """Whether it is what a pass with so many new tokens per sequence needs, and with `stays` as for `begin`."""
         fits = len(new) == len(self.room) and all(new[sequence] <= self.room[sequence] for sequence in self.group)
-        fits = fits and (stays or not any(self.on_host))
+        fits = fits and (stays or not any(self.away))
         return fits and self.version == self.store.version and self.cached == _within(self.group, self.store.lengths())
 
+    @property
+    def host_attends(self) -> bool:
+        """Whether the host attends to any token."""
+        return self.away != self.unseen
+
     def host_rows(self) -> HostRows:
-        """The rows that stay away, where they lie; found once, before further ones are on their way to their pages."""
+        """The host's rows, where they lie; found once, before further ones are on their way to their pages."""
         if self._host_rows is None:
-            self._host_rows = [self.store.rows_in_memory(each, count) for each, count in enumerate(self.on_host)]
+            spans = enumerate(zip(self.unseen, self.away, strict=True))
+            self._host_rows = [self.store.rows_in_memory(sequence, end, first) for sequence, (first, end) in spans]
         return self._host_rows
 
     def settle(self) -> None:
@@ -159,7 +167,7 @@ class StagedLayer:
 
     def row(self, sequence: int, token: int) -> int:
         """Where a token of a sequence lies."""
-        return self.starts[sequence] + token - self.on_host[sequence]
+        return self.starts[sequence] + token - self.away[sequence]
 
     def put(self, sequence: int, first: int, rows: Tensor) -> None:
         """Write rows of tokens from `first` on."""
@@ -192,6 +200,7 @@ def bring(
     new: list[int],
     *,
     chunk: int,
+    unseen: Sequence[int],
 ) -> StagedLayer:
     """Begin to bring a layer's rows.
 
@@ -205,38 +214,45 @@ def bring(
         Nothing may be under way into it.
     link : Link
     division : Division
-        Of the group's cached tokens.
+        Of the group's cached tokens, in the mean of all layers.
     new : list of int
         Per sequence, tokens that room is left for.
     chunk : int
         Tokens of a chunk of activations.
+    unseen : sequence of int
+        First tokens of each sequence that the layer's window leaves out.
     """
-    cached, new = _within(group, store.settled()), _within(group, new)
+    cached, new, unseen = _within(group, store.settled()), _within(group, new), _within(group, unseen)
+    if any(unseen) or sum(cached) != division.tokens:
+        division = division.of_tokens(sum(cached) - sum(unseen))
     # A later layer may have more on disk than the one that was divided.
-    memory = [min(held, count) for held, count in zip(store.in_memory(), cached, strict=True)]
+    memory = [max(0, min(each) - first) for first, *each in zip(unseen, store.in_memory(), cached, strict=True)]
     on_host = spread(min(division.on_host, sum(memory)), memory)
-    inputs = [
-        max(0, min(kept, count) - away) for kept, count, away in zip(store.with_inputs(), cached, on_host, strict=True)
-    ]
+    away = [first + count for first, count in zip(unseen, on_host, strict=True)]
+    inputs = [max(0, min(each) - first) for first, *each in zip(away, store.with_inputs(), cached, strict=True)]
     splits = spread(min(division.recomputed, sum(inputs)), inputs)
-    sizes = [count - away + room for count, away, room in zip(cached, on_host, new, strict=True)]
+    sizes = [count - first + room for count, first, room in zip(cached, away, new, strict=True)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
-    staged = StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, on_host)
+    staged = StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, unseen, away)
     if sum(splits):
         _bring_inputs(staged, link, sum(splits), chunk)
     packed, filled = None, 0
     if store.quantiser is not None:
-        streamed = sum(cached) - sum(on_host) - sum(splits)
+        streamed = sum(cached) - sum(away) - sum(splits)
         packed = buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
     moves: list[Move] = []
     pending: dict[int, Ticket] = {}
     for sequence, count in enumerate(cached):
-        spans = [(on_host[sequence] + splits[sequence], count)]
+        begin = away[sequence] + splits[sequence]
+        spans = [(begin, count)]
         resident = store.resident(sequence) if count else None
-        if resident is not None:
-            spans = [(spans[0][0], resident.first), (resident.end, count)]
-            rows[staged.row(sequence, resident.first) : staged.row(sequence, resident.end)] = resident.rows
+        if resident is not None and begin < resident.end:
+            kept = max(begin, resident.first)
+            spans = [(begin, kept), (resident.end, count)]
+            rows[staged.row(sequence, kept) : staged.row(sequence, resident.end)] = resident.rows[
+                kept - resident.first :
+            ]
         for first, last in spans:
             if first < last:
                 target = rows[staged.row(sequence, first) : staged.row(sequence, last)]
@@ -258,7 +274,7 @@ def _bring_inputs(staged: StagedLayer, link: Link, total: int, size: int) -> Non
     pieces: list[Piece] = []
     filled = begun = 0
     for sequence, split in enumerate(staged.splits):
-        first = staged.on_host[sequence]
+        first = staged.away[sequence]
         last = first + split
         while first < last:
             count = min(last - first, size - (filled - begun))

@@ -135,7 +135,7 @@ class TieredStore(RowFormat, UniformStore):
         self._offloader.await_streamed(staged)
         counts = [
             length - away if sequence in staged.group else 0
-            for sequence, (length, away) in enumerate(zip(self.lengths(), staged.on_host, strict=True))
+            for sequence, (length, away) in enumerate(zip(self.lengths(), staged.away, strict=True))
         ]
         return *self.heads_of(staged.rows), staged.starts, counts
 
@@ -249,10 +249,10 @@ class TieredStore(RowFormat, UniformStore):
         column = self._inputs if inputs else self._rows
         return self._before_residents([row.in_memory() if row else 0 for row in column])
 
-    def rows_in_memory(self, sequence: int, count: int) -> list[tuple[int, Tensor]]:
-        """The first tokens' keys and values where they lie: runs of rows ``[n, W]``, each with its first token."""
+    def rows_in_memory(self, sequence: int, count: int, first: int = 0) -> list[tuple[int, Tensor]]:
+        """Keys and values of tokens from `first` up to `count` where they lie: runs, with their first tokens."""
         paged = self._rows[sequence]
-        return [] if paged is None else paged.runs_in_memory(count)
+        return [] if paged is None else paged.runs_in_memory(count, first)
 
     def bytes_for(self, tokens: list[int]) -> int:
         """Bytes of the pages of so many tokens per sequence, in one layer."""

@@ -19,9 +19,10 @@ class OffloadStep:
     ----------
     plan
         Which of the methods served it; ``all`` where activations were recomputed and the host attended.
-    cached, resident, recomputed, on_host
+    cached, resident, recomputed, on_host, unseen
         Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
-        those recomputed from activations (the split point), and those attended to by the host.
+        those recomputed from activations (the split point), those attended to by the host, and those before the windows
+        of all queries. Where layers have sliding windows, all but the first are means over layers.
     predicted_s, measured_s
         From the end of the pass before to the end of this one.
     waited_s
@@ -57,12 +58,13 @@ class OffloadStep:
     disk_bytes: int = 0
     disk_utilisation: float = 0.0
     profiled: bool = False
+    unseen: int = 0
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     @property
     def streamed(self) -> int:
         """Tokens whose keys and values were sent."""
-        return self.cached - self.resident - self.recomputed - self.on_host
+        return self.cached - self.resident - self.recomputed - self.on_host - self.unseen
 
 
 def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
@@ -81,7 +83,7 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
     if any(step.disk_bytes for step in steps):
         values["offload/disk_bytes"] = float(sum(step.disk_bytes for step in steps))
         values["offload/disk_utilisation"] = statistics.median(step.disk_utilisation for step in steps)
-    for share in ("resident", "recomputed", "on_host"):
+    for share in ("resident", "recomputed", "on_host", *(("unseen",) if any(step.unseen for step in steps) else ())):
         values[f"offload/{share}_share"] = statistics.median(
             getattr(step, share) / max(1, step.cached) for step in steps
         )

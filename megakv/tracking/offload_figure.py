@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _FAINT = "#22282f", "#8a929b"
-_TOKENS = {"resident": "#8a929b", "recomputed": "#f2b872", "on_host": "#3b8f5f", "streamed": "#2f6db3"}
+_TOKENS = {
+    "resident": "#8a929b",
+    "recomputed": "#f2b872",
+    "on_host": "#3b8f5f",
+    "streamed": "#2f6db3",
+    "unseen": "#dde1e6",
+}
 _PANELS = ("cached tokens, a layer", "bytes of a pass", "share of the link", "time of a pass")
 _UNITS = {"bytes of a pass": "B", "time of a pass": "s"}
 

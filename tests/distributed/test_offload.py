@@ -38,6 +38,8 @@ RUNS: list[Run] = [
 ]
 RUNS += [(family, "2x1", "columns", "auto") for family in ("opt", "qwen3")]
 RUNS += [("opt", "2x1", "auto", "auto"), ("gemma", "2x1", "both", "auto")]
+# With windows, in some layers and in all.
+RUNS += [("gemma3", "2x1", "auto", "auto"), ("mistral", "2x1", "cpu_rank", "auto"), ("mistral", "2x1", "stream", "tsp")]
 MORE: list[Run] = [
     (family, "2x1", method, "auto")
     for family in ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma")

@@ -61,7 +61,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
         recompute(self, layer, staged, cache)
         for sequence, split in enumerate(staged.splits):
             kept = torch.empty(split, staged.store.row_width)
-            moves, pages = staged.store.row_moves(sequence, 0, kept)
+            moves, pages = staged.store.row_moves(sequence, staged.away[sequence], kept)
             for page in pages:
                 assert page.written is not None
                 page.written.settle()
@@ -189,10 +189,10 @@ def test_the_host_waits_for_no_row_that_it_does_not_attend_to(offloaded: Any, mo
     waited: list[bool] = []
     found = PagedRows.runs_in_memory
 
-    def watched(self: PagedRows, count: int) -> Any:
+    def watched(self: PagedRows, count: int, first: int = 0) -> Any:
         pages = self._pages[: -(-count // self._per_page)]
         waited.append(not all(page.written is None or page.written.done for page in pages))
-        return found(self, count)
+        return found(self, count, first)
 
     monkeypatch.setattr(PagedRows, "runs_in_memory", watched)
     # This link takes longer for a step's new rows than a layer for the rest.

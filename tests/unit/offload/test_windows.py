@@ -1,0 +1,148 @@
+"""Layers with a sliding window bring only what their queries see, whatever becomes of the other tokens."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megakv.cache import TokenTable
+from megakv.offload.division import Division
+from megakv.offload.windows import UnseenTokens, Windows
+from megakv.sharding import Layout, TokenBlock
+from tests.families import WINDOW
+from tests.unit.offload.test_exactness import generate, plain_model, ragged
+
+LONG = {"max_new_tokens": 40, "min_new_tokens": 40}
+WAYS: dict[str, dict[str, Any]] = {
+    "stream": {"method": "stream"},
+    "kvpr": {"method": "kvpr"},
+    "chunked": {"method": "chunked"},
+    "cpu_rank": {"method": "cpu_rank"},
+    "auto": {"method": "auto"},
+    "groups": {"method": "auto", "num_gpu_batches": 2},
+    "weights": {"method": "chunked", "weights": True, "num_gpu_batches": 3},
+    "resident": {"method": "chunked", "device_gb": 40_000 / (1 << 30)},
+    "disk": {"method": "auto", "host_gb": 12 * 8192 / (1 << 30), "disk_gb": 0.02},
+}
+
+
+def windows_of(model: Any) -> list[int | None]:
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * model.config.num_hidden_layers
+    return [model.config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def block(columns: list[list[int]]) -> TokenBlock:
+    sequence = np.repeat(np.arange(len(columns)), [len(column) for column in columns])
+    slots = np.array([slot for column in columns for slot in column], dtype=np.int64)
+    return TokenBlock(sequence, slots, slots, len(columns))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_unseen_tokens_are_those_that_no_query_sees(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    ranks, batch = int(generator.integers(1, 4)), int(generator.integers(1, 4))
+    lengths = generator.integers(0, 60, batch)
+    few = generator.integers(0, 4, batch) if seed % 2 else np.ones(batch, dtype=np.int64)
+    table = TokenTable(ranks, batch)
+    news: list[list[int]] = []
+    for first, last in ((0 * lengths, lengths), (lengths, lengths + few)):
+        owners = [generator.integers(0, ranks, end - begin) for begin, end in zip(first, last, strict=True)]
+        blocks = [
+            block([(begin + np.flatnonzero(own == rank)).tolist() for begin, own in zip(first, owners, strict=True)])
+            for rank in range(ranks)
+        ]
+        table.extend(Layout(tuple(blocks), tuple(blocks), replicated=False))
+        news = [np.diff(each.bounds).tolist() for each in blocks]
+    windows = Windows(3)
+    for layer, window in enumerate((None, int(generator.integers(1, 12)), int(generator.integers(1, 50)))):
+        windows.note(layer, window)
+    for rank in range(ranks):
+        unseen = UnseenTokens(windows, table, rank, news)
+        for beyond in (False, True):
+            found = [unseen.in_layer(layer, beyond=beyond) for layer in range(3)]
+            assert found[0] == [0] * batch
+            assert unseen.in_the_mean(beyond=beyond) == [sum(each) // 3 for each in zip(*found, strict=True)]
+            for layer in (1, 2):
+                window = windows[layer]
+                assert window is not None
+                for sequence in range(batch):
+                    end = int(lengths[sequence] + (few[sequence] if beyond else 0))
+                    cached = [int(slot) for slot in table.slots(rank, sequence) if slot < end]
+                    # The first query's slot is the one behind all that is cached.
+                    assert found[layer][sequence] == sum(slot <= end - window for slot in cached)
+
+
+def test_a_layer_has_its_part_of_the_mean() -> None:
+    mean = Division(100, recomputed=30, on_host=50, resident=10)
+    assert mean.of_tokens(200) == Division(200, recomputed=60, on_host=100, resident=20)
+    assert mean.of_tokens(0) == Division(0) == Division(0).of_tokens(0)
+    assert Division(0).of_tokens(7).streamed == 7
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "starcoder2"])
+def test_tokens_are_the_plain_model_s(name: str, way: str, offloaded: Callable[..., Any], tmp_path: Any) -> None:
+    model = plain_model(name)
+    ids, mask = ragged(3, 70)
+    engine = offloaded(copy.deepcopy(model), **({"disk_path": str(tmp_path)} | WAYS[way]))
+    for options in (LONG, {"num_beams": 3, "max_new_tokens": 12}):
+        assert torch.equal(generate(engine, ids, mask, **options), generate(model, ids, mask, **options))
+        step = engine._offloader.steps[-1].report()
+        assert 0 < step.unseen < step.cached and step.streamed >= 0
+        parts = (step.resident, step.recomputed, step.on_host, step.streamed, step.unseen)
+        assert sum(parts) == step.cached
+        # It keeps to its parts in layers that see more, and in those that see less.
+        assert way != "cpu_rank" or step.on_host and not step.recomputed
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_only_what_is_seen_is_sent(name: str, offloaded: Callable[..., Any]) -> None:
+    model = plain_model(name)
+    ids = torch.randint(3, 190, (2, 90), generator=torch.Generator().manual_seed(5))
+    engine = offloaded(copy.deepcopy(model), method="stream")
+    generate(engine, ids, torch.ones_like(ids), **LONG)
+    row = engine._offloader.costs.profile.row_bytes
+    steps = engine._offloader.steps[2:-1]
+    # In a step, the first layers of the next one are brought, which see one token more.
+    for step in steps:
+        cached = step.cached // 2
+        seen = [min(cached, cached if window is None else window - 1) for window in windows_of(model)]
+        ahead = sum(window is None for window in windows_of(model)[:2])
+        assert step.bytes_in == 2 * row * (sum(seen) + ahead)
+        assert step.report().unseen == step.cached - 2 * (cached - (len(seen) * cached - sum(seen)) // len(seen))
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["stream", "chunked", "cpu_rank"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_turns_cuts_and_forks_see_what_comes_back_into_the_window(
+    name: str, method: str, offloaded: Callable[..., Any], tmp_path: Any
+) -> None:
+    model = plain_model(name)
+    generator = torch.Generator().manual_seed(11)
+    turns = [torch.randint(3, 190, (2, length), generator=generator) for length in (2 * WINDOW, 1, WINDOW + 9, 3)]
+    engine = offloaded(copy.deepcopy(model), method=method)
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+
+    def expected(history: torch.Tensor) -> torch.Tensor:
+        return generate(model, history, torch.ones_like(history), max_new_tokens=9, min_new_tokens=9)
+
+    session, history = engine.session(), torch.empty(2, 0, dtype=torch.int64)
+    for turn in turns:
+        history = torch.cat([history, turn], dim=1)
+        found = session.generate(turn, **options)
+        assert torch.equal(found, expected(history))
+        history = found
+    session.save(tmp_path / "saved")
+    fork, restored = session.fork(), engine.restore_session(tmp_path / "saved")
+    for length in (2 * WINDOW + 3, 5):
+        session.cut_back(length)
+        cut = torch.cat([history[:, :length], turns[2]], dim=1)
+        assert torch.equal(session.generate(turns[2], **options), expected(cut))
+    longer = torch.cat([history, turns[1]], dim=1)
+    for each in (fork, restored):
+        assert torch.equal(each.generate(turns[1], **options), expected(longer))
