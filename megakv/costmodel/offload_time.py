@@ -104,7 +104,9 @@ def offloaded_ttit(
         planned = costs.with_offloaded_weights(kv_weights_s=sent.keys_s, other_weights_s=sent.others_s)
     else:
         planned = costs.in_column(weights_s=sent.keys_s + sent.others_s, num_gpu_batches=groups)
-    tokens = -(-workload.total // (workload.size * groups))
+    # With a disk, windows are not looked at: the first tokens, which they leave out, are those in memory.
+    seen = seen_tokens(model, workload) if memory_bytes is None else workload.total
+    tokens = -(-seen // (workload.size * groups))
 
     def seconds(name: str, lots: Sequence[Lot]) -> float:
         found = planned_division(name, planned, tokens, lots)
@@ -120,6 +122,13 @@ def offloaded_ttit(
     if memory_bytes is not None:
         lots = placements(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
     return min(seconds(name, each) for name in plans for each in lots)
+
+
+def seen_tokens(model: ModelShape, workload: Workload) -> int:
+    """Tokens of all sequences that a decoding step sees in a layer, a mean over layers: windows leave some out."""
+    held = [new + cached for new, cached in zip(workload.new, workload.cached, strict=True)]
+    seen = (min(count, layer.window or count) for layer in model.layers for count in held)
+    return -(-sum(seen) // len(model.layers))
 
 
 def placements(

@@ -18,7 +18,7 @@ from megakv.costmodel.offload import LayerCosts, StepTimes
 from megakv.costmodel.offload_disk import Lot, mean_costs
 from megakv.costmodel.offload_pipeline import group_times, step_seconds
 from megakv.costmodel.offload_time import CHUNK_TOKENS as ACTIVATION_CHUNK
-from megakv.costmodel.offload_time import layer_costs, layer_weight_bytes, placements, planned_division
+from megakv.costmodel.offload_time import layer_costs, layer_weight_bytes, placements, planned_division, seen_tokens
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -205,7 +205,7 @@ class DecodingRun(VirtualRun):
         step_s = min(ttit_seconds(self.profile, model, decoding, name, tp_size=tp_size) for name in methods)
         sharers = min(cp_size * tp_size, self.profile.devices_per_host or 1)
         costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers, sharers=sharers)
-        tokens = -(-sum(held) // cp_size)
+        tokens = -(-(seen_tokens(model, Workload(*lengths, cp_size)) if host_bytes is None else sum(held)) // cp_size)
         lots: list[Sequence[Lot]] = [()]
         if host_bytes is not None:
             lots = placements(model, tokens, host_bytes / layers, tp_size=tp_size)

@@ -4,6 +4,7 @@ Ranks of a host divide the bandwidth of its memory (KVPR, A.7): predictions for 
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from transformers import OPTConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.offload import LayerCosts, shown_parts, steady_seconds
-from megakv.costmodel.offload_time import CHUNK_TOKENS, layer_costs, layer_weight_bytes, moved_seconds, offloaded_ttit
+from megakv.costmodel.offload_time import (
+    CHUNK_TOKENS,
+    layer_costs,
+    layer_weight_bytes,
+    moved_seconds,
+    offloaded_ttit,
+    seen_tokens,
+)
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.offload.scheduler import divide
@@ -54,6 +62,17 @@ def test_groups_share_the_weights() -> None:
     together, apart = ttit(16, tokens, weights=True, groups=4), ttit(4, tokens, weights=True)
     assert together < 0.6 * 4 * apart
     assert ttit(3, tokens, weights=True, groups=8) == ttit(3, tokens, weights=True, groups=3)
+
+
+def test_windows_leave_tokens_out() -> None:
+    batch, tokens, window = random.randint(2, 9), random.randint(2000, 6000), random.randint(100, 1000)
+    layers = tuple(replace(layer, window=window if index % 4 else None) for index, layer in enumerate(MODEL.layers))
+    model, step = replace(MODEL, layers=layers), Workload((1,) * batch, (tokens,) * batch, 1)
+    seen = batch * (2 * (tokens + 1) + 6 * window)
+    assert seen_tokens(model, step) == -(-seen // 8) and seen_tokens(MODEL, step) == batch * (tokens + 1)
+    seconds = offloaded_ttit(PROFILE, LINK, model, step, "pass_q", plan="stream")
+    sent = seen * 2 * 2048 * 2 / LINK.bandwidth
+    assert sent < seconds < sent + ttit_seconds(PROFILE, model, step, "pass_q") + 1e-2
 
 
 def test_rows_on_disk_come_no_faster_than_it_reads() -> None:
