@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from megakv.offload.link import MemoryRows, Move, Ticket
 from megakv.offload.thread_link import ThreadLink
@@ -22,6 +22,8 @@ class EmulatedOffloadedCache(DynamicCache):
     Parameters
     ----------
     link : ThreadLink
+    config : PreTrainedConfig
+        Of the model: layers with a sliding window keep no more than that.
 
     Attributes
     ----------
@@ -31,8 +33,8 @@ class EmulatedOffloadedCache(DynamicCache):
         The most that lay on the accelerator's side at once.
     """
 
-    def __init__(self, link: ThreadLink):
-        super().__init__()
+    def __init__(self, link: ThreadLink, config: PreTrainedConfig):
+        super().__init__(config=config)
         self.waited_s = 0.0
         self.most_bytes = 0
         self._link = link
@@ -49,13 +51,13 @@ class EmulatedOffloadedCache(DynamicCache):
         self._bring(layer_idx + 1 if layer_idx + 1 in self._host else 0, besides=layer_idx)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.most_bytes = max(self.most_bytes, sum(self._bytes(layer) for layer in self.layers))
-        host = torch.empty_like(keys), torch.empty_like(values)
-        pairs = zip(host, (keys.contiguous(), values.contiguous()), strict=True)
+        layer: Any = self.layers[layer_idx]
+        kept = layer.keys.contiguous(), layer.values.contiguous()
+        host = torch.empty_like(kept[0]), torch.empty_like(kept[1])
         begun = time.perf_counter()
-        self._link.start("out", [self._move(kept, there) for kept, there in pairs]).settle()
+        self._link.start("out", [self._move(there, own) for there, own in zip(host, kept, strict=True)]).settle()
         self.waited_s += time.perf_counter() - begun
         self._host[layer_idx] = host
-        layer: Any = self.layers[layer_idx]
         layer.keys = layer.values = torch.empty(0)
         return keys, values
 
@@ -79,8 +81,12 @@ class EmulatedOffloadedCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens so far, wherever they lie."""
+        if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
+            return super().get_seq_length(layer_idx)
         return self._host[layer_idx][0].shape[-2] if layer_idx in self._host else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask is for."""
+        if self.layers[layer_idx].is_sliding:
+            return super().get_mask_sizes(query_length, layer_idx)
         return self.get_seq_length(layer_idx) + query_length, 0

@@ -56,7 +56,7 @@ class Charts:
                 case "links" | "long":
                     self._links(part, own)
                     self._split_points(own)
-                case "disk":
+                case "disk" | "windows":
                     self._links(part, own)
                 case "latency":
                     self._sizes(own, part, "Figure 7")

@@ -30,6 +30,7 @@ PARTS = {
     "hiding": "weights offloaded, a small cache, row-by-row: Table 2",
     "processes": "several processes that share the host: Figure 14",
     "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
+    "windows": "three of four layers have a sliding window, an eighth of the prompt",
 }
 PAGE_KIB = 512
 DISK_SHARE = 0.5
@@ -76,8 +77,10 @@ class Shape:
 
     Parameters
     ----------
-    family : {"opt", "llama"}
+    family : {"opt", "llama", "qwen3"}
     layers, hidden, heads, kv_heads, intermediate, vocab : int
+    window : int, optional
+        Of the layers that have one: all but every fourth, as in Qwen and Gemma.
     """
 
     family: str
@@ -87,6 +90,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab: int
+    window: int | None = None
 
     @property
     def row_elements(self) -> int:
@@ -112,8 +116,11 @@ LARGE = {
     "llama-2-7b": Shape("llama", 32, 4096, 32, 32, 11008, 32000),
     "llama-3-8b": Shape("llama", 32, 4096, 32, 8, 14336, 128256),
 }
-SMALL = ("opt", "mha", "gqa")
-"""Of the sizes on the command line: OPT, a Llama like it, and one with a KV head for four query heads."""
+WINDOWED = "windowed"
+SMALL = ("opt", "mha", "gqa", WINDOWED)
+"""Of the sizes on the command line: OPT, a Llama like it, one with a KV head for four query heads, and a Qwen3 with
+windows."""
+WINDOW = 128
 
 
 def shape_of(model: str, arguments: argparse.Namespace) -> Shape:
@@ -122,7 +129,8 @@ def shape_of(model: str, arguments: argparse.Namespace) -> Shape:
         return replace(LARGE[model], layers=arguments.layers or LARGE[model].layers)
     hidden, heads = arguments.hidden, arguments.heads
     kv_heads = heads // 4 if model == "gqa" else heads
-    return Shape("opt" if model == "opt" else "llama", arguments.layers, hidden, heads, kv_heads, 4 * hidden, 512)
+    family, window = {"opt": ("opt", None), WINDOWED: ("qwen3", WINDOW)}.get(model, ("llama", None))
+    return Shape(family, arguments.layers, hidden, heads, kv_heads, 4 * hidden, 512, window)
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,7 @@ FULL = {
     "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
     "processes": Plan(("stream", "kvpr", "cpu_rank", "auto"), ("opt",), (2,), (256,), (16,), processes=(1, 2, 4)),
     "disk": Plan((IN_MEMORY, *_LATENCY), ("opt", "gqa"), (4,), (256,), (20,), in_memory=0.75),
+    "windows": Plan((IN_MEMORY, *_LATENCY), (WINDOWED,), (4,), (8 * WINDOW,), (20,)),
 }
 QUICK = {
     "links": replace(FULL["links"], news=(14,)),

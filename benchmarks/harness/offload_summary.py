@@ -26,6 +26,7 @@ FIXED = {
     "hiding": ("shape", "context", "new_tokens", "link_gb_s"),
     "processes": ("shape", *_SIZE, "link_gb_s"),
     "disk": ("shape", *_SIZE, "link_gb_s"),
+    "windows": ("shape", *_SIZE, "link_gb_s"),
 }
 """What all rows of one table or chart of a part have in common."""
 

@@ -47,7 +47,7 @@ def tables(rows: Sequence[Row], shapes: Mapping[str, Shape], element_bytes: int)
     found = []
     for part, own in settings(rows):
         match part:
-            case "links" | "long" | "disk":
+            case "links" | "long" | "disk" | "windows":
                 found.append(_methods(own))
             case "hiding":
                 found.append(_hiding(own, shapes[own[0]["shape"]], element_bytes))

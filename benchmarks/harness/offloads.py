@@ -17,7 +17,9 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     OPTConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -43,7 +45,7 @@ ATTENTION_PIECES = 2
 
 
 def random_model(shape: Shape, *, positions: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """An OPT, where recomputing can pay, or a Llama, which may have fewer KV heads, with random weights."""
+    """An OPT, where recomputing can pay; a Llama, which may have fewer KV heads; or a Qwen3 with windows: random."""
     common = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -51,11 +53,18 @@ def random_model(shape: Shape, *, positions: int, dtype: torch.dtype, device: to
         "vocab_size": shape.vocab,
         "max_position_embeddings": positions,
     }
-    config = (
-        OPTConfig(**common, word_embed_proj_dim=shape.hidden, ffn_dim=shape.intermediate)
-        if shape.family == "opt"
-        else LlamaConfig(**common, num_key_value_heads=shape.kv_heads, intermediate_size=shape.intermediate)
-    )
+    kinds = ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(shape.layers)]
+    llama = {**common, "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.intermediate}
+    head_dim = shape.hidden // shape.heads
+    config: PreTrainedConfig
+    match shape.family:
+        case "opt":
+            config = OPTConfig(**common, word_embed_proj_dim=shape.hidden, ffn_dim=shape.intermediate)
+        case "llama":
+            config = LlamaConfig(**llama)
+        case _:
+            windows = {"use_sliding_window": True, "sliding_window": shape.window, "layer_types": kinds}
+            config = Qwen3Config(**llama, head_dim=head_dim, **windows)
     config.eos_token_id = None
     torch.manual_seed(0)
     with device:
@@ -246,7 +255,7 @@ class Decoder:
             return sample
         assert self._case.link_gb_s is not None
         link = ThreadLink(self._case.link_gb_s * 1e9)
-        cache = EmulatedOffloadedCache(link)
+        cache = EmulatedOffloadedCache(link, self._model.config)
         notes = StepNotes(
             lambda: link.traffic["in"].nbytes, lambda: link.traffic["out"].nbytes, lambda: cache.waited_s, watch=watch
         )

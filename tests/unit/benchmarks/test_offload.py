@@ -116,6 +116,24 @@ def test_a_cache_that_is_partly_on_disk(tmp_path: Path) -> None:
     assert (tmp_path / "disk.disk.gqa.png").is_file()
 
 
+def test_layers_with_windows(tmp_path: Path) -> None:
+    path = tmp_path / "windows.json"
+    done = fork("--only", "windows", "--json", path, *TINY, "--prompt", "200", "--links", "0.03", timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(found) == METHODS[:-1] and all(row["tokens_equal"] for row in found.values())
+    # Both layers have one: 127 of their tokens are seen beside the new one, by transformers as well.
+    seen = 2 * 2 * 127 * 2 * 4 * 8 * 4
+    for method in ("stream", "transformers"):
+        assert found[method]["bytes_in"] == pytest.approx(seen, rel=0.01), method
+    assert all(
+        split == 0 or method in ("kvpr", "chunked", "auto")
+        for method, row in found.items()
+        for _, split in row.get("split_points", ())
+    )
+    assert (tmp_path / "windows.windows.windowed.png").is_file()
+
+
 def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     made = tables(rows, SHAPES, 4)
     report = json.loads(results.read_text())
@@ -242,7 +260,7 @@ def test_time_that_kernels_cover() -> None:
     ("arguments", "message"),
     [
         (["--links", "0"], "--links 0: allowed: numbers above 0"),
-        (["--shapes", "bert"], "--shapes bert: allowed: each of opt, mha, gqa once"),
+        (["--shapes", "bert"], "--shapes bert: allowed: each of opt, mha, gqa, windowed once"),
         (["--only", "long"], "--only long: allowed: each of links, latency"),
         (["--new", "3"], "--new 3: allowed: 6 or more"),
         (["--heads", "6"], "--heads 6: allowed: multiples of 4"),
