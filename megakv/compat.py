@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +17,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+logger = logging.getLogger(__name__)
+
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+LOCK_S = 15.0
+"""Age from which the lock of a build that nobody works at is left over."""
 
 
 def _all_on_this_host(world_size: int) -> bool:
@@ -48,7 +54,10 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
     """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted and can work."""
     if deepspeed.comm.is_initialized():
         return
-    with _shared_memory_op(shared_memory and _all_on_this_host(int(os.environ.get("WORLD_SIZE", "1")))):
+    wanted = shared_memory and _all_on_this_host(int(os.environ.get("WORLD_SIZE", "1")))
+    if wanted:
+        drop_stale_lock(SHARED_MEMORY_OP)
+    with _shared_memory_op(wanted):
         deepspeed.init_distributed(timeout=timeout, verbose=False)
     if shared_memory and shared_memory_available():
         _unlink_shared_memory()
@@ -62,6 +71,43 @@ def extensions_folder() -> Path:
     from torch.utils.cpp_extension import get_default_build_root
 
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def op_folder(op: str) -> Path:
+    """Where PyTorch builds an op of DeepSpeed's that was not installed with it."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(op, False))
+
+
+def drop_stale_lock(op: str) -> Path | None:
+    """Remove the lock of a killed build, on which PyTorch would wait for ever; returns the lock of one under way.
+
+    A lock is stale when no process works in its folder; the first seconds, before a compiler runs, count as work.
+
+    Parameters
+    ----------
+    op : str
+        Name of a DeepSpeed op.
+    """
+    lock = op_folder(op) / "lock"
+    while lock.exists() and not _at_work(lock.parent):
+        with suppress(OSError):
+            if time.time() - lock.stat().st_mtime >= LOCK_S:
+                lock.unlink()
+                logger.warning("removed %s, left by a build that was killed", lock)
+                return None
+        time.sleep(0.5)
+    return lock if lock.exists() else None
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether a process of this machine works in a folder, as far as it can be seen."""
+    for process in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            if process.readlink() == folder:
+                return True
+    return False
 
 
 def end_deepspeed_distributed() -> None:

@@ -155,7 +155,7 @@ def _allowed(error: Any) -> str:
         return f"unknown key; {_known_keys(error['loc'])}"
     if "expected" in context:
         return f"allowed: {context['expected']}"
-    return str(error["msg"])
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _known_keys(path: Sequence[int | str]) -> str:

@@ -106,6 +106,11 @@ def check_length(
         )
 
 
+def given_option(name: str, options: dict[str, Any], model: PreTrainedModel) -> Any:
+    """An option of a `generate` call: its own, or its configuration's, or the model's."""
+    return _given(name, options, options.get("generation_config") or model.generation_config)
+
+
 def new_token_limit(model: PreTrainedModel, options: dict[str, Any], prompt: int) -> int:
     """Tokens that a call may add to each row of its prompt; 0 for beams, which share most of theirs."""
     config = options.get("generation_config") or model.generation_config

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
-from megakv.generation import pad_left
+from megakv.generation import given_option, pad_left
 from megakv.session_files import (
     FORMAT,
     SessionMeta,
@@ -54,6 +54,9 @@ class Session:
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """One turn: append tokens, then generate.
 
+        A turn with beams goes on from a copy of what is cached, which is dropped with all beams: its tokens are
+        computed again with the next turn.
+
         Parameters
         ----------
         input_ids : Tensor
@@ -73,23 +76,27 @@ class Session:
         MegaKVError
             If the session or its engine was closed.
         ValueError
-            If the batch differs from that of earlier turns. The session stays as it was.
+            If the batch differs from that of earlier turns, or several sequences are asked for. The session stays as it
+            was.
         """
         engine = self._open()
+        returned = given_option("num_return_sequences", options, engine.module) or 1
+        if returned > 1:
+            raise ValueError(f"num_return_sequences = {returned} is not supported in a session; use 1")
+        beams = given_option("num_beams", options, engine.module) or 1
         ids, mask = pad_left(*self._extended(input_ids, attention_mask), self._cache.length)
-        before = self._cache.length
+        before, cache = self._cache.length, self._cache if beams == 1 else self._cache.fork()
+        if beams > 1:
+            cache.batch_repeat_interleave(beams)
         try:
-            output = engine.generate_into(self._cache, ids, attention_mask=mask, **options)
+            output = engine.generate_into(cache, ids, attention_mask=mask, **options)
         except BaseException:
             self._cache.cut_back(before)
             raise
-        sequences = output if isinstance(output, Tensor) else output.sequences
-        if sequences.shape[0] != ids.shape[0]:
-            self._cache.cut_back(before)
-            raise ValueError(
-                f"num_return_sequences = {sequences.shape[0] // ids.shape[0]} is not supported in a session; use 1"
-            )
-        self.input_ids = sequences
+        finally:
+            if beams > 1:
+                cache.reset()
+        self.input_ids = sequences = output if isinstance(output, Tensor) else output.sequences
         grown = sequences.shape[1] - mask.shape[1]
         self.attention_mask = torch.cat([mask, mask.new_ones((mask.shape[0], grown))], dim=1)
         return output
@@ -129,7 +136,7 @@ class Session:
         """
         engine, target = self._open(), Path(folder)
         if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
-            raise ValueError("this session has no turns yet: there is nothing to save")
+            raise ValueError("nothing of this session is cached yet: there is nothing to save")
         partial = target.with_name(f"{target.name}.partial")
         meta = SessionMeta(
             format=FORMAT,

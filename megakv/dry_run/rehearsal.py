@@ -51,6 +51,8 @@ class DryRun:
         Bytes that each rank may offload; None: nothing is offloaded.
     host_taken : int
         Bytes of host memory that each rank takes at start, whatever it uses of them.
+    page_bytes : int
+        Of the pages that budgets are cut into: none lies partly in host memory and partly on disk.
     """
 
     model: str
@@ -66,6 +68,7 @@ class DryRun:
     memory_bytes: int | None = None
     host_budget: int | None = None
     host_taken: int = 0
+    page_bytes: int = 1
 
     @property
     def problem(self) -> str | None:
@@ -84,12 +87,16 @@ class DryRun:
                 f"memory alone, but megakv.offload.host_gb allows {in_units(self.host_taken)}; raise it, or "
                 "tensor_parallel.tp_size"
             )
-        if self.host_budget is not None and fullest.host_bytes > self.host_budget:
-            return (
-                f"rank {fullest.rank} offloads {in_units(fullest.host_bytes)} in pages of megakv.offload.page_kib but "
-                f"megakv.offload.host_gb and disk_gb allow {in_units(self.host_budget)}; raise them, or "
-                "megakv.context_parallel.size"
-            )
+        if self.host_budget is not None:
+            held = fullest.host_weight_bytes
+            tiers = self.host_taken - held, self.host_budget - self.host_taken
+            room = held + sum(tier // self.page_bytes * self.page_bytes for tier in tiers)
+            if fullest.host_bytes > room:
+                return (
+                    f"rank {fullest.rank} offloads {in_units(fullest.host_bytes)} in pages of "
+                    f"megakv.offload.page_kib but megakv.offload.host_gb and disk_gb have room for {in_units(room)} "
+                    "in whole pages; raise them, or megakv.context_parallel.size"
+                )
         return None
 
     def _remedy(self, worst: VirtualRank) -> str:
@@ -187,6 +194,7 @@ def dry_run(
         memory_bytes=memory_bytes,
         host_budget=count.host_budget,
         host_taken=count.host_taken,
+        page_bytes=parsed.megakv.offload.page_kib << 10,
     )
 
 

@@ -149,7 +149,7 @@ def _offloader(
             )
         recomputes = False
     # Whether its rows are these is known in the first layer of a prompt (`OffloadCosts.check`).
-    read_profile(config, model.dtype)
+    read_profile(config, model.dtype, model.config.model_type)
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
     link = make_link(device, bandwidth)
     held = 0 if weights is None else weights.nbytes
@@ -168,7 +168,16 @@ def _offloader(
     if weights is not None:
         _, decoder = decoder_layers(model)
         stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
-    offloader = Offloader(config, runtime, layers=layers, link=link, pool=pool, device=device, weights=stream)
+    offloader = Offloader(
+        config,
+        runtime,
+        layers=layers,
+        link=link,
+        pool=pool,
+        device=device,
+        model_type=model.config.model_type,
+        weights=stream,
+    )
 
     def positions() -> IntArray:
         step = runtime.current

@@ -8,11 +8,14 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import accelerator_name, installed_ops
+
+from megakv.compat import drop_stale_lock, op_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +53,18 @@ def find_async_io(asked: str) -> tuple[Any, str]:
         if refused is not None:
             return None, refused
         if not built:
-            logger.info("building DeepSpeed's %s, once for this machine", OP)
+            _say_what_comes(drop_stale_lock(OP))
         return builder.load(verbose=False), ""
     except (RuntimeError, ImportError, OSError) as error:
         return None, f"DeepSpeed cannot load it: {error}"
+
+
+def _say_what_comes(lock: Path | None) -> None:
+    folder = op_folder(OP)
+    if lock is not None:
+        logger.warning("waiting for another process to build DeepSpeed's %s; should there be none, remove %s", OP, lock)
+    elif not (folder / f"{OP}.so").exists():
+        logger.warning("building DeepSpeed's %s in %s, once for this machine: it takes minutes", OP, folder)
 
 
 def _libaio() -> ctypes.CDLL | None:

@@ -22,6 +22,8 @@ class OffloadProfile(Record):
     Parameters
     ----------
     fingerprint : Fingerprint
+    model_type : str
+        As in the model's configuration: recomputation is its attention modules' own code. Empty in older files.
     row_bytes, input_bytes : int
         Of a token's keys and values in one layer, and of its activations.
     link_bytes_s, transfer_s : float
@@ -43,6 +45,7 @@ class OffloadProfile(Record):
 
     format: Literal["megakv offload profile"] = "megakv offload profile"
     fingerprint: Fingerprint
+    model_type: str = ""
     row_bytes: int = Field(gt=0)
     input_bytes: int = Field(ge=0)
     link_bytes_s: float = Field(gt=0)
@@ -65,7 +68,7 @@ def foreign(config: OffloadConfig, why: str) -> ValueError:
     return ValueError(f"megakv.offload.profile = {config.profile!r} was measured elsewhere ({why}); {REMEDY}")
 
 
-def read_profile(config: OffloadConfig, dtype: torch.dtype) -> OffloadProfile | None:
+def read_profile(config: OffloadConfig, dtype: torch.dtype, model_type: str) -> OffloadProfile | None:
     """The profile in the file that the JSON names; None where it names none, or one that is yet to be written.
 
     Raises
@@ -94,6 +97,8 @@ def read_profile(config: OffloadConfig, dtype: torch.dtype) -> OffloadProfile | 
         return None
     profile = load_record(OffloadProfile, path, setting="megakv.offload.profile", remedy=REMEDY)
     differences = profile.fingerprint.differences(fingerprint_of(dtype))
+    if profile.model_type and profile.model_type != model_type:
+        differences.append(f"model type {profile.model_type!r}, here {model_type!r}")
     if profile.emulated_link_gb_s != config.emulated_link_gb_s:
         differences.append("another emulated link")
     if differences:

@@ -64,10 +64,13 @@ class Profiler:
     pool : PagePool
         Whose unused pages the link and the host are measured with.
     device : torch.device
+    model_type : str
+        Of the engine's model.
     """
 
-    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device):
+    def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device, model_type: str):
         self._config = config
+        self._model_type = model_type
         self._link = link
         self._pool = pool
         self._device = device
@@ -122,13 +125,17 @@ class Profiler:
         ValueError
             If the file is of another machine or model.
         """
-        profile = read_profile(self._config, store.dtype)
+        profile = read_profile(self._config, store.dtype, self._model_type)
         if profile is None:
             return None
         # Methods that keep no activations do not know how large they are.
-        same_inputs = profile.input_bytes == store.input_bytes or not (profile.input_bytes and store.input_bytes)
-        if profile.row_bytes != store.row_bytes or not same_inputs:
-            raise foreign(self._config, "another model's rows")
+        sizes = {"keys and values": (profile.row_bytes, store.row_bytes)}
+        if profile.input_bytes and store.input_bytes:
+            sizes["activations"] = profile.input_bytes, store.input_bytes
+        for kind, (found, own) in sizes.items():
+            if found != own:
+                why = f"{found} bytes of {kind} for a token in a layer, here {own}: another model, tp_size or kv_bits"
+                raise foreign(self._config, why)
         return profile
 
     def _link_profile(self, store: TieredStore) -> OffloadProfile:
@@ -141,6 +148,7 @@ class Profiler:
         out_bytes_s, both_bytes_s = self._other_ways(store, most)
         return OffloadProfile(
             fingerprint=fingerprint_of(store.dtype),
+            model_type=self._model_type,
             row_bytes=store.row_bytes,
             input_bytes=store.input_bytes,
             link_bytes_s=link_rate(1, slope),

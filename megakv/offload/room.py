@@ -1,4 +1,4 @@
-"""Whether what a generation will hold fits the budgets: said in its first layer, before more is computed."""
+"""Whether what a generation will hold fits the budgets: said as its first rows come, before more is computed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def check_room(
     layers: int,
     table: TokenTable,
     announced: tuple[int, int],
-    before: list[int],
 ) -> None:
-    """Refuse in its first layer what would outgrow the budgets in a later one, or while tokens are generated.
+    """Refuse, as the first rows come, what would outgrow the budgets in this layer or a later one, or while decoding.
 
     Budgets are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that no rank is
     refused alone while others wait for it.
@@ -29,7 +28,7 @@ def check_room(
     Parameters
     ----------
     store : TieredStore
-        Of the first layer, the prompt in it, or its first piece.
+        Of the first layer, before any row of the prompt is in it: the other layers hold as many.
     pool : PagePool
     layers : int
         Attention layers.
@@ -37,8 +36,6 @@ def check_room(
         Tokens of every sequence on every context-parallel rank, those of this pass included.
     announced : tuple of int
         Columns of the whole prompt, which may be read in pieces, and tokens that each row may get beyond it.
-    before : list of int
-        Tokens of every sequence before this pass: the other layers hold no more yet.
 
     Raises
     ------
@@ -52,7 +49,7 @@ def check_room(
         ((row, layers * store.bytes_for([count + to_come for count in row])) for row in table.counts().tolist()),
         key=lambda found: found[1],
     )
-    held = store.nbytes() + (layers - 1) * store.bytes_for(before)
+    held = layers * store.nbytes()
     if not pool.has_room(needed - held):
         raise MegaKVError(
             f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "

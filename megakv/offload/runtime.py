@@ -55,6 +55,8 @@ class Offloader:
     link : Link
     pool : PagePool
     device : torch.device
+    model_type : str
+        As in the model's configuration.
     weights : WeightStream, optional
         Where the decoder layers' weights come over the link too.
     """
@@ -68,11 +70,12 @@ class Offloader:
         link: Link,
         pool: PagePool,
         device: torch.device,
+        model_type: str,
         weights: WeightStream | None = None,
     ):
         self.config, self.link, self.pool, self.device, self.weights = config, link, pool, device, weights
         self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
-        profiler = Profiler(config, link, pool, device)
+        profiler = Profiler(config, link, pool, device, model_type)
         self.costs = OffloadCosts(profiler, sharers=runtime.comm.watch.neighbours)
         self._log = StepLog(link, self._learn)
         self._recomputation: Recomputation | None = None
@@ -186,17 +189,21 @@ class Offloader:
             if index + 1 < len(self._prefetch.groups):
                 self._pass_on(call.layer, index)
 
-    def leave(self, store: TieredStore, before: list[int]) -> None:
-        """A layer's attention is over: its buffer is free for another one; `before` as for `check_room`."""
+    def expect(self, store: TieredStore) -> None:
+        """A layer's first rows of a generation come: refuse it if not all that will be held has room."""
+        cache = self._cache
+        if self._announced is None or cache is None or cache.store(store.layer) is not store:
+            return
+        announced, self._announced = self._announced, None
+        check_room(store, self.pool, self._layers, cache.table, announced)
+        self.costs.check(store)
+
+    def leave(self, store: TieredStore) -> None:
+        """A layer's attention is over: its buffer is free for another one."""
         cache, layout = self._cache, self._layout
         if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
             return
         store.flush()
-        # Before more is computed in vain. A rank without a token does not know the size of its rows: it asks later.
-        if self._announced is not None and any(store.lengths()):
-            check_room(store, self.pool, self._layers, cache.table, self._announced, before)
-            self.costs.check(store)
-            self._announced = None
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()
         if self.weights is not None:

@@ -75,6 +75,8 @@ class TieredStore(RowFormat, UniformStore):
         offered = self._offered.get(sequences[0])
         if offered is not None:
             self.keeps_inputs = self._offloader.worth_keeping(offered, pieces[0])
+        self._offloader.expect(self)
+        if offered is not None:
             # What is smaller is the better use of memory. Activations of all sequences are there already.
             smaller = offered.nbytes < pieces[0].nbytes
             self._keep_inputs({each: self.rows(each) for each in self._offered if smaller})
@@ -179,10 +181,9 @@ class TieredStore(RowFormat, UniformStore):
         return twin
 
     def release(self) -> None:
-        before = self.settled()
         for rows in (self._fresh, self._late, self._began):
             rows.clear()
-        self._offloader.leave(self, before)
+        self._offloader.leave(self)
 
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
@@ -255,10 +256,21 @@ class TieredStore(RowFormat, UniformStore):
         return [] if paged is None else paged.runs_in_memory(count, first)
 
     def bytes_for(self, tokens: list[int]) -> int:
-        """Bytes of the pages of so many tokens per sequence, in one layer."""
-        page = self._offloader.pool.page_bytes
-        widths = [width for width in (self.row_bytes, self.input_bytes) if width]
-        return sum(page_bytes(count, width, page) for count in tokens for width in widths)
+        """Bytes of the pages of so many tokens per sequence, in one layer.
+
+        With activations, where those of the pass under way are kept: of what follows a gap none are.
+        """
+        page, width = self._offloader.pool.page_bytes, self.input_width
+        keeps = self.keeps_inputs and len(self._offered) > 0
+        if keeps:
+            width = max(width, *(offered.shape[1] for offered in self._offered.values()))
+        found = sum(page_bytes(count, self.row_bytes, page) for count in tokens)
+        for sequence, count in enumerate(tokens if width else ()):
+            inputs = self._inputs[sequence]
+            held = inputs.length if inputs else 0
+            unbroken = keeps and held == self.rows(sequence)
+            found += page_bytes(count if unbroken else min(count, held), width * self.dtype.itemsize, page)
+        return found
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""

@@ -52,6 +52,52 @@ def test_a_dry_run_counts_what_an_engine_takes(
     assert found.host_taken == int(0.05 * (1 << 30)) and found.problem is None
 
 
+def test_a_dry_run_counts_whole_pages_of_each_tier(offloaded: Callable[..., Any], tmp_path: Path) -> None:
+    model = plain_model("opt")
+    layers = model.config.num_hidden_layers
+    model.config.save_pretrained(tmp_path)
+    ids, pages = torch.randint(3, 190, (2, 37), generator=torch.Generator().manual_seed(5)), layers * 2 * 3
+    # Together they have room for one page more than each for its own.
+    for host, fits in ((pages / 2 - 0.5, False), (pages / 2, True)):
+        offload = {
+            "enabled": True,
+            "method": "stream",
+            "host_gb": host * 8 / (1 << 20),
+            "disk_gb": (pages / 2 + 0.5) * 8 / (1 << 20),
+            "disk_path": str(tmp_path),
+            "page_kib": 8,
+        }
+        found = dry_run(tmp_path, {"dtype": "fp32", "megakv": {"offload": offload}}, context=37, batch=2, new_tokens=4)
+        assert (found.problem is None) == fits
+        engine = offloaded(copy.deepcopy(model), **offload)
+        if fits:
+            generate(engine, ids, torch.ones_like(ids), max_new_tokens=4)
+            continue
+        assert found.problem is not None and f"room for {(pages - 1) * 8}.00 KiB in whole pages" in found.problem
+        with pytest.raises(MegaKVError, match=f"of which {(pages - 1) * 8}.00 KiB can be used"):
+            generate(engine, ids, torch.ones_like(ids), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_turns_with_beams_and_without_follow_each_other(enabled: bool, offloaded: Callable[..., Any]) -> None:
+    model = plain_model("qwen3")
+    engine = offloaded(copy.deepcopy(model), enabled=enabled)
+    session, history = engine.session(), torch.empty(2, 0, dtype=torch.int64)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    cached = []
+    for number, beams in enumerate((3, 1, 3, 2, 1)):
+        turn = torch.randint(3, 190, (2, 9), generator=torch.Generator().manual_seed(number))
+        history = torch.cat([history, turn], dim=1)
+        expected = generate(model, history, torch.ones_like(history), num_beams=beams, max_new_tokens=5)
+        history = session.generate(turn, num_beams=beams, **options)
+        assert torch.equal(history, expected)
+        cached.append(session.length)
+        with pytest.raises(ValueError, match="num_return_sequences = 2 is not supported in a session; use 1"):
+            session.generate(turn, num_return_sequences=2, num_beams=2, **options)
+    # What beams computed is computed again.
+    assert cached == [0, 27, 27, 27, 69]
+
+
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_inference_mode_comes_and_goes(name: str, offloaded: Callable[..., Any], tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import copy
 import gc
 import os
 import resource
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes.util import find_library
@@ -15,6 +17,7 @@ import pytest
 import torch
 from deepspeed.git_version_info import installed_ops
 
+from megakv.compat import drop_stale_lock
 from megakv.costmodel.offload import LayerCosts
 from megakv.costmodel.offload_disk import placed
 from megakv.errors import MegaKVError
@@ -199,6 +202,27 @@ def test_requests_that_fail_are_made_good(asynchronous: Any, tmp_path: Path) -> 
         assert found == content[1000:601_000]
         # Some file systems do not mind.
         assert reader.refused in (0, 5)
+
+
+def test_the_lock_of_a_killed_build_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert drop_stale_lock("some_op") is None
+    lock = tmp_path / "some_op" / "lock"
+    lock.touch()
+    # One that a process works beside is waited for, however old it is.
+    os.utime(lock, (0, 0))
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
+        assert drop_stale_lock("some_op") == lock and lock.exists()
+        builder.kill()
+    assert drop_stale_lock("some_op") is None
+    assert not lock.exists() and f"removed {lock}, left by a build that was killed" in caplog.text
+    # A fresh one is given time.
+    monkeypatch.setattr("megakv.compat.LOCK_S", 1.0)
+    lock.touch()
+    begun = time.monotonic()
+    assert drop_stale_lock("some_op") is None and time.monotonic() - begun >= 0.5
 
 
 def test_missing_asynchronous_io_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

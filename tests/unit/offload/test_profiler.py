@@ -190,7 +190,11 @@ def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row_bytes": 77}, "another model's rows"),
+        (
+            {"row_bytes": 77},
+            "77 bytes of keys and values for a token in a layer, here 512: another model, tp_size or kv_bits",
+        ),
+        ({"model_type": "gpt_neox"}, "model type 'gpt_neox', here 'opt'"),
         ({"fingerprint": {"processor": "abacus"}}, "processor 'abacus', here"),
         ({"link_bytes_s": -1}, "link_bytes_s: Input should be greater than 0"),
     ],

@@ -17,7 +17,7 @@ def test_outgrown_budgets_are_named_and_sessions_survive(offloaded: Any) -> None
     session = engine.session()
     turn = torch.randint(3, 190, (1, 20), generator=torch.Generator().manual_seed(3))
     first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    with pytest.raises(RuntimeError, match=r"outgrow their budgets: megakv.offload.host_gb holds 192.00 KiB"):
+    with pytest.raises(RuntimeError, match=r"needs 960.00 KiB .*host_gb holds 192.00 KiB, of which 192"):
         session.generate(turn.repeat(1, 30), max_new_tokens=4, do_sample=False, pad_token_id=0)
     # Layer 0 has room for this one, the others have not: that is seen before they are computed.
     with pytest.raises(RuntimeError, match="this generation needs 240.00 KiB"):
@@ -82,7 +82,42 @@ def test_a_prompt_in_pieces_is_refused_with_its_first(offloaded: Any) -> None:
         match=r"needs 96.00 KiB.*27 tokens so far, up to 28 more for each of 2 sequences.*host_gb holds 64.00 KiB",
     ):
         engine.generate(ids, attention_mask=mask, max_new_tokens=4, prefill_chunk_size=16)
-    assert engine._offloader.link.traffic["out"].nbytes == 27 * 2 * model.config.hidden_size * 4
+    # None of it has left the accelerator.
+    assert engine._offloader.link.traffic["out"].nbytes == 0
     ids, mask = ids[:, :28], mask[:, :28]
     expected = generate(model, ids, mask, max_new_tokens=4)
     assert torch.equal(generate(engine, ids, mask, max_new_tokens=4, prefill_chunk_size=9), expected)
+
+
+def test_what_does_not_fit_one_layer_is_refused_with_numbers(offloaded: Any) -> None:
+    model = plain_model("opt")
+    layers = model.config.num_hidden_layers
+    engine = offloaded(model, method="auto", host_gb=2 * layers * 8 / (1 << 20))
+    ids = torch.randint(3, 190, (1, 400), generator=torch.Generator().manual_seed(3))
+    # In pages of 16 tokens, or of the activations of 32: 404 tokens.
+    needed = layers * (26 + 13) * 8
+    with pytest.raises(MegaKVError, match=rf"needs {needed}.00 KiB .*400 tokens so far.*raise megakv.offload.host_gb"):
+        engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("method", ["auto", "chunked", "stream"])
+def test_turns_are_refused_when_there_is_no_room_and_not_before(method: str, offloaded: Any) -> None:
+    model = plain_model("opt")
+    layers = model.config.num_hidden_layers
+    # A link so fast that activations of generated tokens are soon found to be of no use: a gap for the next turns.
+    engine = offloaded(model, method=method, host_gb=layers * 40 * 8 / (1 << 20))
+    session, pool = engine.session(), engine._offloader.pool
+    total, generator = pool.free_bytes(), torch.Generator().manual_seed(3)
+    for _ in range(40):
+        free = pool.free_bytes()
+        turn = torch.randint(3, 190, (1, 30), generator=generator)
+        try:
+            session.generate(turn, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        except MegaKVError as error:
+            refusal = str(error)
+            break
+    else:
+        raise AssertionError("nothing was refused")
+    assert f"of which {total / 1024:.2f} KiB can be used" in refusal
+    # A turn's 36 tokens take three pages at most, and the page begun before has room for its activations, or one more.
+    assert free < layers * (3 + 2 * (method != "stream")) * 8192
