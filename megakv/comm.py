@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import inference_all_reduce
+from megakv.connections import PeerConnections, own_endpoints
 from megakv.errors import MegaKVError, PeerLostError
 from megakv.groups import Mesh
 from megakv.ledger import Ledger
@@ -67,12 +68,16 @@ class Communicator:
         peers: list[Any] = [None] * mesh.world_size
         dist.all_gather_object(peers, Peer.this(mesh.rank))
         self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s)
+        everywhere: list[Any] = [None] * mesh.world_size
+        dist.all_gather_object(everywhere, own_endpoints())
+        self.watch.connections = PeerConnections(mesh.connections, mesh.rank, everywhere)
 
     @contextmanager
     def guard(self, peers: Sequence[int], operation: str, layer: int | None) -> Iterator[None]:
         """Turn a broken connection or a time-out into an error that names the lost rank and what was going on."""
         try:
-            yield
+            with self.watch.waiting(operation if layer is None else f"{operation} of layer {layer}"):
+                yield
         except MegaKVError:
             raise
         except RuntimeError as error:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
+from megakv.connections import open_connections
 from megakv.errors import MegaKVError
 
 GroupName = Literal["cp", "tp", "chain"]
@@ -44,6 +45,8 @@ class Mesh:
         only, so it is right exactly when the TP group is the whole world on one host.
     timeout_s : float
         How long a silent peer is waited for.
+    connections : frozenset of str
+        The groups' TCP connections, as `open_connections` names them.
     """
 
     rank: int
@@ -58,6 +61,7 @@ class Mesh:
     device: torch.device
     shared_memory: bool
     timeout_s: float
+    connections: frozenset[str] = frozenset()
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -183,6 +187,7 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     timeout = timedelta(seconds=timeout_s)
     cp_rank, tp_rank = divmod(rank, tp_size)
     groups: dict[GroupName, ReferenceType[dist.ProcessGroup]] = {}
+    before = open_connections()
     # new_group is collective over the world: every rank creates every group, in one order.
     if cp_size > 1:
         for index in range(tp_size):
@@ -209,4 +214,5 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
         device=torch.device(accelerator.current_device_name()),
         shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
         timeout_s=timeout_s,
+        connections=open_connections() - before,
     )

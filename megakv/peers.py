@@ -15,10 +15,15 @@ from typing import Any, NoReturn
 
 import psutil
 
+from megakv.connections import PeerConnections
+
 GRACE_SECONDS = 2.0
 """How long to look for a dead process after a connection broke: the kernel may report the break first."""
 
 POLL_SECONDS = 0.5
+
+UNHEARD_SECONDS = 5.0
+"""How long an operation may go on after a connection was seen to be over: most fail at once."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class PeerWatch:
     ----------
     lost : bool
         Whether an exchange with a peer has failed.
+    connections : PeerConnections or None
+        To the other ranks, where they are watched.
     """
 
     def __init__(self, rank: int, peers: list[Peer], timeout_s: float):
@@ -80,8 +87,10 @@ class PeerWatch:
         self._peers = peers
         self._timeout_s = timeout_s
         self.lost = False
+        self.connections: PeerConnections | None = None
         self._previous: Any = None
         self._spin: _Spin | None = None
+        self._wait: _Spin | None = None
         self._stop: threading.Event | None = None
 
     @property
@@ -139,24 +148,52 @@ class PeerWatch:
         os.write(2, f"megakv: rank {self.rank} ends because {reason}\n".encode())
 
     @contextmanager
+    def waiting(self, operation: str) -> Iterator[None]:
+        """Watch over an operation that fails when a connection to a peer is over, as a rule.
+
+        Gloo closes a broken connection, but a receive that begins just then may never hear of it, and would wait for
+        `timeout_s`. Once that is seen, the process ends, with a word about why.
+        """
+        if not self.connections:
+            yield
+            return
+        self._watch()
+        before, self._wait = self._wait, _Spin(operation, time.monotonic())
+        try:
+            yield
+        finally:
+            self._wait = before
+
+    def _watch(self) -> None:
+        if self._stop is None:
+            self._stop = threading.Event()
+            threading.Thread(target=self._watch_all, args=(self._stop,), name="megakv-watch", daemon=True).start()
+
+    @contextmanager
     def spinning(self, operation: str) -> Iterator[None]:
         """Watch over an operation that waits for its peers for ever, in C++, deaf to signals and errors.
 
         Nothing but the end of the process ends it when a peer is lost, so that is what happens, with a word about why.
         """
-        if self._stop is None:
-            self._stop = threading.Event()
-            threading.Thread(target=self._watch_spins, args=(self._stop,), name="megakv-watch", daemon=True).start()
+        self._watch()
         self._spin = _Spin(operation, time.monotonic())
         try:
             yield
         finally:
             self._spin = None
 
-    def _watch_spins(self, stop: threading.Event) -> None:
+    def _watch_all(self, stop: threading.Event) -> None:
         suspect: _Spin | None = None
+        unheard: _Spin | None = None
+        since = 0.0
         while not stop.wait(POLL_SECONDS):
-            spin = self._spin
+            spin, wait = self._spin, self._wait
+            # Whatever does hear of it ends the wait, and says more.
+            over = self.connections.over() if wait is not None and self.connections else []
+            if not over or wait is not unheard:
+                unheard, since = wait if over else None, time.monotonic()
+            elif wait is not None and time.monotonic() - since > UNHEARD_SECONDS and wait is self._wait:
+                self._leave(f"the connection to {', '.join(map(self.describe, over))} was lost during {wait.operation}")
             if spin is None:
                 continue
             dead = self.dead()

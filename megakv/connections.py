@@ -1,0 +1,71 @@
+"""This process's TCP connections to other ranks, and which of them are over."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+FOLDER = "/proc/self/fd"
+Endpoint = tuple[Any, ...]
+"""Address and port of one end of a connection."""
+
+
+def own_endpoints() -> list[Endpoint]:
+    """This process's ends of its TCP connections; none where the system does not list them."""
+    return [own for _, own, _ in _connections()]
+
+
+def open_connections() -> frozenset[str]:
+    """Names of this process's TCP connections; they tell one from all others, also from later ones."""
+    return frozenset(name for name, _, _ in _connections())
+
+
+class PeerConnections:
+    """Connections to other ranks, of all that stand or of some.
+
+    Parameters
+    ----------
+    names : set of str
+        Those that are looked at, of `open_connections`.
+    rank : int
+        This rank.
+    endpoints : sequence of sequence of Endpoint
+        What `own_endpoints` gave on every rank, once all connections stood.
+    """
+
+    def __init__(self, names: frozenset[str], rank: int, endpoints: Sequence[Sequence[Endpoint]]):
+        others = {end: other for other, ends in enumerate(endpoints) if other != rank for end in ends}
+        self._of = {name: others[peer] for name, _, peer in _connections() if name in names and peer in others}
+
+    def __bool__(self) -> bool:
+        return len(self._of) > 0
+
+    def over(self) -> list[int]:
+        """Ranks to which a connection is over."""
+        there = {_name(descriptor) for descriptor in _descriptors()}
+        return sorted({rank for name, rank in self._of.items() if name not in there})
+
+
+def _descriptors() -> list[str]:
+    return os.listdir(FOLDER) if os.path.isdir(FOLDER) else []
+
+
+def _name(descriptor: str) -> str:
+    """What a descriptor stands for."""
+    with suppress(OSError):
+        return os.readlink(f"{FOLDER}/{descriptor}")
+    return ""
+
+
+def _connections() -> Iterator[tuple[str, Endpoint, Endpoint]]:
+    """Name, own end and other end of every TCP connection."""
+    for descriptor in _descriptors():
+        name = _name(descriptor)
+        if name.startswith("socket:"):
+            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    # Fails for one that only listens.
+                    yield name, tuple(connection.getsockname()[:2]), tuple(connection.getpeername()[:2])
