@@ -55,8 +55,8 @@ def _gone(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Spin:
-    """An operation under way that never fails by itself."""
+class _Operation:
+    """An operation under way that may never fail by itself."""
 
     operation: str
     since: float
@@ -89,8 +89,8 @@ class PeerWatch:
         self.lost = False
         self.connections: PeerConnections | None = None
         self._previous: Any = None
-        self._spin: _Spin | None = None
-        self._wait: _Spin | None = None
+        self._spin: _Operation | None = None
+        self._wait: _Operation | None = None
         self._stop: threading.Event | None = None
 
     @property
@@ -158,7 +158,7 @@ class PeerWatch:
             yield
             return
         self._watch()
-        before, self._wait = self._wait, _Spin(operation, time.monotonic())
+        before, self._wait = self._wait, _Operation(operation, time.monotonic())
         try:
             yield
         finally:
@@ -176,15 +176,15 @@ class PeerWatch:
         Nothing but the end of the process ends it when a peer is lost, so that is what happens, with a word about why.
         """
         self._watch()
-        self._spin = _Spin(operation, time.monotonic())
+        self._spin = _Operation(operation, time.monotonic())
         try:
             yield
         finally:
             self._spin = None
 
     def _watch_all(self, stop: threading.Event) -> None:
-        suspect: _Spin | None = None
-        unheard: _Spin | None = None
+        suspect: _Operation | None = None
+        unheard: _Operation | None = None
         since = 0.0
         while not stop.wait(POLL_SECONDS):
             spin, wait = self._spin, self._wait
