@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["megakv", "megakv.*"]), "megakv.launcher"],
+    packages=[*find_packages(include=["megakv", "megakv.*"]), "megakv.launcher", "megakv.launcher.commands"],
     package_dir={"megakv.launcher": "launcher"},
     package_data={"megakv.attention": ["csrc/*"]},
 )

@@ -25,8 +25,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMEOUT_S = 600.0
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser, *, seconds: float, seconds_help: str) -> None:
-    """What a rank of every measuring command takes."""
+def add_rank_arguments(
+    parser: argparse.ArgumentParser, *, seconds: float, seconds_help: str, ranks: bool = False
+) -> None:
+    """What every measuring command takes; with `ranks`, how many processes it starts."""
+    if ranks:
+        parser.add_argument("--ranks", type=int, default=2, help="processes to start on this machine (default 2)")
     parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of weights and cache (default fp32)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to a context-parallel one (default 1)")
@@ -67,17 +71,16 @@ def command_line(arguments: argparse.Namespace, names: Sequence[str]) -> list[st
     return words
 
 
-def start_ranks(script: str, ranks: int, threads: int, values: Sequence[str]) -> None:
-    """Run a script beside this file on so many processes of this machine.
+def start_ranks(module: str, ranks: int, threads: int, values: Sequence[str]) -> None:
+    """Run a module on so many processes of this machine.
 
     Raises
     ------
     MegaKVError
         If they fail; they have said why.
     """
-    path = Path(__file__).with_name(script)
     options = ["--num_accelerators", str(ranks), "--master_port", str(_free_port()), "--no_local_rank", "--quiet"]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(path), *values]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", module, *values]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, env=_environment(ranks, threads), start_new_session=True
     )

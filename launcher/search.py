@@ -1,6 +1,7 @@
 """Search for the best partitions of prompts: what every rank of ``megakv search-partition`` runs.
 
-On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/search.py --model DIR --config X.json ...``.
+On several hosts start them by hand:
+``deepspeed --hostfile FILE --module megakv.launcher.search --model DIR --config X.json ...``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,30 @@
-"""MegaKV: long-context inference for Hugging Face causal language models on DeepSpeed."""
+"""MegaKV: long-context inference for Hugging Face causal language models on DeepSpeed.
 
-from megakv.config import MegaKVConfig
-from megakv.engine import MegaKVEngine
-from megakv.groups import stop_distributed
-from megakv.initialization import init_inference
+Names are imported when they are used: ``megakv --help`` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megakv.config import MegaKVConfig
+    from megakv.engine import MegaKVEngine
+    from megakv.groups import stop_distributed
+    from megakv.initialization import init_inference
 
 __all__ = ["MegaKVConfig", "MegaKVEngine", "init_inference", "stop_distributed"]
+
+_HOMES = {
+    "MegaKVConfig": "config",
+    "MegaKVEngine": "engine",
+    "init_inference": "initialization",
+    "stop_distributed": "groups",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"megakv.{_HOMES[name]}"), name)

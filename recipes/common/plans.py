@@ -14,8 +14,8 @@ from megakv.costmodel.choices import Demand
 from megakv.costmodel.cluster import ClusterPlanner
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import ModelShape
+from megakv.launcher.commands.plan import choice_config
 from megakv.launcher.model_names import asks_for_fp8
-from megakv.launcher.plan import choice_config
 from megakv.tracking.files import write_whole
 from recipes.common.catalogue import RECIPES, Run, load_recipe, names
 

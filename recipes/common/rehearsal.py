@@ -7,7 +7,7 @@ import sys
 
 from megakv.costmodel.presets import hardware
 from megakv.errors import MegaKVError
-from megakv.launcher.dry_run import describe
+from megakv.launcher.commands.dry_run import describe
 from recipes.common.catalogue import find_run, load_recipe, names
 from recipes.common.forecast import rehearse
 

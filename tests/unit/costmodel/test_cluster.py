@@ -24,7 +24,7 @@ from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.errors import MegaKVError
 from megakv.launcher.command import main
-from megakv.launcher.plan import choice_config
+from megakv.launcher.commands.plan import choice_config
 from tests.families import llama
 
 LARGE = ROOT / "recipes" / "llama3_405b"

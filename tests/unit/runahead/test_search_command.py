@@ -35,7 +35,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     def start(*_: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("megakv.launcher.ranks.start_ranks", start)
+    monkeypatch.setattr("megakv.launcher.commands.search_partition.start_ranks", start)
     return Command(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What ``megakv fairkv-profile`` is asked for, and whether it can work."""
+"""``megakv fairkv-profile``: what it is asked for, and whether it can work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 from megakv.config import MegaKVConfig, load_config
 from megakv.launcher.prompts import read_prompts
+from megakv.launcher.ranks import command_line, start_ranks
 from megakv.tracking import TrackingConfig
 
 UNEVEN = ("ada_snapkv", "headkv")
 """Methods that give the heads of a layer unequal budgets."""
 
 
-def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a rank of ``megakv fairkv-profile`` takes."""
+def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
+    """What the command takes; its ranks all but their number."""
+    if ranks:
+        parser.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
     parser.add_argument("--model", required=True, help="directory or hub id of the model")
     parser.add_argument(
         "--prompts",
@@ -34,6 +37,15 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-chat-template", action="store_true", help="feed the texts as they are")
     parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the ranks, which write the profile and print its tables."""
+    config = budget_config(arguments, arguments.ranks)
+    check_budgets(arguments)
+    names = ["model", "prompts", "json", "png", "config", "method", "budget", "field", "threads"]
+    words = command_line(arguments, names) + ["--no-chat-template"] * arguments.no_chat_template
+    start_ranks("megakv.launcher.budget_ranks", config.cp_size * config.tp_size, arguments.threads, words)
 
 
 def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:

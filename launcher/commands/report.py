@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megakv.tracking import WandbTrackingConfig, log_runs
+from megakv.tracking.files import write_whole
+from megakv.tracking.page import page, read_runs
 
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``megakv report`` takes."""
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     parser.add_argument(
         "reports", nargs="+", metavar="RUN.json", help="reports that megakv.tracking.json or megakv simulate wrote"
     )
@@ -15,14 +19,11 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wandb", metavar="PROJECT", help="also log tables and timelines to this W&B project, offline unless logged in"
     )
+    parser.add_argument("--json", dest="result_file", help="write the result to this file")
 
 
-def report(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write one HTML page, with nothing outside it, about one or several runs side by side."""
-    from megakv.tracking import WandbTrackingConfig, log_runs
-    from megakv.tracking.files import write_whole
-    from megakv.tracking.page import page, read_runs
-
     runs = read_runs(arguments.reports)
     write_whole(arguments.html, page(runs).encode())
     written: dict[str, Any] = {"html": arguments.html, "runs": [name for name, _ in runs]}

@@ -8,9 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 
-def add_map_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``megakv fairkv-map`` takes."""
+from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.heatmap import draw_mapping
+from megakv.fairkv.mapper import map_heads
+from megakv.fairkv.profile import load_budgets
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     parser.add_argument("--profile", required=True, help='JSON: {"model": NAME, "budgets": [layer][KV head]}')
     parser.add_argument("--tp", type=int, required=True, help="tensor-parallel ranks")
     parser.add_argument("--copies", type=int, default=0, help="extra replicas of KV heads per layer (default 0)")
@@ -31,12 +38,8 @@ def add_map_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", help="draw the loads, contiguous and mapped, to this file")
 
 
-def fairkv_map(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Place KV heads with different budgets on ranks, with copies, so that no rank waits."""
-    from megakv.fairkv.heatmap import draw_mapping
-    from megakv.fairkv.mapper import map_heads
-    from megakv.fairkv.profile import load_budgets
-
     _check_files(arguments)
     if arguments.length is not None and arguments.length < 1:
         raise ValueError(f"--length {arguments.length}: allowed: 1 or more")
@@ -102,10 +105,6 @@ def _written(setting: str, path: str) -> Iterator[None]:
 
 def _identity(model: str) -> tuple[str, int, int]:
     """Name, layers and KV heads of a model; no weights are read."""
-    import torch
-
-    from megakv.costmodel.shape import ModelShape
-
     try:
         shape = ModelShape.from_path(model, dtype=torch.float32)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Measure a budget profile: what every rank of ``megakv fairkv-profile`` runs.
 
-On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/budgets.py --model DIR --prompts ... --json P``.
+On several hosts start them by hand:
+``deepspeed --hostfile FILE --module megakv.launcher.budget_ranks --model DIR --prompts ... --json P``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.profile_figure import draw_profile
 from megakv.fairkv.profiling import MeasuredPrompt, kept_tokens, make_profile
-from megakv.launcher.budget_arguments import add_budget_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.budget_tables import print_tables
+from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.job import prompt_ids, read_tokenizer
 from megakv.launcher.prompts import Prompt, read_prompts
@@ -86,7 +87,7 @@ def write(arguments: argparse.Namespace, profile: BudgetProfile) -> None:
 def main() -> None:
     """Entry of every rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_budget_arguments(parser)
+    add_arguments(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
     with one_voice():

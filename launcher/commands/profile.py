@@ -1,33 +1,59 @@
-"""Measure a hardware profile: what every rank of ``megakv profile`` runs.
+"""``megakv profile``, and what each of its ranks runs.
 
-On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/hardware.py --json PROFILE``.
+On several hosts start them by hand:
+``deepspeed --hostfile FILE --module megakv.launcher.commands.profile --json PROFILE``.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.kernel_times import KernelSizes, Matrices
 from megakv.costmodel.measurement import DEFAULT_MATRICES, DEFAULT_SECONDS, DEFAULT_SIZES, measure_profile
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.launcher.environment import adopt_slurm, own_rank
-from megakv.launcher.ranks import DTYPES, Progress, add_rank_arguments, join_ranks
+from megakv.launcher.ranks import (
+    DTYPES,
+    Progress,
+    add_rank_arguments,
+    check_rank_arguments,
+    command_line,
+    join_ranks,
+    start_ranks,
+)
 from megakv.launcher.voice import one_voice, quiet_libraries
 from megakv.placement import contiguous_head_map
 
 
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a rank of ``megakv profile`` takes."""
+def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
+    """What the command takes; its ranks all but their number."""
     add_rank_arguments(
         parser,
         seconds=DEFAULT_SECONDS,
         seconds_help=f"how long it may take, about (default {DEFAULT_SECONDS:g}); more is steadier",
+        ranks=ranks,
     )
     parser.add_argument(
         "--model", help="directory, hub id or config file: measure with this model's heads and matrices"
     )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure on ranks of this machine."""
+    measure(__name__, arguments, ["model"])
+    return summary(load_profile(arguments.json, setting="--json"))
+
+
+def measure(module: str, arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """Start the ranks of a measuring command with its arguments, these ones too."""
+    check_rank_arguments(arguments, arguments.ranks)
+    if arguments.model:
+        layer_shape(arguments)
+    words = command_line(arguments, ["threads", "dtype", "tp", "seconds", "json", *names])
+    start_ranks(module, arguments.ranks, arguments.threads, words)
 
 
 def model_shape(arguments: argparse.Namespace) -> ModelShape:
@@ -72,7 +98,7 @@ def summary(profile: HardwareProfile) -> dict[str, object]:
 def main() -> None:
     """Entry of every rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_profile_arguments(parser)
+    add_arguments(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
     with one_voice():

@@ -32,8 +32,8 @@ from megakv.tracking.trace import write_trace
 MOST_TASKS = 3_000_000
 
 
-def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``megakv simulate``."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     parser.add_argument("--model", required=True, help="folder, config.json, recipe or hub id; no weights are read")
     parser.add_argument(
         "--context", type=int, required=True, help="new tokens of every sequence; cached ones if offload"
@@ -69,7 +69,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", help="write the report, as of a real run, to this file")
 
 
-def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Play a run through, event by event: slow ranks, slow links and noise included."""
     begun = time.perf_counter()
     machine = hardware(arguments.hardware, setting="--hardware")

@@ -1,16 +1,17 @@
-"""Fit the empirical rule that chooses between pass-KV and pass-Q: what every rank of ``megakv fit-policy`` runs.
+"""``megakv fit-policy``, and what each of its ranks runs: the empirical rule that chooses between pass-KV and pass-Q.
 
-On several hosts start it by hand: ``deepspeed --hostfile FILE launcher/fit.py --model DIR --json FIT``.
+On several hosts start them by hand:
+``deepspeed --hostfile FILE --module megakv.launcher.commands.fit_policy --model DIR --json FIT``.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from megakv.costmodel.policy_fit import PolicyFit
+from megakv.costmodel.policy_fit import PolicyFit, load_fit
 from megakv.costmodel.policy_points import fit_policy
+from megakv.launcher.commands.profile import layer_shape, measure
 from megakv.launcher.environment import adopt_slurm, own_rank
-from megakv.launcher.hardware import layer_shape
 from megakv.launcher.ranks import DTYPES, Progress, add_rank_arguments, join_ranks
 from megakv.launcher.voice import one_voice, quiet_libraries
 
@@ -18,12 +19,13 @@ DEFAULT_SECONDS = 120.0
 DEFAULT_TOKENS = (1024, 4096, 16384)
 
 
-def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a rank of ``megakv fit-policy`` takes."""
+def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
+    """What the command takes; its ranks all but their number."""
     add_rank_arguments(
         parser,
         seconds=DEFAULT_SECONDS,
         seconds_help=f"how long it may take, about (default {DEFAULT_SECONDS:g}); slow points are left out",
+        ranks=ranks,
     )
     parser.add_argument("--model", required=True, help="directory, hub id or config file; no weights are read")
     parser.add_argument(
@@ -33,6 +35,13 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_TOKENS,
         help=f"contexts T + P to measure at (default {' '.join(map(str, DEFAULT_TOKENS))})",
     )
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """Measure on ranks of this machine, and fit."""
+    check_tokens(arguments.tokens, arguments.ranks // max(1, arguments.tp))
+    measure(__name__, arguments, ["model", "tokens"])
+    return summary(load_fit(arguments.json, setting="--json"))
 
 
 def check_tokens(tokens: list[int], ring: int) -> None:
@@ -62,7 +71,7 @@ def summary(fit: PolicyFit) -> dict[str, object]:
 def main() -> None:
     """Entry of every rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_fit_arguments(parser)
+    add_arguments(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
     with one_voice():

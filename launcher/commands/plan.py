@@ -28,8 +28,8 @@ GB = 1e9
 GIB = 1 << 30
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``megakv plan``."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     parser.add_argument("--model", required=True, help="folder, config.json, recipe or hub id; no weights are read")
     parser.add_argument("--context", type=int, required=True, help="new tokens of every sequence, T")
     parser.add_argument("--cached", type=int, default=0, help="tokens of every sequence cached before, P (default 0)")
@@ -48,7 +48,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", help="write all choices, terms and rejections to this file")
 
 
-def plan(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Rank what can be run on some machines, and write the JSON of the best."""
     begun = time.perf_counter()
     machine = hardware(arguments.hardware, setting="--hardware")

@@ -6,18 +6,21 @@ import argparse
 import json
 import sys
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tqdm import tqdm
+
+from megakv.costmodel.presets import hardware
+from megakv.dry_run import DryRun, VirtualRank
+from megakv.dry_run import dry_run as rehearse
 from megakv.errors import MegaKVError
-
-if TYPE_CHECKING:
-    from megakv.dry_run import DryRun, VirtualRank
+from megakv.tracking.files import write_whole
 
 GB = 10**9
 
 
-def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``megakv dry-run`` takes."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
     parser.add_argument("--config", required=True, help="the JSON of the run")
     parser.add_argument("--model", required=True, help="directory or hub id; only config.json is read")
     parser.add_argument("--context", type=int, help="tokens of a prompt (default: the positions that the model has)")
@@ -27,14 +30,8 @@ def add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", help="write the result, rank by rank, to this file")
 
 
-def dry_run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Build every rank of a run without weights, check all shapes and shards, and add up memory per rank."""
-    from tqdm import tqdm
-
-    from megakv.costmodel.presets import hardware
-    from megakv.dry_run import dry_run as rehearse
-    from megakv.tracking.files import write_whole
-
     memory = (
         None if arguments.hardware is None else hardware(arguments.hardware, setting="--hardware").spec.memory_bytes
     )

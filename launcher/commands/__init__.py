@@ -1,0 +1,19 @@
+"""The subcommands of ``megakv``, one file each: `add_arguments` says what it takes, `run` does it.
+
+What `run` returns is printed as JSON. Only the file of the command that was given is imported.
+"""
+
+SUMMARIES = {
+    "info": "This machine, the versions in use, and the methods to choose from.",
+    "check": "Read a run's JSON and say how many ranks it wants.",
+    "timeline": "Draw a run's report, as a picture and as a trace for chrome://tracing or Perfetto.",
+    "report": "Write one HTML page, with nothing outside it, about one or several runs side by side.",
+    "profile": "Measure this machine's compute, memory and links once, for the choice of methods.",
+    "fit-policy": "Time pass-KV against pass-Q at many (T, P) and fit the rule of the policy ``fitted``.",
+    "search-partition": "Search on real ranks for the partitions with which KV-Runahead is fastest, and keep them.",
+    "fairkv-profile": "Run a model over prompts with compression and write what every KV head keeps.",
+    "plan": "Rank what can be run on some machines, and write the JSON of the best.",
+    "simulate": "Play a run through, event by event: slow ranks, slow links and noise included.",
+    "fairkv-map": "Place KV heads with different budgets on ranks, with copies, so that no rank waits.",
+    "dry-run": "Build every rank of a run without weights, check all shapes and shards, and add up memory per rank.",
+}

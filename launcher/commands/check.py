@@ -1,0 +1,26 @@
+"""``megakv check``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megakv.config import load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("config", help="the JSON of a run")
+    parser.add_argument("--json", dest="result_file", help="write the result to this file")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The ranks that a JSON wants, and all its settings."""
+    config = load_config(arguments.config)
+    return {
+        "config": arguments.config,
+        "ranks": config.cp_size * config.tp_size,
+        "context_parallel": config.cp_size,
+        "tensor_parallel": config.tp_size,
+        "settings": config.megakv.model_dump(mode="json", by_alias=True),
+    }

@@ -1,0 +1,26 @@
+"""``megakv info``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megakv.attention.choice import DECODE, PREFILL
+from megakv.injection.policy import POLICIES
+from megakv.tracking import machine_info, version_info
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--json", dest="result_file", help="write the result to this file")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The machine, versions and methods."""
+    return {
+        "machine": machine_info(),
+        "versions": version_info(),
+        "prefill": ["auto", *PREFILL],
+        "decode": ["auto", *DECODE],
+        "model types with a policy": sorted(POLICIES),
+    }

@@ -1,0 +1,31 @@
+"""``megakv timeline``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megakv.tracking import draw_beside, draw_timeline, load_report, write_trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("report", help="a report that megakv.tracking.json wrote")
+    parser.add_argument("png", help="picture to write")
+    parser.add_argument("--trace", help="trace to write")
+    parser.add_argument("--beside", help="another report to draw below, on the same axis of time")
+    parser.add_argument("--json", dest="result_file", help="write the result to this file")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Draw one report, or two."""
+    report = load_report(arguments.report)
+    if arguments.beside:
+        draw_beside([report, load_report(arguments.beside)], arguments.png)
+    else:
+        draw_timeline(report, arguments.png)
+    written = {"png": arguments.png}
+    if arguments.trace:
+        write_trace(report, arguments.trace)
+        written["trace"] = arguments.trace
+    return written
