@@ -183,7 +183,9 @@ class MegaKVEngine(InferenceEngine):
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         with self._holding(cache if use_cache else None), keep_tokens(self._record.clock):
-            output = self.module.generate(ids, past_key_values=cache if use_cache else None, **prepared)
+            # Beam search reorders whatever goes by that name, None too.
+            held = {"past_key_values": cache} if use_cache else {}
+            output = self.module.generate(ids, **held, **prepared)
         self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
         if self._offloader is not None:
             self._record.offload = [step.report() for step in self._offloader.steps]

@@ -247,11 +247,13 @@ class ForwardHooks:
             # The model raised: leave the cache as it was before.
             step.cache.cut_back(step.cache.length)
             return None
-        output.logits = self._share(step, output.logits)
+        logits = self._share(step, output.logits)
         self._runtime.comm.ledger.leave_dense()
         step.cache.commit(step.slots, compressed=step.compress)
         use_cache, return_dict = self._options
-        output.past_key_values = step.cache if use_cache else None
+        # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
+        values = {**output, "logits": logits, "past_key_values": step.cache if use_cache else None}
+        output = type(output)(**values)
         return output if return_dict else output.to_tuple()
 
     def _share(self, step: ForwardPass, logits: Tensor) -> Tensor:

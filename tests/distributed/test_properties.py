@@ -108,7 +108,7 @@ def test_other_inputs(launches: Launches, mesh: str) -> None:
     found = launches.figures(mesh)["other_inputs"]
     assert len(found["errors"]) == 7
     assert {name: error for name, error in found["errors"].items() if not error <= 1e-5} == {}
-    assert len(found["equal"]) == 4 and all(found["equal"].values()), found["equal"]
+    assert len(found["equal"]) == 6 and all(found["equal"].values()), found["equal"]
 
 
 def test_refusals_name_the_argument_and_leave_the_engine_alive(launches: Launches, mesh: str) -> None:

@@ -200,6 +200,9 @@ def other_inputs(context: Context) -> dict[str, Any]:
         ]
     )
     uncached = engine.generate(ids, max_new_tokens=4, use_cache=False, **GREEDY)
+    beams = {"max_new_tokens": 4, "use_cache": False, "num_beams": 2, **GREEDY}
+    both_beams = torch.equal(engine.generate(ids, **beams), plain.generate(ids, **beams))
+    bare = engine(ids, use_cache=False, return_dict=False)
     chunked = engine.generate(ids, max_new_tokens=4, prefill_chunk_size=16, **GREEDY)
     four = plain.generate(ids, max_new_tokens=4, **GREEDY)
     other = context.engine(folder)
@@ -211,6 +214,8 @@ def other_inputs(context: Context) -> dict[str, Any]:
         "equal": {
             "right-padded generate": torch.equal(together, alone),
             "use_cache=False": torch.equal(uncached, four),
+            "beams, use_cache=False": both_beams,
+            "no cache in a tuple": len(bare) == 1,
             "prefill_chunk_size": torch.equal(chunked, four),
             "two engines": both,
         },
