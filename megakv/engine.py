@@ -151,9 +151,9 @@ class MegaKVEngine(InferenceEngine):
         """
         ids = inputs if inputs is not None else options.pop("input_ids", None)
         mask = options.get("attention_mask")
-        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape or not mask.numel():
+        if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
             return self.generate_into(self._new_cache(), ids, **options)
-        aligned, options["attention_mask"] = pad_left(ids, mask, 0)
+        aligned, options["attention_mask"] = pad_left(ids, mask)
         output = self.generate_into(self._new_cache(), aligned, **options)
         if aligned is not ids:
             sequences = output if isinstance(output, Tensor) else output.sequences

@@ -120,23 +120,18 @@ def new_token_limit(model: PreTrainedModel, options: dict[str, Any], prompt: int
     return int(new) if new is not None else max(0, (_given("max_length", options, config) or 0) - prompt)
 
 
-def pad_left(ids: Tensor, mask: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Move padding behind a row's new tokens to their front, since transformers continues at the last column.
+def pad_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Move padding behind a row's tokens to their front, since transformers continues at the last column.
 
     Parameters
     ----------
     ids, mask : Tensor
         ``[B, S]`` tokens, and 0 where they are padding.
-    start : int
-        First column that may change: what lies before it is cached.
     """
-    if bool((mask[:, -1] != 0).all()):
+    if not mask.numel() or bool((mask[:, -1] != 0).all()):
         return ids, mask
-    order = (mask[:, start:] != 0).to(torch.int8).argsort(dim=1, stable=True)
-    return (
-        torch.cat([ids[:, :start], ids[:, start:].gather(1, order)], dim=1),
-        torch.cat([mask[:, :start], mask[:, start:].gather(1, order)], dim=1),
-    )
+    order = (mask != 0).to(torch.int8).argsort(dim=1, stable=True)
+    return ids.gather(1, order), mask.gather(1, order)
 
 
 def share_random_state(comm: Communicator) -> None:

@@ -84,7 +84,7 @@ class Session:
         if returned > 1:
             raise ValueError(f"num_return_sequences = {returned} is not supported in a session; use 1")
         beams = given_option("num_beams", options, engine.module) or 1
-        ids, mask = pad_left(*self._extended(input_ids, attention_mask), self._cache.length)
+        ids, mask = self._extended(input_ids, attention_mask)
         before, cache = self._cache.length, self._cache if beams == 1 else self._cache.fork()
         if beams > 1:
             cache.batch_repeat_interleave(beams)
@@ -195,6 +195,8 @@ class Session:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask must have the shape {list(input_ids.shape)} of the turn's input_ids")
+        # Of the turn alone: what came before stays where it was, cached or not.
+        input_ids, mask = pad_left(input_ids, mask)
         if self.input_ids is None or self.attention_mask is None:
             return input_ids, mask
         if len(input_ids) != len(self.input_ids):

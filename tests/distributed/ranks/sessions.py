@@ -94,8 +94,10 @@ def ragged_turns(engine: Any, plain: PreTrainedModel) -> dict[str, Any]:
             place = slice(width - length, width) if turn % 2 else slice(0, length)
             ids[row, place], mask[row, place] = fresh[0], 1
             alone[row] = plain.generate(torch.cat([alone[row], fresh], dim=1), max_new_tokens=4, **GREEDY)
+        before = ids[:, :0] if session.input_ids is None else session.input_ids
         found = session.generate(ids, mask, max_new_tokens=4, **GREEDY)
-        equal.append([torch.equal(found[row, -4:], alone[row][0, -4:]) for row in range(5)])
+        kept = torch.equal(found[:, : before.shape[1]], before)
+        equal.append([kept, *(torch.equal(found[row, -4:], alone[row][0, -4:]) for row in range(5))])
     result = {"equal": equal, "spread": spread(session)}
     session.close()
     return result
