@@ -35,6 +35,8 @@ def one_voice() -> Iterator[None]:
         try:
             yield
         except PeerLostError as error:
+            # Said once: the launcher's SIGTERM would have the watch over peers say it again.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             sys.stderr.write(f"megakv: error: {error}\n")
             leave(1)
         except (ValueError, MegaKVError, OSError) as error:

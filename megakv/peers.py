@@ -138,8 +138,9 @@ class PeerWatch:
             self._previous = None
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
-        for rank in self.dead():
-            self._say(f"{self.describe(rank)} was lost")
+        # One message: some of them may have ended because of the first, which nobody can tell any more.
+        if dead := self.dead():
+            self._say(f"{', '.join(map(self.describe, dead))} was lost")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -45,6 +45,7 @@ LONG_FILES = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full: the whole matrix")
+    parser.addoption("--cases", type=int, help="how many cases a test draws at random, in place of its own number")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,14 +1,15 @@
 """Starts ranks by forking itself: what a launch costs most, the imports, is paid once for all tests.
 
-It reads one request per line from standard input and answers each with a line on standard output, both JSON. A request
-has a `script`, its arguments per rank in `commands`, variables in `env`, a `timeout` in seconds and the paths `stdout`
-and `stderr`. Ranks are told what DeepSpeed's launcher tells them; when one fails the others are sent SIGTERM, as
-launchers do.
+It reads one request per line from standard input, and writes what each came to in a file, both as JSON. A request has a
+`script`, its arguments per rank in `commands`, variables in `env`, a `timeout` in seconds and the paths `stdout`,
+`stderr` and `answer`. Ranks are told what DeepSpeed's launcher tells them; when one fails the others are sent SIGTERM,
+as launchers do. Several requests may be under way: a process of its own sees to each.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -28,6 +29,7 @@ import megakv.launcher.run  # noqa: F401  what most scripts need
 PATIENCE_S = 30.0
 # How long processes may take to go after the last rank has ended before they count as left over.
 GRACE_S = 5.0
+SERVER = os.getpid()
 PARENT = os.getppid()
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -105,7 +107,7 @@ def wait_for_ranks(pids: list[int], deadline: float) -> list[int | None]:
     codes: list[int | None] = [None] * len(pids)
     failed: float | None = None
     while None in codes:
-        if time.monotonic() > deadline or os.getppid() != PARENT:
+        if time.monotonic() > deadline or os.getppid() != SERVER:
             return codes
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:
@@ -150,15 +152,25 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     return {"codes": codes, "seconds": seconds, "leftovers": names}
 
 
+def keep(request: dict[str, Any]) -> NoReturn:
+    """What the process of one request does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    adopt_orphans()
+    answer = Path(request["answer"])
+    partial = answer.with_suffix(".partial")
+    partial.write_text(json.dumps(serve(request)))
+    partial.rename(answer)
+    os._exit(0)
+
+
 def main() -> None:
     """Serve until standard input ends."""
-    adopt_orphans()
-    # Whatever the libraries print must not reach the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    # Nobody waits for the processes of requests.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
     for line in sys.stdin:
-        answers.write(json.dumps(serve(json.loads(line))) + "\n")
-        answers.flush()
+        if os.fork() == 0:
+            keep(json.loads(line))
         if os.getppid() != PARENT:
             return
 

@@ -129,6 +129,7 @@ def run_forked(
                 "commands": [list(map(str, command)) for command in commands],
                 "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})},
                 "timeout": timeout,
+                "answer": str(Path(folder, "answer")),
                 **paths,
             }
         )
@@ -148,20 +149,23 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forkserver.py"))],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             env=_environment({}),
             text=True,
         )
         atexit.register(self.close)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request, answered when its ranks have ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        """One request, answered when its ranks have ended. Threads may ask at once."""
+        assert self._process.stdin is not None
+        # A line at once: no other thread's comes in between.
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, f"the fork server ended with status {self._process.wait()}"
-        answer: dict[str, Any] = json.loads(line)
+        path = Path(request["answer"])
+        while not path.exists():
+            assert self._process.poll() is None, f"the fork server ended with status {self._process.returncode}"
+            time.sleep(0.01)
+        answer: dict[str, Any] = json.loads(path.read_text())
         return answer
 
     def close(self) -> None:
