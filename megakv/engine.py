@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.inference.engine import InferenceEngine
@@ -36,6 +36,8 @@ from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
+
+T = TypeVar("T")
 
 
 class MegaKVEngine(InferenceEngine):
@@ -225,6 +227,10 @@ class MegaKVEngine(InferenceEngine):
         except Exception as error:
             failure = error
         self._comm.agree(failure)
+
+    def gather(self, value: T) -> list[T]:
+        """One small object of every rank, on every rank."""
+        return self._comm.gather_objects(value)
 
     def report(self) -> RunReport:
         """What the last `generate` did on every rank. Every rank must call it.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +22,15 @@ from megakv.session_files import (
     read_cache,
     read_meta,
     read_tokens,
-    replace_folder,
-    write_meta,
     write_shard,
+    write_tokens,
 )
+from megakv.session_folder import PendingSave
 
 if TYPE_CHECKING:
     from megakv.engine import MegaKVEngine
+
+T = TypeVar("T")
 
 
 class Session:
@@ -127,17 +131,25 @@ class Session:
     def save(self, folder: str | Path) -> None:
         """Write the session to a folder that every rank can reach, whole or not at all.
 
+        A session that was saved there before is replaced in one step, when the new one is complete on the disk: whoever
+        is killed at whatever moment, one of the two is there. No more than one layer of a sequence is copied at a time.
+
+        Parameters
+        ----------
+        folder : path
+            New, empty, or a saved session; or a link to one. Rank 0's word holds.
+
         Raises
         ------
         ValueError
-            If there is nothing to save yet, or the folder holds something else.
+            If there is nothing to save yet, or the folder holds something else or cannot be had: before anything is
+            written.
         MegaKVError
-            If any rank cannot write.
+            If any rank cannot write. What was saved there before stays.
         """
-        engine, target = self._open(), Path(folder)
+        engine, first = self._open(), self._open().mesh.rank == 0
         if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
             raise ValueError("nothing of this session is cached yet: there is nothing to save")
-        partial = target.with_name(f"{target.name}.partial")
         meta = SessionMeta(
             format=FORMAT,
             model=fingerprint(engine.module),
@@ -150,19 +162,31 @@ class Session:
             compressed=[list(span) for span in self._cache.compressed],
             placement=engine.placement,
         )
-        ids, mask, first = self.input_ids, self.attention_mask, engine.mesh.rank == 0
-        engine.together(lambda: _make_empty(partial) if first else None)
-        engine.together(lambda: write_shard(partial, self._cache, engine.mesh.tp_rank))
-        engine.together(lambda: write_meta(partial, meta, ids, mask) if first else None)
-        engine.together(lambda: replace_folder(partial, target) if first else None)
+        ids, mask = self.input_ids, self.attention_mask
+        with ExitStack() as saving:
+            pending: list[PendingSave] = []
+
+            def begin() -> Path:
+                pending.append(PendingSave(folder))
+                saving.callback(pending[0].close)
+                return pending[0].data
+
+            def lead() -> None:
+                write_tokens(data, ids, mask)
+                pending[0].commit(asdict(meta))
+
+            data = _of_first(engine, begin)
+            engine.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank))
+            engine.together(lambda: lead() if first else None)
 
     @classmethod
     def restore(cls, engine: MegaKVEngine, cache: ShardedCache, folder: Path) -> Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
-        session = cls(engine, cache)
+        session, device = cls(engine, cache), engine.mesh.device
+        # Another job may save to the folder meanwhile.
+        meta = _of_first(engine, lambda: read_meta(folder))
 
         def read() -> None:
-            meta = read_meta(folder)
             check_meta(
                 meta,
                 folder,
@@ -172,8 +196,10 @@ class Session:
                 dtype=str(engine.module.dtype),
                 placement=engine.placement,
             )
-            session.input_ids, session.attention_mask = read_tokens(folder, meta)
-            read_cache(folder, meta, cache, engine.mesh.tp_rank, engine.mesh.device)
+            # Copies, for what was read is mapped from files that may go.
+            ids, mask = (tokens.to(device, copy=True) for tokens in read_tokens(folder, meta))
+            session.input_ids, session.attention_mask = ids, mask
+            read_cache(folder, meta, cache, engine.mesh.tp_rank, device)
 
         engine.together(read)
         return session
@@ -204,7 +230,8 @@ class Session:
         return torch.cat([self.input_ids, input_ids], dim=1), torch.cat([self.attention_mask, mask], dim=1)
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+def _of_first(engine: MegaKVEngine, action: Callable[[], T]) -> T:
+    """What something gives that rank 0 does, on every rank; where it fails, all do."""
+    given: list[T] = []
+    engine.together(lambda: given.append(action()) if engine.mesh.rank == 0 else None)
+    return engine.gather(given)[0][0]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,12 +17,11 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.session_shares import read_shares
 from megakv.fairkv.session_spans import is_dense, read_span
 from megakv.fairkv.store import RaggedStore
+from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.sharding import Layout, TokenBlock, balanced
-from megakv.tensor_files import read_tensors
+from megakv.tensor_files import StreamedTensor, read_tensors, write_tensors
 
-FORMAT = 1
-META_FILE = "session.json"
-TOKENS_FILE = "tokens.safetensors"
+FORMAT = 2
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 SAMPLED_ROWS = 64
 
@@ -51,6 +46,8 @@ class SessionMeta:
         Ranges of slots that were compressed: each head has kept some of their tokens.
     placement : str, optional
         Digest of the mapping's placement of KV heads; None where they lie in runs.
+    data : str
+        Subfolder of everything else; empty in format 1, which had none.
     """
 
     format: int
@@ -63,6 +60,7 @@ class SessionMeta:
     dtype: str
     compressed: list[list[int]] = field(default_factory=list)
     placement: str | None = None
+    data: str = ""
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -73,45 +71,47 @@ def fingerprint(model: PreTrainedModel) -> str:
     return hashlib.sha256(text + rows.numpy().tobytes()).hexdigest()
 
 
-def shard_file(cp_rank: int, tp_rank: int) -> str:
-    """Name of one rank's file."""
-    return f"cp{cp_rank:05d}_tp{tp_rank:05d}.safetensors"
-
-
 def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
-    """Write one rank's keys, values and coordinates."""
-    tensors: dict[str, Tensor] = {}
+    """Write one rank's keys, values and coordinates, head by head.
+
+    Raises
+    ------
+    MegaKVError
+        If this rank does not see the folder, or the disk does not take them.
+    """
+    tensors: dict[str, StreamedTensor] = {}
     for sequence in range(cache.table.batch):
-        slots = cache.table.slots(cache.rank, sequence)
-        tensors[f"{sequence}.slots"] = torch.from_numpy(slots.copy())
-        tensors[f"{sequence}.positions"] = torch.from_numpy(cache.table.positions(cache.rank, sequence).copy())
+        slots, positions = cache.table.slots(cache.rank, sequence), cache.table.positions(cache.rank, sequence)
+        tensors[f"{sequence}.slots"] = StreamedTensor.of(torch.from_numpy(slots))
+        tensors[f"{sequence}.positions"] = StreamedTensor.of(torch.from_numpy(positions))
         if len(slots):
             for layer in range(len(cache)):
                 saved = cache.store(layer).saved(sequence, slots)
                 tensors |= {f"{sequence}.{layer}.{name}": tensor for name, tensor in saved.items()}
-    save_file(tensors, folder / shard_file(cache.rank, tp_rank))
+    _write(folder / shard_file(cache.rank, tp_rank), tensors)
 
 
-def write_meta(folder: Path, meta: SessionMeta, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Write what all ranks share."""
-    save_file(
-        {"input_ids": input_ids.cpu().contiguous(), "attention_mask": attention_mask.cpu().contiguous()},
-        folder / TOKENS_FILE,
-    )
-    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2))
+def write_tokens(folder: Path, input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Write the tokens that all ranks share.
+
+    Raises
+    ------
+    MegaKVError
+        If the disk does not take them.
+    """
+    tensors = {"input_ids": input_ids.long(), "attention_mask": attention_mask.long()}
+    _write(folder / TOKENS_FILE, {name: StreamedTensor.of(tensor) for name, tensor in tensors.items()})
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Put a complete folder in the place of an earlier save."""
-    if target.exists():
-        if not (target / META_FILE).is_file():
-            raise ValueError(f"{target} exists and is no saved session; choose another folder")
-        old = target.with_name(f"{target.name}.old-{os.getpid()}")
-        target.rename(old)
-        new.rename(target)
-        shutil.rmtree(old)
-    else:
-        new.rename(target)
+def _write(path: Path, tensors: dict[str, StreamedTensor]) -> None:
+    if not path.parent.is_dir():
+        raise MegaKVError(
+            f"this rank sees no {path.parent}, which rank 0 has made: save sessions to a folder that all ranks share"
+        )
+    try:
+        write_tensors(path, tensors)
+    except OSError as error:
+        raise unwritable(path.parent.parent, error) from error
 
 
 def read_meta(folder: Path) -> SessionMeta:
@@ -122,13 +122,12 @@ def read_meta(folder: Path) -> SessionMeta:
     MegaKVError
         If it is missing, broken, or of another format.
     """
-    path = folder / META_FILE
+    path, values = folder / META_FILE, read_values(folder)
+    if values["format"] not in range(1, FORMAT + 1):
+        raise MegaKVError(f"{path} has format {values['format']!r}; this version reads formats up to {FORMAT}")
     try:
-        values: Any = json.loads(path.read_text())
         meta = SessionMeta(**values)
-    except OSError as error:
-        raise MegaKVError(f"{folder} is no saved session: {META_FILE} cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+    except TypeError as error:
         raise MegaKVError(f"{path} is broken: {error}") from error
     numbers = (meta.format, meta.cp, meta.tp, meta.layers, meta.batch, meta.length)
     if not all(isinstance(number, int) and number > 0 for number in numbers):
@@ -136,8 +135,6 @@ def read_meta(folder: Path) -> SessionMeta:
     edges = np.array(meta.compressed, dtype=np.int64).reshape(-1)
     if len(edges) and not (0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= meta.length):
         raise MegaKVError(f"{path} is broken: compressed must be ascending ranges of slots below length")
-    if meta.format != FORMAT:
-        raise MegaKVError(f"{path} has format {meta.format}; this version reads format {FORMAT}")
     return meta
 
 
@@ -176,10 +173,10 @@ def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
     MegaKVError
         If the file is missing, truncated or of other shapes.
     """
-    tensors = read_tensors(folder / TOKENS_FILE, ["input_ids", "attention_mask"])
+    tensors = read_tensors(folder / meta.data / TOKENS_FILE, ["input_ids", "attention_mask"])
     ids, mask = tensors["input_ids"], tensors["attention_mask"]
     if ids.dim() != 2 or ids.shape != mask.shape or ids.shape[0] != meta.batch or ids.shape[1] < meta.length:
-        raise MegaKVError(f"{folder / TOKENS_FILE} does not fit {META_FILE}: {list(ids.shape)} tokens")
+        raise MegaKVError(f"{folder / meta.data / TOKENS_FILE} does not fit {META_FILE}: {list(ids.shape)} tokens")
     return ids, mask
 
 
@@ -193,7 +190,7 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
     MegaKVError
         If a file is missing, truncated or does not fit.
     """
-    files = [folder / shard_file(rank, tp_rank) for rank in range(meta.cp)]
+    files = [folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)]
     names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
     saved = [_block(read_tensors(path, names), meta, path) for path in files]
     everything = _joined(saved)
@@ -248,6 +245,8 @@ def _read_sequence(
             read_shares(files, f"{sequence}.{layer}.", wanted, pair, shares, cache.store(layer), sequence, device)
         elif pair is not None:
             cache.store(layer).append(sequence, *pair)
+        # Rows of an offloaded layer leave the accelerator before the next one's come.
+        cache.store(layer).release()
 
 
 def _read_rows(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megakv.attention.part import KVPart, Part
 from megakv.sharding import IntArray, TokenBlock
+from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -52,8 +53,8 @@ class KVStore(Protocol):
     def kept(self, sequence: int) -> IntArray:
         """``[K]`` tokens that each head holds of a sequence; empty where nothing is held."""
 
-    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
-        """What a saved session holds of a sequence, by name."""
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        """What a saved session holds of a sequence, by name. It is read when it is written, and no copy made before."""
 
     def crop(self, lengths: list[int]) -> None:
         """Cut every sequence back to a number of rows."""
@@ -117,12 +118,12 @@ class UniformStore(ABC):
         rows = self.rows(sequence)
         return np.full(self.part(sequence)[0].shape[0] if rows else 0, rows, dtype=np.int64)
 
-    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """See `KVStore`."""
         if not self.rows(sequence):
             return {}
         keys, values = self.part(sequence)
-        return {"k": keys.contiguous(), "v": values.contiguous()}
+        return {"k": StreamedTensor.of(keys), "v": StreamedTensor.of(values)}
 
 
 class _GrowingRows:

@@ -1,20 +1,83 @@
-"""Reading tensors back from safetensors files that may be missing or broken."""
+"""Safetensors files: written in pieces, read back where they may be missing or broken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megakv.errors import MegaKVError
 
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+"""What the format calls the types that are written."""
+
+
+@dataclass(frozen=True)
+class StreamedTensor:
+    """A tensor for a file, of which no more than one piece need be in host memory at a time.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : torch.dtype
+    pieces : callable
+        Gives its elements, in the order of its memory, as tensors on any device.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Callable[[], Iterable[Tensor]]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StreamedTensor:
+        """One that is there: ``[K, n, D]`` goes head by head."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.unbind if tensor.dim() > 2 else lambda: (tensor,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
+    """Write a new file, down to the disk.
+
+    Raises
+    ------
+    OSError
+        If it exists, or the disk does not take it.
+    """
+    # The widest types first: a reader wants each tensor at a multiple of its element's size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header, end = {}, 0
+    for name, tensor in ordered:
+        first, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (first, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in ordered:
+            written = 0
+            for piece in tensor.pieces():
+                assert piece.dtype == tensor.dtype
+                written += file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            assert written == tensor.nbytes, f"{name} has {tensor.nbytes} bytes, its pieces {written}"
+        file.flush()
+        os.fsync(file.fileno())
+
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Tensors of a file, by name.
+    """Tensors of a file, by name, in memory that is mapped from it.
 
     Raises
     ------

@@ -16,6 +16,7 @@ from megakv.cache import TokenColumn
 from megakv.fairkv.shares import HeadShares
 from megakv.sharding import IntArray
 from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
+from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -264,13 +265,13 @@ class DividedStore:
         rows = sum(column.view().nbytes for columns in self._rows for column in columns)
         return rows + sum(store.nbytes() for store in self._kept)
 
-    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """See `KVStore`; of each shared head also the slots of its tokens, for other ranks hold the others."""
-        tensors: dict[str, Tensor] = self._kept[0].saved(sequence, slots)
+        tensors = self._kept[0].saved(sequence, slots)
         for index, store in enumerate(self._kept[1:]):
             if store.rows(sequence):
                 found = store.saved(sequence, slots)
-                found["slots"] = torch.from_numpy(slots[self._rows[index][sequence].view()])
+                found["slots"] = StreamedTensor.of(torch.from_numpy(slots[self._rows[index][sequence].view()]))
                 tensors |= {f"shared{index}.{name}": tensor for name, tensor in found.items()}
         return tensors
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megakv.attention.compiled import Run, RunTable
 from megakv.sharding import IntArray
+from megakv.tensor_files import StreamedTensor
 
 PAGE_SIZES = (512, 64, 8, 1)
 """The largest is what PyTorch's attention is fastest with on a CPU; each divides the one before."""
@@ -157,14 +158,22 @@ class RaggedBody:
         keys, values = (torch.cat([part[name] for part in parts])[index].to(device) for name in ("k", "v"))
         return cls.packed(keys, values, counts, np.searchsorted(slots, slot[order]) + first_row)
 
-    def saved(self, slots: IntArray) -> dict[str, Tensor]:
+    def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
         """What a file holds of it, given the slots of all rows; read by `joined`."""
-        keys, values, rows = self.flat()
+        heads = range(len(self.counts))
+        rows = np.concatenate([rows for head in heads for _, _, rows in self.pieces(head)])
+
+        def streamed(kind: int) -> StreamedTensor:
+            first = (self.pages[0].k_PSD, self.pages[0].v_PSD)[kind]
+            return StreamedTensor(
+                (len(rows), first.shape[2]), first.dtype, lambda: (p[kind] for head in heads for p in self.pieces(head))
+            )
+
         return {
-            "counts": torch.from_numpy(self.counts),
-            "slots": torch.from_numpy(slots[rows]),
-            "k": keys.contiguous(),
-            "v": values.contiguous(),
+            "counts": StreamedTensor.of(torch.from_numpy(self.counts)),
+            "slots": StreamedTensor.of(torch.from_numpy(slots[rows])),
+            "k": streamed(0),
+            "v": streamed(1),
         }
 
     @classmethod

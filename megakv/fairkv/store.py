@@ -16,6 +16,7 @@ from megakv.fairkv.pages import RaggedBody
 from megakv.fairkv.shares import HeadShares
 from megakv.sharding import IntArray
 from megakv.stores import DenseStore
+from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -145,7 +146,7 @@ class RaggedStore:
             counts.append(self._dense.kept(sequence))
         return np.sum(counts, axis=0) if counts else np.empty(0, dtype=np.int64)
 
-    def saved(self, sequence: int, slots: IntArray) -> dict[str, Tensor]:
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """See `KVStore`: beside what is dense, the tokens kept by each head, span by span."""
         tensors = self._dense.saved(sequence, self._uncompressed(sequence, slots))
         for number, span in enumerate(self._spans[sequence]):

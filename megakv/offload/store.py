@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,9 @@ from megakv.offload.pages import PagedRows, page_bytes, unwritten
 from megakv.offload.pool import Page
 from megakv.offload.residents import ResidentRows
 from megakv.offload.row_format import RowFormat
+from megakv.sharding import IntArray
 from megakv.stores import UniformStore
+from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -123,11 +126,33 @@ class TieredStore(RowFormat, UniformStore):
         device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._offloader.device)
         moves, pages = paged.moves(0, device)
         self._offloader.link.start("in", moves, after=unwritten(pages)).wait()
+        return self.heads_of(self._unpacked(device))
+
+    def _unpacked(self, stored: Tensor) -> Tensor:
+        """Rows ``[n, W]`` of rows as they lie off the accelerator."""
         if self.quantiser is None:
-            return self.heads_of(device)
-        rows = torch.empty((paged.length, self.row_width), dtype=self.dtype, device=device.device)
-        self.quantiser.unpack(device, rows)
-        return self.heads_of(rows)
+            return stored
+        rows = torch.empty((len(stored), self.row_width), dtype=self.dtype, device=stored.device)
+        self.quantiser.unpack(stored, rows)
+        return rows
+
+    def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        """See `KVStore`; from where the rows lie, without the accelerator."""
+        self.flush()
+        paged = self._rows[sequence]
+        if paged is None or not paged.length:
+            return {}
+        shape, rows = self.head_shape, paged
+
+        def heads(kind: int) -> Iterator[Tensor]:
+            runs = [self.heads_of(self._unpacked(run))[kind] for _, run in rows.runs_in_memory(rows.length)]
+            for head in range(shape.heads):
+                yield from (run[head] for run in runs)
+
+        return {
+            name: StreamedTensor((shape.heads, rows.length, dim), self.dtype, partial(heads, kind))
+            for kind, (name, dim) in enumerate((("k", shape.key_dim), ("v", shape.value_dim)))
+        }
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         staged = self._offloader.staged(self)
@@ -181,6 +206,7 @@ class TieredStore(RowFormat, UniformStore):
         return twin
 
     def release(self) -> None:
+        self.flush()
         for rows in (self._fresh, self._late, self._began):
             rows.clear()
         self._offloader.leave(self)
