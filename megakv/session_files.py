@@ -252,7 +252,7 @@ def _read_sequence(
 def _read_rows(
     sources: list[tuple[Path, int, Tensor]], order: Tensor, prefix: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of some rows of every file, put in order."""
+    """Keys and values of some rows of every file, put in order; mapped from the one file that has just them."""
     parts: dict[str, list[Tensor]] = {"k": [], "v": []}
     for path, count, index in sources:
         if len(index):
@@ -261,7 +261,10 @@ def _read_rows(
                 tensor = found[prefix + kind]
                 if tensor.dim() != 3 or tensor.shape[1] != count:
                     raise MegaKVError(f"{path}: {prefix}{kind} has shape {list(tensor.shape)}")
-                tensors.append(tensor[:, index])
+                tensors.append(tensor if len(index) == count else tensor[:, index])
+    if len(parts["k"]) == 1:
+        # In the order of its file.
+        return parts["k"][0].to(device), parts["v"][0].to(device)
     keys, values = (torch.cat(parts[kind], dim=1)[:, order].to(device) for kind in ("k", "v"))
     return keys, values
 

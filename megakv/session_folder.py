@@ -136,9 +136,7 @@ class PendingSave:
 
 def unwritable(folder: Path, error: OSError) -> MegaKVError:
     """What to say of a save that the disk did not take."""
-    return MegaKVError(
-        f"the session cannot be saved to {folder}: {error.strerror}; an earlier one there stays as it was"
-    )
+    return MegaKVError(f"the session cannot be saved to {folder}: {error.strerror}; an earlier one there stays whole")
 
 
 def _check(target: Path) -> None:

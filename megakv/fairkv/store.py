@@ -101,7 +101,7 @@ class RaggedStore:
         edges = [0, *(edge for span in self._spans[sequence] for edge in (span.start, span.stop)), len(values)]
         runs = [values[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
         # One run, the usual case, is not copied.
-        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+        return runs[0] if len(runs) == 1 else np.concatenate([values[:0], *runs])
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> None:
         """Nothing lies elsewhere."""

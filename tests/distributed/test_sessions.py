@@ -60,3 +60,17 @@ def test_turns_and_a_restore_on_fewer_ranks(tmp_path: Path, pytestconfig: pytest
 def test_other_meshes(tmp_path: Path, saved: str, restored: str) -> None:
     judge_turns(launch(tmp_path, saved, "quick", 100), 100)
     judge_restored(launch(tmp_path, restored, "restore", 100))
+
+
+def test_saves_that_are_killed(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Whenever a save is killed, the folder holds the old session or the new one; of two jobs, one wins."""
+    moments = 100 if pytestconfig.getoption("--full") else 8
+    out = tmp_path / "out.json"
+    script = SCRIPT.with_name("killed_saves.py")
+    run_ranks(script, out, tmp_path, str(moments), ranks=1, timeout=420).check()
+    results = json.loads(out.read_text())
+    # A save opens, makes, renames and removes things at many steps: each was the last of one process.
+    assert len(results["killed"]) >= 15 + moments and set(results["killed"]) == {-9}
+    assert len(results["copies"]) == len(results["killed"]) + 2 and all(results["copies"])
+    assert results["clean"] == 2
+    assert results["both"] == [0, 0] and results["both left"] == ["save", "session.json"]

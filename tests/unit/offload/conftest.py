@@ -1,10 +1,9 @@
-"""A process group of this process alone, and engines that offload on it."""
+"""Engines that offload."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import megakv
 from megakv.costmodel.offload import LayerCosts
@@ -12,18 +11,6 @@ from megakv.offload.costs import OffloadCosts
 from megakv.offload.trials import PlanTrials
 
 SETTINGS = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}
-
-
-@pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one rank."""
-    if dist.is_initialized():
-        yield
-        return
-    store = dist.FileStore(str(tmp_path_factory.mktemp("world") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,0 +1,260 @@
+"""Saved sessions: what is refused before writing, what a full disk leaves, and how much memory it all takes."""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import megakv
+from megakv.cache import ShardedCache
+from megakv.errors import MegaKVError
+from megakv.fairkv.divided import make_dense_store
+from megakv.fairkv.shares import PERIOD, HeadShares
+from megakv.fairkv.store import RaggedStore
+from megakv.session_files import FORMAT, SessionMeta, read_cache, write_shard
+from megakv.sharding import TokenBlock, balanced
+from megakv.tensor_files import StreamedTensor, write_tensors
+from tests.families import llama
+
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+MIB = 1 << 20
+
+
+def small_model(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(llama(**changes), dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def engine(alone: None) -> Iterator[Any]:
+    made = megakv.init_inference(small_model(), {"dtype": "fp32"})
+    yield made
+    made.destroy()
+
+
+def some_ids(length: int, batch: int = 1) -> Tensor:
+    return torch.from_numpy(np.random.randint(3, 120, (batch, length)))
+
+
+def talk(engine: Any, length: int) -> Any:
+    session = engine.session()
+    session.generate(some_ids(length, 2), max_new_tokens=2, **GREEDY)
+    return session
+
+
+def goes_on(engine: Any, folder: Path, like: Any) -> bool:
+    """Whether what was saved to a folder is a session, to the last bit of its next tokens."""
+    restored, ids = engine.restore_session(folder), some_ids(3, 2)
+    answers = [each.generate(ids, max_new_tokens=4, **GREEDY) for each in (restored, like.fork())]
+    return torch.equal(*answers)
+
+
+def contents(folder: Path) -> set[str]:
+    """What a folder holds that says nothing of a random name."""
+    return {path.name.split("-")[0] for path in folder.iterdir()}
+
+
+def test_folders_that_are_taken(engine: Any, tmp_path: Path) -> None:
+    session = talk(engine, 20)
+    present = {"file": tmp_path / "file", "other": tmp_path / "other", "dangling": tmp_path / "dangling"}
+    present["file"].write_text("mine")
+    present["other"].mkdir()
+    (present["other"] / "session.json").write_text(json.dumps({"format": 1, "theme": "dark"}))
+    present["dangling"].symlink_to(tmp_path / "nowhere")
+    for name, path, why in (
+        ("a file", present["file"], "it is a file"),
+        ("settings of something else", present["other"], "is no saved session"),
+        ("a link to nothing", present["dangling"], "is a link to .*, which is missing"),
+        ("below a file", present["file"] / "session", "Not a directory"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            session.save(path)
+        assert contents(tmp_path) == {"file", "other", "dangling"}, name
+    (present["other"] / "session.json").unlink()
+    (present["other"] / "save-it.txt").write_text("mine")
+    with pytest.raises(ValueError, match="it holds 'save-it.txt'"):
+        session.save(present["other"])
+    assert contents(present["other"]) == {"save"} and present["file"].read_text() == "mine"
+
+
+def test_links_are_followed_and_neighbours_left_alone(engine: Any, tmp_path: Path) -> None:
+    neighbour, target, link = tmp_path / "X.partial", tmp_path / "real", tmp_path / "X"
+    for folder in (neighbour, target):
+        folder.mkdir()
+    (neighbour / "thesis.txt").write_text("mine")
+    link.symlink_to(target)
+    first, second = talk(engine, 20), talk(engine, 33)
+    for session in (first, second):
+        session.save(str(link))
+        assert link.is_symlink() and goes_on(engine, link, session)
+    assert contents(target) == {"save", "session.json"} and len(list(target.iterdir())) == 2
+    assert (neighbour / "thesis.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
+    first.save(tmp_path / "new" / "folder")
+    assert goes_on(engine, tmp_path / "new" / "folder", first)
+
+
+def test_what_others_put_into_a_session(engine: Any, tmp_path: Path) -> None:
+    target = tmp_path / "session"
+    session = talk(engine, 20)
+    session.save(target)
+    (target / "notes.txt").write_text("mine")
+    left = target / "save-0123456789abcdef"
+    left.mkdir()
+    (left / "cp00000_tp00000.safetensors").write_text("half")
+    left.with_name("save-fedcba9876543210.lock").touch()
+    mixed = target / "save-00000000000000ff"
+    mixed.mkdir()
+    (mixed / "thesis.txt").write_text("mine")
+    session.save(target)
+    assert (mixed / "thesis.txt").read_text() == (target / "notes.txt").read_text() == "mine"
+    assert not left.exists() and not list(target.glob("*.lock"))
+    assert goes_on(engine, target, session)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_full_disk(engine: Any, tmp_path: Path, present: bool) -> None:
+    target, before = tmp_path / "session", talk(engine, 20)
+    if present:
+        before.save(target)
+    session = talk(engine, 400)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(MegaKVError, match=f"cannot be saved to {target}: .*; an earlier one there stays whole"):
+            session.save(target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert target.exists() == present
+    if present:
+        assert len(list(target.iterdir())) == 2 and goes_on(engine, target, before)
+    session.save(target)
+    assert goes_on(engine, target, session)
+
+
+def test_the_first_format(engine: Any, tmp_path: Path) -> None:
+    """Everything lay beside session.json; such a folder is read, and replaced without anything left over."""
+    session, target = talk(engine, 20), tmp_path / "session"
+    session.save(target)
+    meta = json.loads((target / "session.json").read_text())
+    data = target / meta.pop("data")
+    for file in data.iterdir():
+        file.rename(target / file.name)
+    data.rmdir()
+    (target / "session.json").write_text(json.dumps({**meta, "format": 1}))
+    assert goes_on(engine, target, session)
+    later = talk(engine, 31)
+    later.save(target)
+    assert goes_on(engine, target, later) and len(list(target.iterdir())) == 2
+    (target / "session.json").write_text(json.dumps({**meta, "format": FORMAT + 1}))
+    with pytest.raises(MegaKVError, match=f"has format {FORMAT + 1}; this version reads formats up to {FORMAT}"):
+        engine.restore_session(target)
+    (target / "session.json").write_text(json.dumps({**meta, "data": "../elsewhere"}))
+    with pytest.raises(MegaKVError, match="data = '../elsewhere' is no subfolder"):
+        engine.restore_session(target)
+
+
+def test_files_written_in_pieces(tmp_path: Path) -> None:
+    """The safetensors library reads what was written, and says the same of its own file."""
+    tensors = {
+        "b": torch.randn(3, 5, 7).to(torch.bfloat16),
+        "i": torch.arange(11),
+        "empty": torch.empty(2, 0, 4),
+        "h": torch.randn(1, 13).half(),
+        "turned": torch.randn(4, 6, 2).transpose(0, 1),
+        "f": torch.randn(9, dtype=torch.float64),
+    }
+    write_tensors(tmp_path / "ours", {name: StreamedTensor.of(tensor) for name, tensor in tensors.items()})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
+    ours, theirs = load_file(tmp_path / "ours"), load_file(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "ours", {})
+
+
+LAYERS, TOKENS, HEADS, DIM = 8, 8192, 4, 64
+LAYER_TENSOR = HEADS * TOKENS * DIM * 4
+
+
+def fill(cache: ShardedCache, *, compressed: bool = False) -> int:
+    """Put one sequence of random keys and values into an empty cache; returns their bytes."""
+    slots = np.arange(TOKENS)
+    cache.begin(balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), 1), 1)
+    for layer in range(LAYERS):
+        store: Any = cache.store(layer)
+        store.append(0, *(torch.randn(HEADS, TOKENS, DIM) for _ in range(2)))
+        if compressed:
+            # Half of what there is, and all of it for the first head.
+            keep = torch.rand(HEADS, TOKENS) < 0.5
+            keep[0] = True
+            store.compress(0, keep)
+        store.release()
+    cache.commit(TOKENS, compressed=compressed)
+    return cache.nbytes()
+
+
+def peak_growth(action: Callable[[], Any]) -> int:
+    """Bytes by which this process was larger at some moment of an action than before it."""
+
+    def memory(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    action()
+    return memory("VmHWM") - before
+
+
+def halves() -> HeadShares:
+    """Two heads of this rank alone, and two of which it has every other block."""
+    return HeadShares(2, (np.arange(PERIOD) % 2 == 0, np.arange(PERIOD) % 2 == 1))
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged", "divided", "host", "disk"])
+def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Saving needs one layer of one sequence beside the cache, reading little more than the cache."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not tell a process how large it was")
+    torch.randn(1)
+    shares = {"shares": lambda layer: halves()} if kind == "divided" else {}
+    store: Any = RaggedStore if kind == "ragged" else make_dense_store
+    caches: list[ShardedCache] = []
+    if kind in ("host", "disk"):
+        settings = {"host_gb": 0.3} if kind == "host" else {"host_gb": 0.02, "disk_gb": 0.3, "disk_path": str(tmp_path)}
+        section = {"offload": {"enabled": True, **settings}}
+        engine = megakv.init_inference(small_model(num_hidden_layers=LAYERS), {"dtype": "fp32", "megakv": section})
+        request.addfinalizer(engine.destroy)
+        caches = [engine._offloader.new_cache(LAYERS) for _ in range(2)]
+    else:
+        caches = [ShardedCache(LAYERS, size=1, rank=0, new_store=store, **shares) for _ in range(2)]
+    held = fill(caches[0], compressed=kind == "ragged")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    # The first time also brings in code.
+    write_shard(folder, caches[0], 0)
+    (folder / "cp00000_tp00000.safetensors").unlink()
+    growth = peak_growth(lambda: write_shard(folder, caches[0], 0))
+    # Rows of a disk hold keys and values.
+    assert growth <= (2 if kind == "disk" else 1) * LAYER_TENSOR + 4 * MIB < held / 2
+    compressed = [list(span) for span in caches[0].compressed]
+    meta = SessionMeta(FORMAT, "", 1, 1, LAYERS, 1, TOKENS, "torch.float32", compressed)
+    growth = peak_growth(lambda: read_cache(folder, meta, caches[1], 0, torch.device("cpu")))
+    assert growth <= held + 6 * LAYER_TENSOR + 4 * MIB
+    write_again = tmp_path / "again"
+    write_again.mkdir()
+    write_shard(write_again, caches[1], 0)
+    name = "cp00000_tp00000.safetensors"
+    assert (folder / name).read_bytes() == (write_again / name).read_bytes()
+    shutil.rmtree(folder)
