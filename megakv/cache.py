@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,6 +74,11 @@ class TokenTable:
             self.size, self.batch
         )
 
+    def since(self, slot: int) -> NDArray[np.int64]:
+        """``[B]`` tokens at `slot` and beyond, on all ranks together."""
+        found = [[len(column.view()) - np.searchsorted(column.view(), slot) for column in row] for row in self._slots]
+        return np.array(found, dtype=np.int64).reshape(self.size, self.batch).sum(0)
+
     def crop(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond."""
         for rank in range(self.size):
@@ -143,8 +148,8 @@ class ShardedCache(Cache):
     ----------
     length : int
         Slots that are cached.
-    compressed : list of tuple
-        Ranges of slots that were compressed, ascending: not all of their tokens are held any more.
+    compressed : list of list of tuple
+        By sequence, the ranges of slots that were compressed, ascending: not all of their tokens are held any more.
     """
 
     is_compileable = False
@@ -164,7 +169,7 @@ class ShardedCache(Cache):
         self.size = size
         self.rank = rank
         self.length = 0
-        self.compressed: list[tuple[int, int]] = []
+        self.compressed: list[list[tuple[int, int]]] = []
         self.new_store = new_store
         self.shares = shares
         self.table = TokenTable(size, 0)
@@ -186,7 +191,7 @@ class ShardedCache(Cache):
         """
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
-            self.compressed = []
+            self.compressed = [[] for _ in range(batch)]
             self._stores = [None] * len(self._stores)
         elif batch != self.table.batch:
             raise ValueError(
@@ -195,11 +200,26 @@ class ShardedCache(Cache):
             )
         self.table.extend(layout)
 
-    def commit(self, slots: int, *, compressed: bool = False) -> None:
-        """End a pass: the cache now spans `slots` slots, and the new ones were compressed or not."""
-        if compressed:
-            self.compressed.append((self.length, slots))
+    def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
+        """End a pass.
+
+        Parameters
+        ----------
+        slots : int
+            That the cache now spans.
+        compressed : sequence of int
+            Sequences of which a turn that ended with the pass was compressed.
+        first : int, optional
+            That turn's first slot; the pass's own if None.
+        """
+        for sequence in compressed:
+            self.compressed[sequence].append((self.length if first is None else first, slots))
         self.length = slots
+
+    @property
+    def holds_compressed(self) -> bool:
+        """Whether tokens of any sequence were compressed."""
+        return any(self.compressed)
 
     def store(self, layer: int) -> KVStore:
         """The store of one layer, created at its first use."""
@@ -215,7 +235,7 @@ class ShardedCache(Cache):
         twin = ShardedCache(
             len(self._stores), size=self.size, rank=self.rank, new_store=self.new_store, shares=self.shares
         )
-        twin.length, twin.compressed = self.length, list(self.compressed)
+        twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin
@@ -230,7 +250,7 @@ class ShardedCache(Cache):
 
     def head_tokens(self) -> list[list[int]]:
         """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if it is all of them."""
-        if not self.compressed and self.shares is None:
+        if not self.holds_compressed and self.shares is None:
             return []
         result: list[list[int]] = []
         for store in self._stores:
@@ -249,7 +269,9 @@ class ShardedCache(Cache):
     def cut_back(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way."""
         self.length = min(self.length, slots)
-        self.compressed = [(first, min(last, slots)) for first, last in self.compressed if first < slots]
+        self.compressed = [
+            [(first, min(last, slots)) for first, last in ranges if first < slots] for ranges in self.compressed
+        ]
         self.table.crop(slots)
         lengths = self.table.counts()[self.rank].tolist()
         for store in self._stores:
@@ -265,6 +287,7 @@ class ShardedCache(Cache):
 
     def _reindex(self, index: list[int]) -> None:
         self.table.reorder(index)
+        self.compressed = [list(self.compressed[source]) for source in index]
         for store in self._stores:
             if store is not None:
                 store.reorder(index)

@@ -17,6 +17,7 @@ from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.turn import Turn
 from megakv.generation import (
     TokenClock,
     check_length,
@@ -184,7 +185,9 @@ class MegaKVEngine(InferenceEngine):
         prepared = prepare_options(self.module, options, self._comm, self._record.clock, plans)
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
-        with self._holding(cache if use_cache else None), keep_tokens(self._record.clock):
+        embeds = options.get("inputs_embeds")
+        prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
+        with self._holding(cache if use_cache else None, prompt), keep_tokens(self._record.clock):
             # Beam search reorders whatever goes by that name, None too.
             held = {"past_key_values": cache} if use_cache else {}
             output = self.module.generate(ids, **held, **prepared)
@@ -300,10 +303,10 @@ class MegaKVEngine(InferenceEngine):
         )
 
     @contextmanager
-    def _holding(self, cache: ShardedCache | None) -> Iterator[None]:
+    def _holding(self, cache: ShardedCache | None, prompt: Turn) -> Iterator[None]:
         """Keep a cache attached during a `generate` call: some models drop it on the way."""
-        self._runtime.cache = cache
+        self._runtime.cache, self._runtime.prompt = cache, None if cache is None else prompt
         try:
             yield
         finally:
-            self._runtime.cache = None
+            self._runtime.cache = self._runtime.prompt = None

@@ -14,6 +14,7 @@ from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.fairkv.turn import Turn
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition
 from megakv.runahead.source import PartitionSource
@@ -43,8 +44,10 @@ class ForwardPass:
         Rows of the input, and slots of the sequence after this pass.
     workload : Workload
         Its new and cached tokens.
-    compress : bool
-        Whether each layer's cache is compressed after its attention.
+    turn : Turn, optional
+        What its tokens belong to, where some of it may be compressed at its end; else None.
+    compress : tuple of int
+        Sequences of which each layer compresses that turn after its attention, as it ends with this pass.
     complete : bool
         Whether attention finds all tokens on every rank that has their KV head, shared or not: where nothing was
         cached, and there are context-parallel ranks, whose methods know of whole heads only.
@@ -58,7 +61,8 @@ class ForwardPass:
     batch: int
     slots: int
     workload: Workload
-    compress: bool = False
+    turn: Turn | None = None
+    compress: tuple[int, ...] = ()
     complete: bool = False
     chosen: dict[AttentionShape, str] = field(default_factory=dict)
 
@@ -66,6 +70,11 @@ class ForwardPass:
     def stays(self) -> bool:
         """Whether cached keys and values stay with the rank that holds them, and queries come to them."""
         return self.layout.size == 1 or self.method in QUERIES_TRAVEL
+
+    @property
+    def ends_turn(self) -> bool:
+        """Whether no later pass belongs to the turn."""
+        return self.turn is None or self.slots == self.turn.stop
 
 
 @dataclass
@@ -127,7 +136,8 @@ class PassPlanner:
         cache: ShardedCache,
         slots: int,
         *,
-        compress: bool = False,
+        turn: Turn | None = None,
+        compress: tuple[int, ...] = (),
         wanted: TokenBlock | None = None,
     ) -> ForwardPass:
         """Decide where the new tokens of a pass go and which method serves it.
@@ -142,8 +152,10 @@ class PassPlanner:
             What is held already.
         slots : int
             Slots of the sequence after the pass.
-        compress : bool
-            Whether what the pass adds is compressed: that takes all queries, those of the last layer too.
+        turn : Turn, optional
+            As in `ForwardPass`: what may be compressed takes all queries, those of the last layer too.
+        compress : tuple of int
+            As in `ForwardPass`.
         wanted : TokenBlock, optional
             The tokens whose results are asked for of the last layer, if it can do with fewer than all. It does where
             there is one of each sequence, as when text is generated.
@@ -160,7 +172,7 @@ class PassPlanner:
         workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
         method: str | None
         if size == 1:
-            layout, method = balanced(new, 1), "local" if cache.compressed or self.divided else "pass_kv"
+            layout, method = balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
         elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
             layout, method = self._decode_layout(new, workload, held)
             wanted = None
@@ -174,7 +186,7 @@ class PassPlanner:
                 workload,
                 sizes=self._sizes,
                 planner=self._predictions,
-                compressed=bool(cache.compressed),
+                compressed=cache.holds_compressed,
             )
             self.choice, method = choice, choice.method
             if choice.partitions is None:
@@ -182,7 +194,7 @@ class PassPlanner:
             else:
                 gathered = method == "runahead" and self.runahead.kv == "last"
                 layout = contiguous(new, choice.partitions, gathered=gathered)
-        if not compress and wanted is not None and np.diff(wanted.bounds).max() <= 1:
+        if turn is None and wanted is not None and np.diff(wanted.bounds).max() <= 1:
             layout = layout.narrowed(wanted)
         return ForwardPass(
             layout=layout,
@@ -191,6 +203,7 @@ class PassPlanner:
             batch=new.batch,
             slots=slots,
             workload=workload,
+            turn=turn,
             compress=compress,
             complete=size > 1 and cache.length == 0,
         )

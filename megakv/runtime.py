@@ -18,6 +18,7 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.store import RaggedStore
+from megakv.fairkv.turn import Turn
 from megakv.injection.interface import add_sinks
 from megakv.planning import ForwardPass, PassPlanner
 from megakv.sharding import TokenBlock
@@ -44,6 +45,8 @@ class Runtime:
         The pass under way.
     cache : ShardedCache, optional
         That of the `generate` call under way.
+    prompt : Turn, optional
+        That the `generate` call under way reads first, in however many passes.
     methods : dict
         Those that were used so far, by name.
     last_layer : int, optional
@@ -56,6 +59,7 @@ class Runtime:
     replicas: HeadReplicas | None = None
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
+    prompt: Turn | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
     last_layer: int | None = None
 
@@ -79,11 +83,26 @@ class Runtime:
             If a setting does not fit the prompt.
         """
         self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
-        compress = self.compressor is not None and self.compressor.wanted(
-            np.diff(new.bounds), slots, first=cache.length == 0
-        )
+        turn, compress = self._turn(new, cache, slots)
         asked = None if self.last_layer is None else wanted
-        return self.planner.plan(new, cache, slots, compress=compress, wanted=asked)
+        return self.planner.plan(new, cache, slots, turn=turn, compress=compress, wanted=asked)
+
+    def _turn(self, new: TokenBlock, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...]]:
+        """The turn that a pass belongs to, if some of it may be compressed, and the sequences that are with this pass.
+
+        A pass that is no part of a `generate` call's prompt is a turn of its own.
+        """
+        if self.compressor is None:
+            return None, ()
+        prompt = self.prompt
+        turn = Turn(cache.length, slots) if prompt is None or slots > prompt.stop else prompt
+        self.compressor.check(turn)
+        if slots < turn.stop:
+            possible = self.compressor.rows(np.array([turn.stop - turn.first]))
+            return turn if possible else None, ()
+        lengths = np.diff(new.bounds)
+        rows = self.compressor.rows(lengths + cache.table.since(turn.first) if cache.length else lengths)
+        return turn if rows else None, rows
 
     def attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
@@ -115,7 +134,7 @@ class Runtime:
         index = None if wanted is None else torch.from_numpy(wanted[rank]).to(q_BHSD.device)
         store = step.cache.store(layer)
         if isinstance(store, RaggedStore | DividedStore):
-            store.begin(complete=step.complete)
+            store.begin(complete=step.complete, turn=step.turn is not None, ends=step.ends_turn)
         if not step.layout.gathered:
             self._store(step, store, k_BKSD[0], v_BKSD[0])
         call = AttentionCall(
@@ -131,7 +150,7 @@ class Runtime:
             store=store,
             table=step.cache.table,
             comm=self.comm,
-            compressed=bool(step.cache.compressed),
+            compressed=step.cache.holds_compressed,
             narrowed=index is not None,
         )
         results = [self._attended(step, part) for part in step.cache.divided(call)]
@@ -140,10 +159,13 @@ class Runtime:
         )
         if self.replicas is not None:
             out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, call.tokens, complete=step.complete)
-        if step.compress:
+        if step.turn is not None:
             assert self.compressor is not None
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
-            self.compressor.compress(call, whole)
+            if step.compress:
+                self.compressor.compress(call, whole, step.turn, step.compress)
+            else:
+                self.compressor.observe(call, whole, step.turn)
         store.release()
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
@@ -180,10 +202,4 @@ class Runtime:
         """Of the pass under way, rows of this rank's tokens that it stores; None where it stores them all."""
         step = self.current
         assert step is not None
-        if not step.layout.replicated:
-            return None
-        rank = self.comm.mesh.cp_rank
-        tokens, stored = step.layout.tokens[rank], step.layout.stored[rank]
-        width = step.slots + 1
-        keys = tokens.sequence * width + tokens.slot
-        return np.searchsorted(keys, stored.sequence * width + stored.slot)
+        return step.layout.kept_rows(self.comm.mesh.cp_rank)

@@ -159,7 +159,7 @@ class Session:
             batch=self._cache.table.batch,
             length=self._cache.length,
             dtype=str(engine.module.dtype),
-            compressed=[list(span) for span in self._cache.compressed],
+            compressed=[[list(span) for span in ranges] for ranges in self._cache.compressed],
             placement=engine.placement,
         )
         ids, mask = self.input_ids, self.attention_mask

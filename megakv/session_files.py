@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
 from megakv.fairkv.session_shares import read_shares
-from megakv.fairkv.session_spans import is_dense, read_span
+from megakv.fairkv.session_spans import is_dense, read_spans
 from megakv.fairkv.store import RaggedStore
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.sharding import Layout, TokenBlock, balanced
 from megakv.tensor_files import StreamedTensor, read_tensors, write_tensors
 
 FORMAT = 2
+"""The latest; in format 1 all sequences were compressed alike, and there was no subfolder."""
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 SAMPLED_ROWS = 64
 
@@ -43,7 +44,7 @@ class SessionMeta:
     dtype : str
         Type of keys and values.
     compressed : list
-        Ranges of slots that were compressed: each head has kept some of their tokens.
+        By sequence, ranges of slots that were compressed: each head has kept some of their tokens.
     placement : str, optional
         Digest of the mapping's placement of KV heads; None where they lie in runs.
     data : str
@@ -58,7 +59,7 @@ class SessionMeta:
     batch: int
     length: int
     dtype: str
-    compressed: list[list[int]] = field(default_factory=list)
+    compressed: list[list[list[int]]] = field(default_factory=list)
     placement: str | None = None
     data: str = ""
 
@@ -126,16 +127,26 @@ def read_meta(folder: Path) -> SessionMeta:
     if values["format"] not in range(1, FORMAT + 1):
         raise MegaKVError(f"{path} has format {values['format']!r}; this version reads formats up to {FORMAT}")
     try:
+        if values["format"] == 1:
+            values["compressed"] = [values.get("compressed", [])] * values["batch"]
         meta = SessionMeta(**values)
-    except TypeError as error:
+    except (KeyError, TypeError, MemoryError, OverflowError) as error:
         raise MegaKVError(f"{path} is broken: {error}") from error
     numbers = (meta.format, meta.cp, meta.tp, meta.layers, meta.batch, meta.length)
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         raise MegaKVError(f"{path} is broken: format, cp, tp, layers, batch and length must be positive integers")
-    edges = np.array(meta.compressed, dtype=np.int64).reshape(-1)
-    if len(edges) and not (0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= meta.length):
+    if len(meta.compressed) != meta.batch or not all(_ascending(ranges, meta.length) for ranges in meta.compressed):
         raise MegaKVError(f"{path} is broken: compressed must be ascending ranges of slots below length")
     return meta
+
+
+def _ascending(ranges: Any, length: int) -> bool:
+    """Whether ranges of slots are such, and lie behind one another."""
+    try:
+        edges = np.array(ranges, dtype=np.int64).reshape(-1, 2).reshape(-1)
+    except (TypeError, ValueError):
+        return False
+    return not len(edges) or bool(0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= length)
 
 
 def check_meta(
@@ -193,12 +204,12 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
     files = [folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)]
     names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
     saved = [_block(read_tensors(path, names), meta, path) for path in files]
-    everything = _joined(saved)
+    everything, _ = TokenBlock.joined(saved)
     if meta.cp == cache.size:
         layout = Layout(tokens=tuple(saved), stored=tuple(saved), replicated=False)
     else:
         layout = balanced(everything, cache.size)
-    if meta.compressed:
+    if any(meta.compressed):
         if not cache.compressible:
             raise MegaKVError(
                 f"{folder} holds compressed keys and values, which are not supported with megakv.offload.enabled = "
@@ -209,15 +220,14 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
     mine = layout.stored[cache.rank]
     for sequence in range(meta.batch):
         slots = mine.slot[mine.run(sequence)]
-        for number, span in enumerate(meta.compressed):
-            for layer in range(meta.layers):
-                prefix = f"{sequence}.{layer}.kept{number}."
-                read_span(files, prefix, slots, span, cache.store(layer), sequence, device)
-        wanted = slots[is_dense(slots, meta.compressed)]
+        ranges = meta.compressed[sequence]
+        for layer in range(meta.layers if ranges else 0):
+            read_spans(files, f"{sequence}.{layer}.", slots, ranges, cache.store(layer), sequence, device)
+        wanted = slots[is_dense(slots, ranges)]
         if len(wanted):
             _read_sequence(files, saved, sequence, wanted, meta, cache, device)
     cache.commit(meta.length)
-    cache.compressed = [(first, last) for first, last in meta.compressed]
+    cache.compressed = [[(first, last) for first, last in ranges] for ranges in meta.compressed]
 
 
 def _read_sequence(
@@ -231,8 +241,8 @@ def _read_sequence(
 ) -> None:
     """Append a sequence's wanted rows, gathered from the files that hold them, to every layer's store."""
     held = [block.slot[block.run(sequence)] for block in saved]
-    # Of the others, only some tokens of each head are left: `_read_kept` reads those.
-    dense = [slots[is_dense(slots, meta.compressed)] for slots in held]
+    # Of the others, only some tokens of each head are left: `read_spans` reads those.
+    dense = [slots[is_dense(slots, meta.compressed[sequence])] for slots in held]
     rows = [np.flatnonzero(np.isin(slots, wanted)) for slots in dense]
     order = torch.from_numpy(np.argsort(np.concatenate([s[index] for s, index in zip(dense, rows, strict=True)])))
     sources = [(path, len(s), torch.from_numpy(index)) for path, s, index in zip(files, dense, rows, strict=True)]
@@ -280,11 +290,3 @@ def _block(tensors: dict[str, Tensor], meta: SessionMeta, path: Path) -> TokenBl
         slots.append(slot)
         positions.append(position)
     return TokenBlock(np.concatenate(sequences), np.concatenate(slots), np.concatenate(positions), meta.batch)
-
-
-def _joined(blocks: list[TokenBlock]) -> TokenBlock:
-    sequence = np.concatenate([block.sequence for block in blocks])
-    slot = np.concatenate([block.slot for block in blocks])
-    position = np.concatenate([block.position for block in blocks])
-    order = np.lexsort((slot, sequence))
-    return TokenBlock(sequence[order], slot[order], position[order], blocks[0].batch)

@@ -56,6 +56,15 @@ class TokenBlock:
         """Where the tokens of one sequence lie in the packed row."""
         return slice(int(self.bounds[sequence]), int(self.bounds[sequence + 1]))
 
+    @classmethod
+    def joined(cls, blocks: Sequence[TokenBlock]) -> tuple[TokenBlock, IntArray]:
+        """The tokens of several blocks in one, and where each of them is in the blocks' rows behind one another."""
+        sequence, slot, position = (
+            np.concatenate([getattr(block, name) for block in blocks]) for name in ("sequence", "slot", "position")
+        )
+        order = np.lexsort((slot, sequence))
+        return cls(sequence[order], slot[order], position[order], blocks[0].batch), order
+
     def take(self, keep: NDArray[np.bool_] | IntArray) -> TokenBlock:
         """The tokens selected by a mask or by ascending indices."""
         return TokenBlock(self.sequence[keep], self.slot[keep], self.position[keep], self.batch)
@@ -101,6 +110,14 @@ class Layout:
         if self.wanted is None:
             return self.tokens
         return tuple(block.take(rows) for block, rows in zip(self.tokens, self.wanted, strict=True))
+
+    def kept_rows(self, rank: int) -> IntArray | None:
+        """Of the tokens that a rank computes, the rows of those that it keeps; None where they are the same."""
+        if not self.replicated:
+            return None
+        tokens, stored = self.tokens[rank], self.stored[rank]
+        width = 1 + int(tokens.slot.max(initial=0))
+        return np.searchsorted(tokens.sequence * width + tokens.slot, stored.sequence * width + stored.slot)
 
     def narrowed(self, wanted: TokenBlock) -> Layout:
         """The same with a last layer that computes no more than these tokens."""

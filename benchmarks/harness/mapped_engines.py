@@ -99,7 +99,7 @@ def fill_cache(
             # What a head keeps lies all over the prompt.
             rows = [np.arange(piece.start, piece.stop) * tokens // budgets[piece.head] for piece in own]
             store.add_span(sequence, Span(0, tokens, ragged_body(pool, layer, own, rows)))
-    cache.commit(tokens, compressed=True)
+    cache.commit(tokens, compressed=range(batch))
     return cache
 
 

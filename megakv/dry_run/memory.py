@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megakv.config import MegaKVConfig
 from megakv.costmodel.memory import activation_bytes, grown_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
-from megakv.fairkv.budgets import tokens_per_head
+from megakv.fairkv.budgets import is_compressed, tokens_per_head
 from megakv.fairkv.methods import make_method
-from megakv.fairkv.scoring import check_budget
 from megakv.offload.pages import page_bytes
 from megakv.offload.prefetch import BUFFERS
 from megakv.offload.quantization import group_size, packed_bytes
@@ -80,8 +81,7 @@ class MemoryCount:
         self._batch = batch
         self._kept_share = 1.0
         fairkv = self._section.fairkv
-        if fairkv.budget is not None and context >= max(fairkv.min_tokens, 2 * config.cp_size):
-            check_budget(fairkv.budget, context)
+        if fairkv.budget is not None and is_compressed(fairkv.budget, fairkv.min_tokens, np.array(context)):
             method = make_method(fairkv, len(shape.layers), shape.kv_heads)
             self._kept_share = tokens_per_head(fairkv.budget, context, getattr(method, "window", 1) or 1) / context
 

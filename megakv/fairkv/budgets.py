@@ -32,6 +32,14 @@ class HeadBudgets:
         assert (self.floors >= 0).all() and self.floors.sum() <= self.total
 
 
+def is_compressed(budget: float, min_tokens: int, length: IntArray) -> npt.NDArray[np.bool_]:
+    """Which sequences of `length` new tokens are compressed: long ones that have more tokens than they may keep.
+
+    A budget of 1, a fraction that keeps everything, is taken as it is.
+    """
+    return (length >= min_tokens) & ((budget <= 1) | (length > budget))
+
+
 def tokens_per_head(budget: float, length: int, least: int) -> int:
     """Tokens that a head keeps on average of a sequence.
 

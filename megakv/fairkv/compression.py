@@ -12,14 +12,15 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall
 from megakv.comm import Communicator
 from megakv.errors import MegaKVError
-from megakv.fairkv.budgets import HeadBudgets, tokens_per_head
+from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import make_method
-from megakv.fairkv.observation import attention_mass, coarse_peaks, pooled_mass
+from megakv.fairkv.observation import Queries, add_attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.fairkv.scoring import Segment, check_budget
+from megakv.fairkv.scoring import EVERYTHING, Segment
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
 from megakv.fairkv.store import RaggedStore
+from megakv.fairkv.turn import Observation, Turn
 from megakv.placement.heads import HeadMap
 from megakv.sharding import IntArray
 
@@ -58,34 +59,24 @@ class Compressor:
                 f"megakv.fairkv is not supported for {head_map.n_kv_heads} KV heads: no more than {HEADS} are"
             )
 
-    def wanted(self, new: IntArray, slots: int, *, first: bool) -> bool:
-        """Whether a pass is to be compressed.
+    def rows(self, lengths: IntArray) -> tuple[int, ...]:
+        """The sequences that are compressed of those with ``[B]`` new tokens: each is judged by itself."""
+        return tuple(np.flatnonzero(is_compressed(self._budget, self._min_tokens, lengths)).tolist())
 
-        Parameters
-        ----------
-        new : IntArray
-            ``[B]`` new tokens of every sequence.
-        slots : int
-            Slots of the sequence after the pass.
-        first : bool
-            Whether the cache was empty.
+    def check(self, turn: Turn) -> None:
+        """Refuse a sequence that is too long to be ranked.
 
         Raises
         ------
-        ValueError
-            If the budget is above the length of the longest prompt, or the sequence too long to be ranked.
+        MegaKVError
         """
-        longest = int(new.max(initial=0))
-        if first:
-            check_budget(self._budget, longest)
-        if slots > SLOTS:
-            raise MegaKVError(f"megakv.fairkv is not supported beyond {SLOTS} tokens; the sequence has {slots}")
-        return longest >= max(self._min_tokens, 2 * self._comm.mesh.cp_size)
+        if turn.stop > SLOTS:
+            raise MegaKVError(f"megakv.fairkv is not supported beyond {SLOTS} tokens; the sequence has {turn.stop}")
 
-    def compress(self, call: AttentionCall, lse_HL: Tensor) -> None:
-        """Compress what a pass added to a layer's store.
+    def observe(self, call: AttentionCall, lse_HL: Tensor, turn: Turn) -> None:
+        """Note what the queries of a pass look at, of a turn that goes on.
 
-        Every rank must call it. The kept set is the same however tokens and heads are spread over ranks.
+        Every rank must call it.
 
         Parameters
         ----------
@@ -93,12 +84,40 @@ class Compressor:
             The layer's attention, just computed.
         lse_HL : Tensor
             ``[H, L]`` its log-sum-exp, attention sinks included.
+        turn : Turn
+        """
+        if self.method.observed == EVERYTHING:
+            masses = self._observed(call, lse_HL, turn, range(call.table.batch))
+            turn.seen[call.layer] = Observation(masses=masses)
+        elif self.method.observed:
+            # Keys that come later are not seen by them, but what they saw is compared with what later queries see.
+            turn.seen[call.layer] = Observation(self._queries(call, lse_HL, turn))
+
+    def compress(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> None:
+        """Compress what a turn, which ends with this pass, added to a layer's store.
+
+        Every rank must call it. The kept set is the same however tokens and heads are spread over ranks, and in however
+        many passes the turn was read.
+
+        Parameters
+        ----------
+        call : AttentionCall
+            The layer's attention, just computed.
+        lse_HL : Tensor
+            ``[H, L]`` its log-sum-exp, attention sinks included.
+        turn : Turn
+        rows : sequence of int
+            The sequences that are compressed.
         """
         store = call.store
         assert isinstance(store, RaggedStore)
-        segments = [self._segment(call, store, sequence) for sequence in range(call.table.batch)]
+        segments = [self._segment(call, turn, sequence) for sequence in rows]
         budgets = [self._budgets(call.layer, segment.length) for segment in segments]
-        masses = self._masses(call, lse_HL, segments)
+        masses: list[Tensor | None] = [None] * len(segments)
+        if self.method.observed:
+            observed = self._observed(call, lse_HL, turn, rows)
+            masses = list(self._masses(call, list(observed.values()), segments))
+            turn.seen.pop(call.layer, None)
         shard = self._heads.shard(call.layer, self._comm.mesh.tp_rank)
         with call.comm.ledger.compute("compression", call.layer):
             scores = [self._scores(*pair) for pair in zip(segments, masses, strict=True)]
@@ -115,36 +134,56 @@ class Compressor:
             keep = self._replicas.split(call.layer, keep)
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):
-            for sequence, mask in enumerate(keep):
+            for sequence, mask in zip(rows, keep, strict=True):
                 store.compress(sequence, mask)
+
+    def _queries(self, call: AttentionCall, lse_HL: Tensor, turn: Turn) -> Queries:
+        """Those that are observed: the window's, also where it began in an earlier pass, or all of the pass."""
+        queries = Queries.of_pass(call, lse_HL, self.method.observed)
+        before = turn.seen.get(call.layer)
+        if before is None or before.queries is None:
+            return queries
+        return queries.after(before.queries, self.method.observed, call.rank)
+
+    def _observed(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> dict[int, Tensor]:
+        """By sequence, ``[K, n]`` what the observed queries up to this pass have given to each token of the turn."""
+        queries, before = self._queries(call, lse_HL, turn), turn.seen.get(call.layer, Observation())
+        segments, masses = [self._segment(call, turn, sequence) for sequence in rows], dict[int, Tensor]()
+        for segment in segments:
+            mass = segment.k_KSD.new_zeros(segment.k_KSD.shape[:2], dtype=queries.packed.dtype)
+            if (earlier := before.masses.get(segment.sequence)) is not None:
+                mass[:, : earlier.shape[1]] = earlier
+            masses[segment.sequence] = mass
+        # Every head looks at the next tokens; a question that comes later is far from what it asks for.
+        near = 2 * self.method.pool_radius + 1 if self.method.reduce == "peak" else 0
+        add_attention_mass(call, queries, segments, list(masses.values()), self.method.reduce, near)
+        return masses
 
     def _adder(self, over: Literal["cp", "world"], layer: int) -> AddUp:
         return lambda counts: self._comm.add_counts(counts, over, operation="compression", layer=layer)
 
-    def _segment(self, call: AttentionCall, store: RaggedStore, sequence: int) -> Segment:
-        blocks = call.layout.stored
-        slots = [block.slot[block.run(sequence)] for block in blocks]
+    def _segment(self, call: AttentionCall, turn: Turn, sequence: int) -> Segment:
+        """A sequence's tokens of a turn, those of earlier passes included: they are dense, and the last ones."""
+        held = [call.table.slots(rank, sequence) for rank in range(call.size)]
+        starts = [int(np.searchsorted(slots, turn.first)) for slots in held]
+        slots = [found[start:] for found, start in zip(held, starts, strict=True)]
         sorted_slots = np.sort(np.concatenate(slots))
-        orders = tuple(np.searchsorted(sorted_slots, held) for held in slots)
-        own, count = blocks[call.rank], len(slots[call.rank])
+        orders = tuple(np.searchsorted(sorted_slots, found) for found in slots)
+        count = len(slots[call.rank])
         if count:
-            keys, values = (part[:, part.shape[1] - count :] for part in store.part(sequence))
+            keys, values = (part[:, part.shape[1] - count :] for part in call.store.part(sequence))
         else:
             keys = call.q_HLD.new_empty((call.kv_heads, 0, call.key_dim))
             values = call.q_HLD.new_empty((call.kv_heads, 0, call.value_dim))
-        positions = own.position[own.run(sequence)]
+        positions = call.table.positions(call.rank, sequence)[starts[call.rank] :]
         return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank)
 
     def _budgets(self, layer: int, length: int) -> HeadBudgets:
         tokens = tokens_per_head(self._budget, length, self.method.least)
         return self.method.budgets(layer, self._layers, self._heads.n_kv_heads, tokens=tokens, length=length)
 
-    def _masses(self, call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment]) -> list[Tensor | None]:
-        if not self.method.observed:
-            return [None] * len(segments)
-        # Every head looks at the next tokens; a question that comes later is far from what it asks for.
-        near = 2 * self.method.pool_radius + 1 if self.method.reduce == "peak" else 0
-        masses = attention_mass(call, lse_HL, segments, self.method.observed, self.method.reduce, near)
+    def _masses(self, call: AttentionCall, masses: list[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
+        """What was observed of whole segments, made ready to be compared."""
         if self._copied(call.layer):
             # Also where every replica has seen it all: they must agree to the last bit on what is kept.
             masses = [self._over_copies(call.layer, mass) for mass in masses]
@@ -155,7 +194,7 @@ class Compressor:
             masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
-        return list(masses)
+        return masses
 
     def _protected(self, segment: Segment) -> int:
         tokens = tokens_per_head(self._budget, segment.length, self.method.least)

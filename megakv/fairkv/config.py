@@ -23,7 +23,7 @@ class FairKVConfig(Section):
     nothing."""
 
     min_tokens: int = Field(128, ge=2)
-    """A turn is compressed from this many new tokens on; a shorter one, a question, is kept whole."""
+    """A row is compressed from this many new tokens on; a shorter one, a question, is kept whole."""
 
     window: int | None = None
     """Last tokens of the prompt that are observed and kept (snapkv, pyramidkv, ada_snapkv, headkv; 32)."""

@@ -104,7 +104,8 @@ class DividedStore:
     """Of a head that other ranks hold too, only this rank's share of the tokens (see `KVStore`).
 
     The tokens of a pass are there whole while it attends, since every replica has computed them anyway: they are dealt
-    out when it releases the store, or compressed before. A single token is dealt out at once.
+    out when it releases the store, or compressed before. A single token is dealt out at once. Where a turn that may be
+    compressed is read in several passes, its tokens stay whole until it ends.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ class DividedStore:
 
     def __init__(self, batch: int, shares: HeadShares, least_growth: int = GROWTH_MINIMUM):
         self.shares = shares
-        self.complete = False
+        self.complete, self._turn, self._ends = False, False, True
         self._least_growth = least_growth
         # Of the heads of this rank alone, then of each shared one.
         self._kept = [DenseStore(batch, least_growth) for _ in range(1 + len(shares.patterns))]
@@ -131,26 +132,40 @@ class DividedStore:
         self._given = [0] * batch
         self._new: dict[int, Pair] = {}
 
-    def begin(self, *, complete: bool) -> None:
-        """A pass begins; see `complete`."""
-        self.complete = complete
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        """A pass begins.
+
+        Parameters
+        ----------
+        complete : bool
+            See `complete`.
+        turn, ends : bool
+            Whether it belongs to a turn that may be compressed, and is its last: until then tokens are not dealt out.
+        """
+        self.complete, self._turn, self._ends = complete, turn, ends
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """See `KVStore`."""
-        assert sequence not in self._new, "the tokens of an earlier pass were not dealt out"
-        if k_KSD.shape[1] == 1 and not self.complete:
+        if k_KSD.shape[1] == 1 and not (self.complete or self._turn or sequence in self._new):
             self._deal(sequence, k_KSD, v_KSD, self._given[sequence])
-        else:
+            self._given[sequence] += 1
+        elif sequence not in self._new:
             self._new[sequence] = k_KSD, v_KSD
-        self._given[sequence] += k_KSD.shape[1]
+            self._given[sequence] += k_KSD.shape[1]
+        else:
+            for room, rows in zip(self.reserve(sequence, k_KSD.shape[1], k_KSD, v_KSD), (k_KSD, v_KSD), strict=True):
+                room[:] = rows
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         """See `CollectingStore`."""
-        assert sequence not in self._new, "the tokens of an earlier pass were not dealt out"
-        keys, values = (like.new_empty((len(like), rows, like.shape[2])) for like in (k_KSD, v_KSD))
+        held = self._new.get(sequence)
+        before = 0 if held is None else held[0].shape[1]
+        keys, values = (like.new_empty((len(like), before + rows, like.shape[2])) for like in (k_KSD, v_KSD))
+        if held is not None:
+            keys[:, :before], values[:, :before] = held
         self._new[sequence] = keys, values
         self._given[sequence] += rows
-        return keys, values
+        return keys[:, before:], values[:, before:]
 
     def _deal(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor, first: int) -> None:
         """Keep this rank's share of tokens that begin at a row."""
@@ -187,7 +202,7 @@ class DividedStore:
         self._given[sequence] += len(slots)
 
     def part(self, sequence: int) -> Pair:
-        """``[K, n, D]`` and ``[K, n, Dv]`` of the pass's tokens, all heads."""
+        """``[K, n, D]`` and ``[K, n, Dv]`` of the turn's tokens, all heads."""
         return self._new[sequence]
 
     def rows(self, sequence: int) -> int:
@@ -218,13 +233,15 @@ class DividedStore:
         """Nothing lies elsewhere."""
 
     def release(self) -> None:
-        """Deal out the tokens of the pass."""
+        """Deal out the tokens of the pass, unless its turn goes on."""
+        if not self._ends:
+            return
         for sequence in list(self._new):
             keys, values = self._new.pop(sequence)
             self._deal(sequence, keys, values, self._given[sequence] - keys.shape[1])
 
     def shrink(self, sequence: int, length: int) -> None:
-        """Forget the pass's tokens, which are all behind the first `length` rows."""
+        """Forget the turn's tokens, which are all behind the first `length` rows."""
         keys, _ = self._new.pop(sequence)
         self._given[sequence] -= keys.shape[1]
         assert self._given[sequence] == length

@@ -7,6 +7,7 @@ with it a rank has the true attention weights of its own keys and needs no other
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,46 +25,88 @@ SCORE_ELEMENTS = 4 << 20
 """Attention weights held at a time (16 MiB in float32)."""
 
 
-def attention_mass(
-    call: AttentionCall, lse_HL: Tensor, segments: Sequence[Segment], observed: int, reduce: Reduce, near: int = 0
-) -> list[Tensor]:
-    """Attention that the observed queries give to each token: its sum, or peak, over queries and heads of a KV group.
+@dataclass(frozen=True)
+class Queries:
+    """Queries of some tokens, each counted on one rank.
+
+    Parameters
+    ----------
+    tokens : tuple of TokenBlock
+        Per context-parallel rank.
+    packed : Tensor
+        ``[L, H, D + 1]`` this rank's queries, and behind them the log-sum-exp of their attention over all keys.
+    """
+
+    tokens: tuple[TokenBlock, ...]
+    packed: Tensor
+
+    @classmethod
+    def of_pass(cls, call: AttentionCall, lse_HL: Tensor, observed: int) -> Queries:
+        """Those of a pass, or of the last `observed` tokens that it has of each sequence.
+
+        Parameters
+        ----------
+        call : AttentionCall
+            The layer's attention of the pass, of all its tokens.
+        lse_HL : Tensor
+            ``[H, L]`` log-sum-exp of its queries over all keys.
+        observed : int
+            A number, or `EVERYTHING`.
+        """
+        layout = call.layout
+        # Where every rank computes every token, each is counted where it is kept.
+        tokens = layout.stored if layout.replicated else layout.tokens
+        rows = _observed_rows(tokens, observed)
+        own = rows[call.rank] if (kept := layout.kept_rows(call.rank)) is None else kept[rows[call.rank]]
+        index = torch.from_numpy(own).to(lse_HL.device)
+        dtype = torch.promote_types(call.q_HLD.dtype, torch.float32)
+        q_HLD, lse = call.q_HLD.index_select(1, index).to(dtype), lse_HL.index_select(1, index).to(dtype)
+        packed = torch.cat([q_HLD, lse.unsqueeze(-1)], dim=-1).transpose(0, 1)
+        return cls(tuple(block.take(found) for block, found in zip(tokens, rows, strict=True)), packed)
+
+    def after(self, earlier: Queries, observed: int, rank: int) -> Queries:
+        """With those of earlier passes, the last `observed` ones of each sequence."""
+        joined = [TokenBlock.joined(pair) for pair in zip(earlier.tokens, self.tokens, strict=True)]
+        rows = _observed_rows([block for block, _ in joined], observed)
+        own = torch.from_numpy(joined[rank][1][rows[rank]]).to(self.packed.device)
+        tokens = tuple(block.take(found) for (block, _), found in zip(joined, rows, strict=True))
+        return Queries(tokens, torch.cat([earlier.packed, self.packed])[own])
+
+
+def add_attention_mass(
+    call: AttentionCall,
+    queries: Queries,
+    segments: Sequence[Segment],
+    masses: Sequence[Tensor],
+    reduce: Reduce,
+    near: int = 0,
+) -> None:
+    """Count in the attention that queries give to each token: its sum, or peak, over them and the heads of a KV group.
 
     Parameters
     ----------
     call : AttentionCall
-        The layer's attention of this pass; no rank computes another's tokens.
-    lse_HL : Tensor
-        ``[H, L]`` log-sum-exp of its queries over all keys.
+        The layer's attention of this pass.
+    queries : Queries
     segments : sequence of Segment
-        Of every sequence.
-    observed : int
-        The last queries of each sequence of this pass, or `EVERYTHING`.
+        The tokens.
+    masses : sequence of Tensor
+        Per segment ``[K, n]``, float32 (float64 for float64 keys); changed in place.
     reduce : {"mean", "peak"}
         Sum (all means are over equally many) or maximum.
     near : int
         Tokens right before a query whose attention from it does not count, nor its own; 0 counts everything.
-
-    Returns
-    -------
-    list of Tensor
-        Per segment ``[K, n]``, float32 (float64 for float64 keys).
     """
-    dtype = torch.promote_types(call.q_HLD.dtype, torch.float32)
-    masses = [segment.k_KSD.new_zeros(segment.k_KSD.shape[:2], dtype=dtype) for segment in segments]
-    rows = _observed_rows(call.layout.tokens, observed)
-    packed = torch.cat([call.q_HLD.to(dtype), lse_HL.to(dtype).unsqueeze(-1)], dim=-1).transpose(0, 1)
-    for start in range(0, max(map(len, rows)), CHUNK_QUERIES):
-        pieces = [found[start : start + CHUNK_QUERIES] for found in rows]
-        own = packed[torch.from_numpy(pieces[call.rank]).to(packed.device)]
-        for rank, queries in enumerate(_exchanged(call, own, max(map(len, pieces)))):
-            tokens = call.layout.tokens[rank].take(pieces[rank])
+    for start in range(0, max(map(len, queries.tokens)), CHUNK_QUERIES):
+        pieces = [np.arange(start, min(start + CHUNK_QUERIES, len(block))) for block in queries.tokens]
+        own = queries.packed[start : start + CHUNK_QUERIES]
+        for rank, found in enumerate(_exchanged(call, own, max(map(len, pieces)))):
+            tokens = queries.tokens[rank].take(pieces[rank])
             for segment, mass in zip(segments, masses, strict=True):
                 run = tokens.run(segment.sequence)
                 if run.stop > run.start and len(segment.slots):
                     with call.comm.ledger.compute("compression", call.layer):
-                        _add_mass(mass, segment, queries[run], tokens.slot[run], call.scoring, reduce, near)
-    return masses
+                        _add_mass(mass, segment, found[run], tokens.slot[run], call.scoring, reduce, near)
 
 
 def _observed_rows(tokens: Sequence[TokenBlock], observed: int) -> list[IntArray]:

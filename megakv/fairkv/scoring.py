@@ -126,20 +126,6 @@ class CompressionMethod(Protocol):
         """
 
 
-def check_budget(budget: float, length: int) -> None:
-    """Refuse a budget that no prompt of the batch reaches.
-
-    Raises
-    ------
-    ValueError
-    """
-    if budget > max(length, 1):
-        raise ValueError(
-            f"megakv.fairkv.budget = {budget:g} tokens per head is above the prompt's length of {length} tokens; "
-            "use a smaller number, or a fraction such as 0.25"
-        )
-
-
 def at_least(setting: str, value: float, bound: float) -> None:
     """Refuse a setting below a bound.
 

@@ -27,27 +27,29 @@ def is_dense(slots: IntArray, spans: Sequence[Sequence[int]]) -> npt.NDArray[np.
     return dense
 
 
-def read_span(
+def read_spans(
     files: list[Path],
     prefix: str,
     slots: IntArray,
-    span: Sequence[int],
+    spans: Sequence[Sequence[int]],
     store: KVStore,
     sequence: int,
     device: torch.device,
 ) -> None:
-    """Put what heads have kept of a compressed range, gathered from the files that hold it, into a layer's store.
+    """Put what heads have kept of compressed ranges, gathered from the files that hold it, into a layer's store.
+
+    A rank numbers those ranges alone of which it had tokens, so a range is found by its slots.
 
     Parameters
     ----------
     files : list of Path
         Of all context-parallel ranks that saved.
     prefix : str
-        What the names of its tensors begin with.
+        What the names of the layer's tensors begin with.
     slots : IntArray
         Of all tokens of the sequence that are this rank's now.
-    span : sequence of int
-        First slot of the range, and the one behind its last.
+    spans : sequence of sequence of int
+        First slot of each range, and the one behind its last.
     store : KVStore
     sequence : int
     device : torch.device
@@ -58,14 +60,16 @@ def read_span(
         If a file is missing, truncated or does not fit.
     """
     assert isinstance(store, RaggedStore)
-    start, stop = map(int, np.searchsorted(slots, span))
-    names = [prefix + kind for kind in KINDS]
-    found = [
-        {kind: part[name] for kind, name in zip(KINDS, names, strict=True)} for part in read_where_present(files, names)
-    ]
-    try:
-        body = RaggedBody.joined(found, slots[start:stop], start, device)
-    except (ValueError, IndexError) as error:
-        raise MegaKVError(f"{files[0].parent}: its files do not fit together in {prefix}: {error}") from error
-    if stop > start:
-        store.add_span(sequence, Span(start, stop, body))
+    found = []
+    for number in range(len(spans)):
+        names = [f"{prefix}kept{number}.{kind}" for kind in KINDS]
+        for part in read_where_present(files, names):
+            found.append({kind: part[name] for kind, name in zip(KINDS, names, strict=True)})
+    for span in spans:
+        start, stop = map(int, np.searchsorted(slots, span))
+        try:
+            body = RaggedBody.joined(found, slots[start:stop], start, device)
+        except (ValueError, IndexError) as error:
+            raise MegaKVError(f"{files[0].parent}: its files do not fit together in {prefix}: {error}") from error
+        if stop > start:
+            store.add_span(sequence, Span(start, stop, body))

@@ -65,10 +65,10 @@ class RaggedStore:
         self._spans: list[tuple[Span, ...]] = [()] * batch
         self._dense = DenseStore(batch, LEAST_GROWTH) if shares is None else DividedStore(batch, shares, LEAST_GROWTH)
 
-    def begin(self, *, complete: bool) -> None:
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
         """A pass begins; see `DividedStore`."""
         if isinstance(self._dense, DividedStore):
-            self._dense.begin(complete=complete)
+            self._dense.begin(complete=complete, turn=turn, ends=ends)
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """See `KVStore`."""

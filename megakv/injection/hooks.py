@@ -249,7 +249,7 @@ class ForwardHooks:
             return None
         logits = self._share(step, output.logits)
         self._runtime.comm.ledger.leave_dense()
-        step.cache.commit(step.slots, compressed=step.compress)
+        step.cache.commit(step.slots, compressed=step.compress, first=None if step.turn is None else step.turn.first)
         use_cache, return_dict = self._options
         # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
         values = {**output, "logits": logits, "past_key_values": step.cache if use_cache else None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megakv.cache import ShardedCache
@@ -34,8 +34,8 @@ class OffloadedCache(ShardedCache):
         super().begin(layout, batch)
         self._offloader.begin(self, layout, stays=stays)
 
-    def commit(self, slots: int, *, compressed: bool = False) -> None:
-        super().commit(slots, compressed=compressed)
+    def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
+        super().commit(slots, compressed=compressed, first=first)
         self._offloader.end(self)
 
     def store(self, layer: int) -> TieredStore:
@@ -50,7 +50,7 @@ class OffloadedCache(ShardedCache):
 
     def fork(self) -> OffloadedCache:
         twin = OffloadedCache(len(self._stores), size=self.size, rank=self.rank, offloader=self._offloader)
-        twin.length = self.length
+        twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin

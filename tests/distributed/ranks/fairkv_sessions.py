@@ -77,7 +77,7 @@ def restore(engine: Any, folder: Path, expected: dict[str, Any]) -> dict[str, An
     if dist.get_rank() == 0:
         shutil.copytree(folder, broken)
         meta = broken / "session.json"
-        meta.write_text(json.dumps({**json.loads(meta.read_text()), "compressed": [[0, 10**6]]}))
+        meta.write_text(json.dumps({**json.loads(meta.read_text()), "compressed": [[[0, 10**6]], []]}))
     dist.barrier()
     message = ""
     try:

@@ -25,7 +25,7 @@ def grow(cache: ShardedCache, length: int, keep: list[int] | None) -> None:
             if keep is not None:
                 mask_of = torch.stack([torch.arange(length) >= length - count for count in keep])
                 store.compress(row, mask_of)
-    cache.commit(first + length, compressed=keep is not None)
+    cache.commit(first + length, compressed=() if keep is None else (0, 1))
 
 
 def kept_values(cache: ShardedCache, row: int, head: int) -> list[int]:
@@ -48,7 +48,7 @@ def test_turns_crops_and_forks() -> None:
     grow(cache, 7, None)
     grow(cache, 50, [1, 20])
     grow(cache, 3, None)
-    assert cache.compressed == [(0, 100), (107, 157)]
+    assert cache.compressed == [[(0, 100), (107, 157)]] * 2
     assert cache.head_tokens() == [[2 * (30 + 7 + 1 + 3), 2 * (2 + 7 + 20 + 3)]] * 2
     first, second = [*range(70, 107), 156, 157, 158, 159], [98, 99, *range(100, 107), *range(137, 160)]
     assert kept_values(cache, 0, 0) == first and kept_values(cache, 1, 1) == second
@@ -60,7 +60,7 @@ def test_turns_crops_and_forks() -> None:
         (80, [(0, 80)]),
     ):
         twin.cut_back(slots)
-        assert twin.length == slots and twin.compressed == spans
+        assert twin.length == slots and twin.compressed == [spans] * 2
         assert kept_values(twin, 0, 0) == [value for value in first if value < slots]
         assert kept_values(twin, 1, 1) == [value for value in second if value < slots]
     grow(twin, 5, None)
@@ -69,7 +69,7 @@ def test_turns_crops_and_forks() -> None:
     cache.reorder_cache(torch.tensor([1, 1]))
     assert kept_values(cache, 0, 1) == second
     cache.reset()
-    assert cache.compressed == [] and cache.nbytes() == 0
+    assert not cache.holds_compressed and cache.nbytes() == 0
     grow(cache, 10, None)
     assert kept_values(cache, 1, 0) == list(range(10))
 

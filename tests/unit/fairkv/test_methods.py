@@ -19,6 +19,7 @@ from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import METHODS, make_method
 from megakv.fairkv.scoring_headkv import read_importance
 from megakv.fairkv.store import RaggedStore
+from megakv.fairkv.turn import Turn
 from megakv.ledger import Ledger
 from megakv.placement.heads import contiguous_head_map
 from megakv.sharding import balanced, new_tokens
@@ -69,7 +70,7 @@ def keep(section: dict[str, Any], lengths: list[int], layer: int, scoring: Scori
     comm: Any = Alone()
     compressor = Compressor(FairKVConfig(**section), heads, comm)
     call = AttentionCall(layer, q, k, k, layout, scoring, KV_HEADS, DIM, DIM, store, table, comm)
-    compressor.compress(call, lse)
+    compressor.compress(call, lse, Turn(0, width), range(len(lengths)))
     kept = []
     for sequence, length in enumerate(lengths):
         (body,) = store.bodies(sequence)
@@ -259,14 +260,14 @@ def test_bad_importance_is_named(write_json: Callable[[str, Any], Path], content
         read_importance(str(write_json("importance.json", content)), LAYERS, KV_HEADS)
 
 
-def test_a_pass_is_compressed_from_enough_tokens_on() -> None:
+def test_each_row_is_compressed_by_its_own_length() -> None:
     comm: Any = Alone()
     heads = contiguous_head_map(LAYERS, HEADS, KV_HEADS, 1)
+    compressor = Compressor(FairKVConfig(budget=0.5, min_tokens=100), heads, comm)
+    assert compressor.rows(np.array([5, 300, 99, 100])) == (1, 3)
+    # What has no more tokens than it may keep is kept whole.
     compressor = Compressor(FairKVConfig(budget=200, min_tokens=100), heads, comm)
-    assert compressor.wanted(np.array([5, 300]), 300, first=True)
-    assert not compressor.wanted(np.array([5, 99]), 399, first=False)
-    assert compressor.wanted(np.array([5, 100]), 399, first=False)
-    with pytest.raises(ValueError, match=r"megakv.fairkv.budget = 200 tokens per head is above .* 199 tokens"):
-        compressor.wanted(np.array([5, 199]), 199, first=True)
+    assert compressor.rows(np.array([5, 300, 199, 200, 201])) == (1, 4)
+    compressor.check(Turn(0, 1 << 24))
     with pytest.raises(MegaKVError, match="not supported beyond 16777216 tokens"):
-        compressor.wanted(np.array([300]), 1 << 25, first=False)
+        compressor.check(Turn(300, 1 << 25))
