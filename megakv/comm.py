@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megakv.compat import inference_all_reduce
-from megakv.connections import PeerConnections, own_endpoints
+from megakv.compat import inference_all_reduce, store_hosts
+from megakv.connections import PeerConnections, broke, own_endpoints
 from megakv.errors import MegaKVError, PeerLostError
+from megakv.failures import Failures
 from megakv.groups import Mesh
+from megakv.health import connect
 from megakv.ledger import Ledger
-from megakv.peers import GRACE_SECONDS, Peer, PeerWatch
+from megakv.peers import Peer, PeerWatch
 
 T = TypeVar("T")
 
@@ -65,32 +67,62 @@ class Communicator:
     def __init__(self, mesh: Mesh, ledger: Ledger):
         self.mesh = mesh
         self.ledger = ledger
-        peers: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(peers, Peer.this(mesh.rank))
-        self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s)
-        everywhere: list[Any] = [None] * mesh.world_size
-        dist.all_gather_object(everywhere, own_endpoints())
-        self.watch.connections = PeerConnections(mesh.connections, mesh.rank, everywhere)
+        self.watch = PeerWatch(mesh.rank, self._gathered(Peer.this(mesh.rank)), mesh.timeout_s, mesh.sever)
+        self.watch.connections = self._peer_connections()
+        hosts = store_hosts()
+        self.watch.listen(connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts))
+
+    @property
+    def failures(self) -> Failures:
+        """What is known of ranks that gave up."""
+        return self.watch.failures
+
+    def renew(self) -> None:
+        """Go on where every rank has given up: in new groups, if they did so at different places. Collective.
+
+        Raises
+        ------
+        PeerLostError
+            If a rank is gone.
+        """
+        if missing := self.failures.missing:
+            named = ", ".join(map(self.watch.describe, missing))
+            raise PeerLostError(
+                f"rank {self.mesh.rank}: {named} did not come back after an earlier failure; start all ranks again, or "
+                "make a new engine with megakv.init_inference on all of them"
+            )
+        apart = self.failures.apart
+        if apart:
+            with self.watch.waiting("making groups anew"):
+                self.mesh.renew()
+        self.watch.renew(self._peer_connections() if apart else None, life=apart)
+
+    def _peer_connections(self) -> PeerConnections:
+        return PeerConnections(self.mesh.connections, self.mesh.rank, self._gathered(own_endpoints()))
+
+    def _gathered(self, value: T) -> list[T]:
+        values: list[Any] = [value] * self.mesh.world_size
+        if self.mesh.world_size > 1:
+            dist.all_gather_object(values, value, self.mesh.all_group)
+        return values
 
     @contextmanager
     def guard(self, peers: Sequence[int], operation: str, layer: int | None) -> Iterator[None]:
-        """Turn a broken connection or a time-out into an error that names the lost rank and what was going on."""
+        """Turn a broken connection or a time-out into an error that names the lost rank and what was going on.
+
+        Where another rank gave up, its error comes instead. Any other error stays what it is.
+        """
+        where = operation if layer is None else f"{operation} of layer {layer}"
         try:
-            with self.watch.waiting(operation if layer is None else f"{operation} of layer {layer}"):
+            self.watch.check(where)
+            with self.watch.waiting(where):
                 yield
-        except MegaKVError:
-            raise
-        except RuntimeError as error:
-            self.watch.lost = True
-            dead = self.watch.dead(grace=GRACE_SECONDS)
-            others = sorted({rank for rank in peers if rank != self.mesh.rank})
-            named = ", ".join(self.watch.describe(rank) for rank in (dead or others))
-            where = operation if layer is None else f"{operation} of layer {layer}"
-            verb = "was lost" if dead else "did not answer"
-            raise PeerLostError(
-                f"rank {self.mesh.rank}: {named} {verb} during {where} "
-                f"(megakv.timeout_s = {self.mesh.timeout_s:g}): {str(error).splitlines()[0]}"
-            ) from error
+        except BaseException as error:
+            # Others may hold half of what was exchanged.
+            self.failures.inside = True
+            if not broke(error):
+                raise
+            raise self.watch.explain(error, peers, where) from error
 
     def _timed(self, operation: str, layer: int | None, peers: Sequence[int], sent: int, call: Callable[[], T]) -> T:
         self.ledger.leave_dense()
@@ -225,6 +257,15 @@ class Communicator:
         )
         return received
 
+    def cp_broadcast(self, tensor: Tensor, *, operation: str, layer: int | None) -> Tensor:
+        """Overwrite `tensor` on the ranks of the context-parallel group with that of the first."""
+        mesh = self.mesh
+        if mesh.cp_group is not None:
+            first, group = mesh.cp_ranks[0], mesh.cp_group
+            sent = nbytes(tensor) * (mesh.cp_size - 1) if mesh.cp_rank == 0 else 0
+            self._timed(operation, layer, mesh.cp_ranks, sent, lambda: dist.broadcast(tensor, first, group=group))
+        return tensor
+
     # Tensor-parallel group
 
     def tp_all_reduce(self, tensor: Tensor, *, operation: str = "tp_all_reduce", layer: int | None = None) -> Tensor:
@@ -257,7 +298,9 @@ class Communicator:
     def add_counts(self, counts: Tensor, over: Literal["cp", "world"], *, operation: str, layer: int | None) -> Tensor:
         """Sum an integer tensor, in place, over the context-parallel group or all ranks."""
         mesh = self.mesh
-        group, ranks = (None, range(mesh.world_size)) if over == "world" else (mesh.cp_group, mesh.cp_ranks)
+        group, ranks = (mesh.all_group, range(mesh.world_size)) if over == "world" else (mesh.cp_group, mesh.cp_ranks)
+        if over == "world":
+            self.failures.begin_step()
         if len(ranks) > 1:
             sent = math.ceil(2 * nbytes(counts) * (len(ranks) - 1) / len(ranks))
             self._timed(operation, layer, ranks, sent, lambda: dist.all_reduce(counts, group=group))
@@ -267,17 +310,27 @@ class Communicator:
         """Overwrite `tensor` on every rank with that of world rank `source`."""
         mesh = self.mesh
         if mesh.world_size > 1:
+            self.failures.begin_step()
             sent = nbytes(tensor) * (mesh.world_size - 1) if mesh.rank == source else 0
             everyone = range(mesh.world_size)
-            self._timed(operation, None, everyone, sent, lambda: dist.broadcast(tensor, source))
+            group = mesh.all_group
+            self._timed(operation, None, everyone, sent, lambda: dist.broadcast(tensor, source, group=group))
         return tensor
+
+    def broadcast_object(self, value: T) -> T:
+        """Rank 0's small object, on every rank."""
+        values = [value]
+        if self.mesh.world_size > 1:
+            self.failures.begin_step()
+            with self.guard(range(self.mesh.world_size), "control", None):
+                dist.broadcast_object_list(values, 0, group=self.mesh.all_group)
+        return values[0]
 
     def gather_objects(self, value: T) -> list[T]:
         """One small object of every rank, on every rank."""
-        values: list[Any] = [None] * self.mesh.world_size
+        self.failures.begin_step()
         with self.guard(range(self.mesh.world_size), "control", None):
-            dist.all_gather_object(values, value)
-        return values
+            return self._gathered(value)
 
     def agree(self, error: Exception | None) -> None:
         """Let every rank fail if any does, with the same message, so that nobody waits for a rank that gave up.

@@ -118,6 +118,14 @@ def end_deepspeed_distributed() -> None:
         dist.destroy_process_group()
 
 
+def store_hosts() -> list[str]:
+    """Names under which this rank reaches the host of the world's store, which is rank 0's; none if it has no host."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return [store.host] if isinstance(store, dist.TCPStore) else []
+
+
 def _unlink_shared_memory() -> None:
     """Let the op's buffer go with its processes: DeepSpeed leaves 66 MiB per rank in /dev/shm after every run.
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 FOLDER = "/proc/self/fd"
+MARKS = (
+    *("gloo/transport", "Timed out", "timed out", "Timeout", "Connection reset", "Connection closed", "Broken pipe"),
+    *("ncclRemoteError", "ncclSystemError", "remote process exited", "network error", "communicator was aborted"),
+)
+"""What gloo and NCCL write of connections that are over, and of peers that do not answer."""
 Endpoint = tuple[Any, ...]
 """Address and port of one end of a connection."""
+
+
+def broke(error: BaseException) -> bool:
+    """Whether an exchange failed because of a connection, or of a peer that did not answer: nothing else is a loss."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, dist.DistNetworkError) or any(mark in str(error) for mark in MARKS)
 
 
 def own_endpoints() -> list[Endpoint]:
@@ -23,12 +38,22 @@ def open_connections() -> frozenset[str]:
     return frozenset(name for name, _, _ in _connections())
 
 
+def shut(names: Collection[str]) -> None:
+    """End these connections at both ends, whoever holds them: what waits for them fails."""
+    for descriptor in _descriptors():
+        if _name(descriptor) in names:
+            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                # Looked at again: the descriptor may be another's by now. One that only listens has no peer.
+                if _name(str(connection.fileno())) in names and connection.getpeername():
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
 class PeerConnections:
     """Connections to other ranks, of all that stand or of some.
 
     Parameters
     ----------
-    names : set of str
+    names : collection of str
         Those that are looked at, of `open_connections`.
     rank : int
         This rank.
@@ -36,7 +61,7 @@ class PeerConnections:
         What `own_endpoints` gave on every rank, once all connections stood.
     """
 
-    def __init__(self, names: frozenset[str], rank: int, endpoints: Sequence[Sequence[Endpoint]]):
+    def __init__(self, names: Collection[str], rank: int, endpoints: Sequence[Sequence[Endpoint]]):
         others = {end: other for other, ends in enumerate(endpoints) if other != rank for end in ends}
         self._of = {name: others[peer] for name, _, peer in _connections() if name in names and peer in others}
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
+from megakv.agreement import Agreement
 from megakv.assembly import make_runtime
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
@@ -19,14 +20,15 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.turn import Turn
 from megakv.generation import (
+    RankZeroStreamer,
     TokenClock,
     check_length,
     check_options,
     keep_tokens,
     new_token_limit,
+    open_call,
     pad_left,
     prepare_options,
-    share_random_state,
 )
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
@@ -78,6 +80,7 @@ class MegaKVEngine(InferenceEngine):
         self.mesh = comm.mesh
         self.mp_group = comm.mesh.tp_group
         self._comm = comm
+        self._agreement = Agreement(comm)
         self._name = name
         self._mapping = mapping
         self._policy = policy_for(model.config.model_type)
@@ -128,7 +131,8 @@ class MegaKVEngine(InferenceEngine):
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor):
             self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
-        return self.module(*args, **kwargs)
+        with self._agreement.call():
+            return self.module(*args, **kwargs)
 
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
         """transformers' own `generate`, over all ranks.
@@ -169,20 +173,26 @@ class MegaKVEngine(InferenceEngine):
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any:
         """`generate` on top of what a cache holds; `ids` are all tokens, cached ones included."""
         self.check_open()
+        with self._agreement.call():
+            return self._generate_into(cache, ids, options)
+
+    def _generate_into(self, cache: ShardedCache, ids: Tensor | None, options: dict[str, Any]) -> Any:
         check_options(self.module, options)
         if isinstance(ids, Tensor):
             self._check_prompt(ids, None, options)
             if cache.length >= ids.shape[1]:
                 raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
-        share_random_state(self._comm)
-        self._comm.barrier()
+        streams = open_call(self._agreement, self.mesh.device, ids, options.get("streamer"))
+        streamer = RankZeroStreamer(options.get("streamer") if self.mesh.rank == 0 else None) if streams else None
         reset_peak_memory(self.mesh.device)
         self._comm.ledger.reset()
         self._record = RunRecord(TokenClock(self._comm.ledger.now))
         width = 0 if ids is None else ids.shape[1]
         limit = new_token_limit(self.module, options, width)
         plans = None if self._offloader is None else self._offloader.new_run(limit, width)
-        prepared = prepare_options(self.module, options, self._comm, self._record.clock, plans)
+        prepared = prepare_options(
+            self.module, options, self._comm, self._agreement, self._record.clock, streamer, plans
+        )
         self._runtime.planner.choice = None
         use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         embeds = options.get("inputs_embeds")
@@ -191,6 +201,8 @@ class MegaKVEngine(InferenceEngine):
             # Beam search reorders whatever goes by that name, None too.
             held = {"past_key_values": cache} if use_cache else {}
             output = self.module.generate(ids, **held, **prepared)
+            if streamer is not None:
+                self._agreement.together(streamer.check)
         self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
         if self._offloader is not None:
             self._record.offload = [step.report() for step in self._offloader.steps]
@@ -224,12 +236,8 @@ class MegaKVEngine(InferenceEngine):
         MegaKVError, ValueError
             This rank's own error, or that of the first rank that failed.
         """
-        failure: Exception | None = None
-        try:
-            action()
-        except Exception as error:
-            failure = error
-        self._comm.agree(failure)
+        with self._agreement.call():
+            self._agreement.together(action)
 
     def gather(self, value: T) -> list[T]:
         """One small object of every rank, on every rank."""
@@ -244,7 +252,8 @@ class MegaKVEngine(InferenceEngine):
             If a peer is lost.
         """
         self.check_open()
-        return self._record.run_report(self._comm, self._config, self._name, self._mapping)
+        with self._agreement.call():
+            return self._record.run_report(self._comm, self._config, self._name, self._mapping)
 
     def destroy(self) -> None:
         """Give back hooks, signal handlers and groups; the engine and its sessions cannot be used afterwards."""
@@ -256,9 +265,10 @@ class MegaKVEngine(InferenceEngine):
             self._comm.watch.uninstall()
             self.tracker.close()
             self.mp_group = None
-            # What is still expected from a lost peer would be waited for.
-            if not self._comm.watch.lost:
-                self.mesh.end()
+            if self._comm.failures.given_up:
+                # What is still expected from a peer would be waited for.
+                self._comm.watch.sever()
+            self.mesh.end()
 
     def check_open(self) -> None:
         """Refuse to work after `destroy`.

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
+from megakv.agreement import Agreement
 from megakv.comm import Communicator
 from megakv.errors import MegaKVError
 
@@ -134,15 +137,54 @@ def pad_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order), mask.gather(1, order)
 
 
-def share_random_state(comm: Communicator) -> None:
-    """Give every rank the state of rank 0's random number generators, so that all draw the same tokens."""
-    device = comm.mesh.device
-    state = torch.get_rng_state().to(device)
-    torch.set_rng_state(comm.broadcast(state, 0, operation="control").cpu())
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        state = module.get_rng_state(device).to(device)
-        module.set_rng_state(comm.broadcast(state, 0, operation="control").cpu(), device)
+@dataclass(frozen=True)
+class Opening:
+    """What rank 0 says where a `generate` call begins.
+
+    Parameters
+    ----------
+    states : list of Tensor
+        Of its random number generators, that of the processor first.
+    prompt : str
+        What it was called with.
+    streams : bool
+        Whether it has a streamer.
+    """
+
+    states: list[Tensor]
+    prompt: str
+    streams: bool
+
+
+def open_call(agreement: Agreement, device: torch.device, ids: Tensor | None, streamer: Any) -> bool:
+    """Begin a `generate` call with rank 0's random state, so that all draw the same tokens; says whether it streams.
+
+    Raises
+    ------
+    MegaKVError
+        On every rank, if one was called with another prompt than rank 0.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    prompt = "no tokens" if ids is None else f"{list(ids.shape)} {crc32(ids.cpu().contiguous().numpy().tobytes()):08x}"
+
+    def opening() -> Opening:
+        states = [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
+        return Opening(states, prompt, streamer is not None)
+
+    said = agreement.decide(opening)
+    torch.set_rng_state(said.states[0])
+    if module is not None:
+        module.set_rng_state(said.states[1], device)
+
+    def check() -> None:
+        if prompt != said.prompt:
+            raise MegaKVError(
+                "called with other input_ids than rank 0: every rank must make the same calls, in the same order"
+            )
+
+    # All start at one time, too.
+    agreement.together(check)
+    return said.streams
 
 
 @dataclass
@@ -178,8 +220,8 @@ def keep_tokens(clock: TokenClock) -> Iterator[None]:
         clock.latest = None
 
 
-class Proposals(Protocol):
-    """What rank 0 decides for all ranks after each token."""
+class Plans(Protocol):
+    """What rank 0 decides for all ranks after each token, besides when to stop."""
 
     def proposal(self) -> int:
         """A number that means the same on every rank."""
@@ -188,52 +230,95 @@ class Proposals(Protocol):
         """Take that of rank 0."""
 
 
+class RankZeroStreamer(BaseStreamer):
+    """The user's streamer on rank 0; the others have one that does nothing, so that transformers treats all alike.
+
+    What it raises is kept, and ends the call on all ranks with the next step's message.
+
+    Parameters
+    ----------
+    streamer : BaseStreamer, optional
+        The user's; None on other ranks.
+    """
+
+    def __init__(self, streamer: Any):
+        self._streamer = streamer
+        self.failure: BaseException | None = None
+
+    def put(self, value: Tensor) -> None:
+        """Tokens go to the user's, until it fails."""
+        self._attempt(lambda: self._streamer.put(value))
+
+    def end(self) -> None:
+        """The last of them has come."""
+        self._attempt(lambda: self._streamer.end())
+
+    def check(self) -> None:
+        """Raise what the user's streamer raised."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._streamer is not None and self.failure is None:
+            try:
+                action()
+            except BaseException as error:
+                self.failure = error
+
+
 class RankZeroStop(StoppingCriteria):
-    """Rank 0's word on when to stop, checked to be said of the same tokens on every rank.
+    """Rank 0's decision after each token: when to stop, the plans of the next step, and whether user code of it failed.
+
+    One message has it all, with rank 0's tokens, by which the others see that they chose the same.
 
     Parameters
     ----------
     comm : Communicator
+    agreement : Agreement
     criteria : list of StoppingCriteria
         The user's own, asked on rank 0 only.
     max_time : float, optional
         Seconds, by rank 0's clock.
     clock : TokenClock
-    plans : Proposals, optional
-        Agreed on by the way.
+    streamer : RankZeroStreamer, optional
+    plans : Plans, optional
     """
 
     def __init__(
         self,
         comm: Communicator,
+        agreement: Agreement,
         criteria: list[Any],
         max_time: float | None,
         clock: TokenClock,
-        plans: Proposals | None = None,
+        streamer: RankZeroStreamer | None = None,
+        plans: Plans | None = None,
     ):
         self._comm = comm
+        self._agreement = agreement
         self._plans = plans
         self._criteria = criteria
         self._deadline = None if max_time is None else time.monotonic() + max_time
         self._clock = clock
+        self._streamer = streamer
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self._clock.times.append(self._clock.now())
         self._clock.latest = input_ids
-        batch = input_ids.shape[0]
-        word = torch.zeros((2 if self._plans is None else 3, batch), dtype=torch.int64)
-        word[0] = input_ids[:, -1].cpu()
-        if self._comm.mesh.rank == 0:
-            done = torch.zeros(batch, dtype=torch.bool)
-            for criterion in self._criteria:
-                done |= torch.as_tensor(criterion(input_ids, scores, **kwargs)).cpu()
-            if self._deadline is not None:
-                done |= time.monotonic() > self._deadline
-            word[1] = done
-            if self._plans is not None:
-                word[2] = self._plans.proposal()
-        agreed = self._comm.broadcast(word.to(self._comm.mesh.device), 0, operation="control")
-        if not torch.equal(agreed[0].cpu(), word[0]):
+        failure = None if self._streamer is None else self._streamer.failure
+        said = torch.zeros((4, input_ids.shape[0]), dtype=torch.int64)
+        said[0] = input_ids[:, -1].cpu()
+        if self._comm.mesh.rank == 0 and failure is None:
+            try:
+                said[1] = self._done(input_ids, scores, **kwargs)
+                said[2] = 0 if self._plans is None else self._plans.proposal()
+            except BaseException as error:
+                failure = error
+        said[3] = failure is not None
+        agreed = self._comm.broadcast(said.to(self._comm.mesh.device), 0, operation="control").cpu()
+        if agreed[3, 0]:
+            self._agreement.decide(lambda: _raise(failure))
+        if not torch.equal(agreed[0], input_ids[:, -1].cpu()):
             raise MegaKVError(
                 f"rank {self._comm.mesh.rank} chose other tokens than rank 0 at length {input_ids.shape[1]}: a logits "
                 "processor or prefix_allowed_tokens_fn gives different results on different ranks"
@@ -242,13 +327,28 @@ class RankZeroStop(StoppingCriteria):
             self._plans.heed(int(agreed[2, 0]))
         return agreed[1].bool().to(input_ids.device)
 
+    def _done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        for criterion in self._criteria:
+            done |= torch.as_tensor(criterion(input_ids, scores, **kwargs)).cpu()
+        if self._deadline is not None:
+            done |= time.monotonic() > self._deadline
+        return done
+
+
+def _raise(failure: BaseException | None) -> None:
+    assert failure is not None
+    raise failure
+
 
 def prepare_options(
     model: PreTrainedModel,
     options: dict[str, Any],
     comm: Communicator,
+    agreement: Agreement,
     clock: TokenClock,
-    plans: Proposals | None = None,
+    streamer: RankZeroStreamer | None,
+    plans: Plans | None = None,
 ) -> dict[str, Any]:
     """The options to hand to transformers: stops and plans decided by rank 0, tokens streamed from rank 0."""
     prepared = dict(options)
@@ -259,7 +359,10 @@ def prepare_options(
         prepared["generation_config"] = copy.deepcopy(config)
         prepared["generation_config"].max_time = None
     criteria = list(prepared.pop("stopping_criteria", None) or [])
-    prepared["stopping_criteria"] = StoppingCriteriaList([RankZeroStop(comm, criteria, max_time, clock, plans)])
-    if comm.mesh.rank != 0:
-        prepared.pop("streamer", None)
+    prepared["stopping_criteria"] = StoppingCriteriaList(
+        [RankZeroStop(comm, agreement, criteria, max_time, clock, streamer, plans)]
+    )
+    prepared.pop("streamer", None)
+    if streamer is not None:
+        prepared["streamer"] = streamer
     return prepared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import ReferenceType, ref
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
-from megakv.connections import open_connections
+from megakv.connections import open_connections, shut
 from megakv.errors import MegaKVError
 
-GroupName = Literal["cp", "tp", "chain"]
+GroupName = Literal["all", "cp", "tp", "chain"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Mesh:
     cp_ranks, tp_ranks : tuple of int
         World ranks of this rank's groups, by index.
     groups : dict
-        This rank's process groups, for `cp_group`, `tp_group` and `chain_group`. Torch alone holds them, so that ending
+        This rank's process groups, for `all_group`, `cp_group`, `tp_group` and `chain_group`. Torch alone holds them, so that ending
         them ends their threads and connections, whoever still holds the mesh.
     device : torch.device
         Where this rank computes.
@@ -45,7 +45,7 @@ class Mesh:
         only, so it is right exactly when the TP group is the whole world on one host.
     timeout_s : float
         How long a silent peer is waited for.
-    connections : frozenset of str
+    connections : set of str
         The groups' TCP connections, as `open_connections` names them.
     """
 
@@ -57,11 +57,16 @@ class Mesh:
     tp_rank: int
     cp_ranks: tuple[int, ...]
     tp_ranks: tuple[int, ...]
-    groups: Mapping[GroupName, ReferenceType[dist.ProcessGroup]]
+    groups: dict[GroupName, ReferenceType[dist.ProcessGroup]]
     device: torch.device
     shared_memory: bool
     timeout_s: float
-    connections: frozenset[str] = frozenset()
+    connections: set[str] = field(default_factory=set)
+
+    @property
+    def all_group(self) -> dist.ProcessGroup | None:
+        """All ranks, apart from the world, which is the user's; None where there is one rank."""
+        return self._group("all")
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -97,6 +102,24 @@ class Mesh:
             # A world that has ended has ended them, though somebody may hold them.
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+
+    def sever(self) -> None:
+        """Break this rank's groups: whatever waits in them fails, here and on the ranks that wait for this one."""
+        shut(self.connections)
+        for reference in self.groups.values():
+            group = reference()
+            # Gloo's own abort leaves those who wait where they are.
+            if group is not None and dist.is_initialized() and dist.get_backend(group) != "gloo":
+                group.abort()
+
+    def renew(self) -> None:
+        """Make all groups anew, where ranks gave up at different places. Every rank must call it."""
+        self.end()
+        fresh = make_mesh(cp_size=self.cp_size, tp_size=self.tp_size, timeout_s=self.timeout_s)
+        for own, new in ((self.groups, fresh.groups), (self.connections, fresh.connections)):
+            own.clear()
+            own.update(new)
 
 
 def check_mesh(cp_size: int, tp_size: int, world_size: int) -> None:
@@ -189,6 +212,8 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     groups: dict[GroupName, ReferenceType[dist.ProcessGroup]] = {}
     before = open_connections()
     # new_group is collective over the world: every rank creates every group, in one order.
+    if world_size > 1:
+        groups["all"] = ref(dist.new_group(timeout=timeout))
     if cp_size > 1:
         for index in range(tp_size):
             ranks = [index + tp_size * step for step in range(cp_size)]
@@ -214,5 +239,5 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
         device=torch.device(accelerator.current_device_name()),
         shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
         timeout_s=timeout_s,
-        connections=open_connections() - before,
+        connections={*(open_connections() - before)},
     )

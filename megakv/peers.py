@@ -7,7 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -16,6 +17,9 @@ from typing import Any, NoReturn
 import psutil
 
 from megakv.connections import PeerConnections
+from megakv.errors import MegaKVError, PeerLostError
+from megakv.failures import Failures
+from megakv.health import HealthChannel
 
 GRACE_SECONDS = 2.0
 """How long to look for a dead process after a connection broke: the kernel may report the break first."""
@@ -24,6 +28,12 @@ POLL_SECONDS = 0.5
 
 UNHEARD_SECONDS = 5.0
 """How long an operation may go on after a connection was seen to be over: most fail at once."""
+
+DRAIN_SECONDS = 0.2
+"""How long the connections of a call that failed stay: what was sent before may still be on its way to ranks behind."""
+
+LOST_SECONDS = 2.0
+"""How long the connections stay where a process is gone: gloo's own ends of them say more, and say it at once."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +84,43 @@ class PeerWatch:
     timeout_s : float
         How long a silent peer is waited for.
 
+    sever : callable, optional
+        Ends the connections of the mesh's groups, and with them whatever waits for its peers.
+
     Attributes
     ----------
-    lost : bool
-        Whether an exchange with a peer has failed.
+    failures : Failures
+        What is known of ranks that gave up or are gone.
+    channel : HealthChannel or None
+        Where that is heard of, once it is there.
     connections : PeerConnections or None
         To the other ranks, where they are watched.
     """
 
-    def __init__(self, rank: int, peers: list[Peer], timeout_s: float):
+    def __init__(self, rank: int, peers: list[Peer], timeout_s: float, sever: Callable[[], None] = lambda: None):
         self.rank = rank
         self._peers = peers
         self._timeout_s = timeout_s
-        self.lost = False
+        self._sever = sever
+        self.failures = Failures(rank, len(peers))
+        self.channel: HealthChannel | None = None
         self.connections: PeerConnections | None = None
         self._previous: Any = None
         self._spin: _Operation | None = None
         self._wait: _Operation | None = None
         self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._severed = False
+        self._suspect: _Operation | None = None
+        self._since: tuple[_Operation | None, float] | None = None
+        self._farewell: Callable[[], object] | None = None
+
+    def listen(self, channel: HealthChannel) -> None:
+        """From now on, hear of other ranks' failures."""
+        self.channel = channel
+        # A process that ends in good order says so, though nobody has destroyed its engine.
+        self._farewell = weakref.finalize(self, channel.close)
+        self._watch()
 
     @property
     def host(self) -> str:
@@ -104,13 +133,14 @@ class PeerWatch:
         return sum(peer.host == self.host for peer in self._peers)
 
     def dead(self, *, grace: float = 0.0) -> list[int]:
-        """Ranks on this host whose process is gone, looked for during up to `grace` seconds."""
+        """Ranks whose process is gone, looked for during up to `grace` seconds."""
         me = self._peers[self.rank]
         near = [p for p in self._peers if (p.host, p.pid_space) == (me.host, me.pid_space) and p.rank != self.rank]
         deadline = time.monotonic() + grace
         while True:
-            dead = [peer.rank for peer in near if _gone(peer.pid)]
-            if dead or not near or time.monotonic() >= deadline:
+            # A fork of a process that is gone may hold its connections.
+            dead = sorted({*self.failures.lost, *(peer.rank for peer in near if _gone(peer.pid))})
+            if dead or time.monotonic() >= deadline:
                 return dead
             time.sleep(0.05)
 
@@ -129,13 +159,74 @@ class PeerWatch:
             self._previous = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def uninstall(self) -> None:
-        """Give SIGTERM back, and end the watch over spinning operations."""
+        """Give SIGTERM back, say goodbye to the other ranks, and end the watch over them."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
+        if self._farewell is not None:
+            self._farewell()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         if self._previous is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
+
+    # What others do
+
+    def check(self, where: str) -> None:
+        """Refuse to exchange anything with ranks of which one gave up, or is gone.
+
+        Raises
+        ------
+        MegaKVError
+            With the failure of the rank that gave up.
+        PeerLostError
+        """
+        if self.failures.quiet:
+            return
+        if (told := self.failures.verdict()) is not None:
+            raise self.failures.follow(told)
+        if lost := self.failures.lost:
+            self.failures.miss(lost)
+            named = ", ".join(map(self.describe, lost))
+            raise PeerLostError(f"rank {self.rank}: {named} was lost before {where}")
+
+    def explain(self, error: Exception, peers: Sequence[int], where: str) -> MegaKVError:
+        """Why a connection broke, or nobody answered."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        if (told := self.failures.wait(GRACE_SECONDS)) is not None:
+            return self.failures.follow(told)
+        dead = self.dead(grace=deadline - time.monotonic())
+        missing = dead or sorted({rank for rank in peers if rank != self.rank})
+        self.failures.miss(missing)
+        return PeerLostError(
+            f"rank {self.rank}: {', '.join(map(self.describe, missing))} {'was lost' if dead else 'did not answer'} "
+            f"during {where} (megakv.timeout_s = {self._timeout_s:g}): {str(error).splitlines()[0]}"
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that this rank gives up, and wait until all have: then nobody waits for anybody."""
+        message = self.failures.fail(error)
+        if self.channel is not None:
+            self.channel.tell(message)
+        # Who waits for this rank is told; what waits for others in C++ may be deaf to it.
+        if not self.failures.settle(DRAIN_SECONDS):
+            self.sever()
+            if not self.failures.settle(self._timeout_s):
+                self.failures.give_up()
+
+    def sever(self) -> None:
+        """End the connections of the mesh's groups, once in their life."""
+        if not self._severed:
+            self._severed = True
+            self._sever()
+
+    def renew(self, connections: PeerConnections | None, *, life: bool) -> None:
+        """All ranks have given up, and go on; in a new `life` of the groups with these connections."""
+        self.failures.renew(life=life)
+        if life:
+            self.connections, self._severed = connections, False
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
         # One message: some of them may have ended because of the first, which nobody can tell any more.
@@ -155,7 +246,7 @@ class PeerWatch:
         Gloo closes a broken connection, but a receive that begins just then may never hear of it, and would wait for
         `timeout_s`. Once that is seen, the process ends, with a word about why.
         """
-        if not self.connections:
+        if len(self._peers) == 1:
             yield
             return
         self._watch()
@@ -168,7 +259,10 @@ class PeerWatch:
     def _watch(self) -> None:
         if self._stop is None:
             self._stop = threading.Event()
-            threading.Thread(target=self._watch_all, args=(self._stop,), name="megakv-watch", daemon=True).start()
+            self._thread = threading.Thread(
+                target=_watch_all, args=(weakref.ref(self), self._stop), name="megakv-watch", daemon=True
+            )
+            self._thread.start()
 
     @contextmanager
     def spinning(self, operation: str) -> Iterator[None]:
@@ -183,29 +277,59 @@ class PeerWatch:
         finally:
             self._spin = None
 
-    def _watch_all(self, stop: threading.Event) -> None:
-        suspect: _Operation | None = None
-        unheard: _Operation | None = None
-        since = 0.0
-        while not stop.wait(POLL_SECONDS):
-            spin, wait = self._spin, self._wait
-            # Whatever does hear of it ends the wait, and says more.
-            over = self.connections.over() if wait is not None and self.connections else []
-            if not over or wait is not unheard:
-                unheard, since = wait if over else None, time.monotonic()
-            elif wait is not None and time.monotonic() - since > UNHEARD_SECONDS and wait is self._wait:
-                self._leave(f"the connection to {', '.join(map(self.describe, over))} was lost during {wait.operation}")
-            if spin is None:
-                continue
-            dead = self.dead()
-            # Only at the second sight: a peer may have ended in good order just after this very operation.
-            if dead and spin is suspect and spin is self._spin:
-                self._leave(f"{', '.join(map(self.describe, dead))} was lost during {spin.operation}")
-            suspect = spin if dead else None
-            if time.monotonic() - spin.since > self._timeout_s and spin is self._spin:
-                others = ", ".join(self.describe(peer.rank) for peer in self._peers if peer.rank != self.rank)
-                self._leave(f"{others} did not answer during {spin.operation} (megakv.timeout_s = {self._timeout_s:g})")
+    def look(self, stop: threading.Event) -> None:
+        """Hear what there is to hear for a moment, and end waits that would not end by themselves."""
+        seconds = POLL_SECONDS if self.failures.quiet else DRAIN_SECONDS
+        if self.channel is None or not self.channel.open:
+            stop.wait(seconds)
+        else:
+            for message in self.channel.poll(seconds):
+                self.failures.take(message)
+        if stop.is_set():
+            return
+        self._end_wait()
+        if (spin := self._spin) is not None:
+            self._end_spin(spin)
+
+    def _end_wait(self) -> None:
+        now, wait = time.monotonic(), self._wait
+        verdict, lost = self.failures.verdict(), self.failures.lost
+        # Whatever does hear of it ends the wait, and says more.
+        over = self.connections.over() if wait is not None and self.connections else []
+        if verdict is None and not lost and not over:
+            self._since = None
+            return
+        if self._since is None or self._since[0] is not wait:
+            self._since = wait, now
+        after = now - self._since[1]
+        if after >= DRAIN_SECONDS and verdict is not None or after >= LOST_SECONDS and lost:
+            self.sever()
+        if wait is not None and after > UNHEARD_SECONDS and wait is self._wait:
+            if verdict is not None:
+                self._leave(verdict.says)
+            missing = ", ".join(map(self.describe, lost))
+            gone = missing or f"the connection to {', '.join(map(self.describe, over))}"
+            self._leave(f"{gone} was lost during {wait.operation}")
+
+    def _end_spin(self, spin: _Operation) -> None:
+        if (verdict := self.failures.verdict()) is not None and spin is self._spin:
+            self._leave(verdict.says)
+        dead = self.dead()
+        # Only at the second sight: a peer may have ended in good order just after this very operation.
+        if dead and spin is self._suspect and spin is self._spin:
+            self._leave(f"{', '.join(map(self.describe, dead))} was lost during {spin.operation}")
+        self._suspect = spin if dead else None
+        if time.monotonic() - spin.since > self._timeout_s and spin is self._spin:
+            others = ", ".join(self.describe(peer.rank) for peer in self._peers if peer.rank != self.rank)
+            self._leave(f"{others} did not answer during {spin.operation} (megakv.timeout_s = {self._timeout_s:g})")
 
     def _leave(self, reason: str) -> NoReturn:
         self._say(reason)
         os._exit(1)
+
+
+def _watch_all(reference: weakref.ref[PeerWatch], stop: threading.Event) -> None:
+    """Watch until told to stop, or until nobody holds the watch any more."""
+    while not stop.is_set() and (watch := reference()) is not None:
+        watch.look(stop)
+        del watch

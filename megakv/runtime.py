@@ -62,8 +62,15 @@ class Runtime:
     prompt: Turn | None = None
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
     last_layer: int | None = None
+    _life: int = 0
 
     def __post_init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with methods that expect nothing of an earlier pass."""
+        self._life = self.comm.failures.life
+        self.methods.clear()
         self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: TokenBlock) -> ForwardPass:
@@ -82,6 +89,9 @@ class Runtime:
         ValueError
             If a setting does not fit the prompt.
         """
+        if self._life != self.comm.failures.life:
+            # What was under way in a pass that failed went with its groups.
+            self._forget()
         self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
         turn, compress = self._turn(new, cache, slots)
         asked = None if self.last_layer is None else wanted

@@ -134,6 +134,8 @@ class ForwardHooks:
         self._runtime.current = step
         self._options = (inputs.get("use_cache") is not False, inputs.get("return_dict") is not False)
         self._fill(inputs, step, source, past, embeds is not None)
+        # From here on a rank waits for others: whoever fails leaves them with half of a pass.
+        self._runtime.comm.failures.begin_pass()
         self._runtime.comm.ledger.enter_dense()
         return (), inputs
 
@@ -250,6 +252,7 @@ class ForwardHooks:
         logits = self._share(step, output.logits)
         self._runtime.comm.ledger.leave_dense()
         step.cache.commit(step.slots, compressed=step.compress, first=None if step.turn is None else step.turn.first)
+        self._runtime.comm.failures.inside = False
         use_cache, return_dict = self._options
         # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
         values = {**output, "logits": logits, "past_key_values": step.cache if use_cache else None}

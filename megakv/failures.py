@@ -1,0 +1,225 @@
+"""What one rank knows of failures, its own and others', and what follows: who must give up, and who has.
+
+Every rank counts the steps that all ranks take alike: collectives over the whole mesh, and passes through the layers.
+A rank that fails says at which step, and whether it had begun to exchange something there. Who is at that step, or
+beyond it, waits for what will not come, and gives up too, unless it failed at the same place by itself, as all ranks do
+where all are given the same wrong argument: then nobody waits, and nothing was exchanged by halves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megakv.errors import MegaKVError, PeerLostError
+
+TEXT = 4000
+"""Characters of an error's message that travel."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """That a rank gave up a call.
+
+    Parameters
+    ----------
+    rank : int
+        Who.
+    life : int
+        Of the mesh's groups, which are made anew after a failure.
+    step : int
+        At which of the steps that all ranks take alike.
+    inside : bool
+        Whether it had begun that step: others may hold half of what it exchanged.
+    text : str
+        The error's type and message.
+    cause : int, optional
+        The rank whose failure made it give up; None if it failed by itself.
+    absent : tuple of int
+        Ranks that it takes for lost.
+    """
+
+    rank: int
+    life: int
+    step: int
+    inside: bool
+    text: str
+    cause: int | None = None
+    absent: tuple[int, ...] = ()
+
+    @property
+    def says(self) -> str:
+        """What other ranks say of it."""
+        return self.text if self.absent or self.cause is not None else f"rank {self.rank} failed: {self.text}"
+
+
+class Failures:
+    """The failures that one rank knows of. Safe to use from several threads.
+
+    Parameters
+    ----------
+    rank, world_size : int
+
+    Attributes
+    ----------
+    life : int
+        How often the groups were made anew.
+    step : int
+        The last step of this life that this rank has begun.
+    inside : bool
+        Whether this rank is in the middle of a step.
+    cause : int, optional
+        The rank on whose account this one is giving up.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank = rank
+        self.life = self.step = 0
+        self.inside = False
+        self.cause: int | None = None
+        self._absent: tuple[int, ...] = ()
+        self._others = frozenset(range(world_size)) - {rank}
+        self._own: Failure | None = None
+        self._told: list[Failure] = []
+        self._lost: set[int] = set()
+        self._ended: set[int] = set()
+        self._changed = threading.Condition()
+
+    # What is heard
+
+    def take(self, message: dict[str, Any]) -> None:
+        """A message of another rank, or about it."""
+        kind, rank = message.pop("kind"), message["rank"]
+        with self._changed:
+            if kind == "failed":
+                self._told.append(Failure(**{**message, "absent": tuple(message["absent"])}))
+            elif kind == "ended":
+                self._ended.add(rank)
+            elif rank not in self._ended:
+                self._lost.add(rank)
+            self._changed.notify_all()
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks whose process is gone, without a word."""
+        return sorted(self._lost)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing was heard that could matter."""
+        return not (self._told or self._lost)
+
+    def verdict(self, *, broken: bool = False) -> Failure | None:
+        """The failure on whose account this rank has to give up; None if it can go on.
+
+        Parameters
+        ----------
+        broken : bool
+            Whether a connection broke: then whoever failed broke it, though it was a step ahead.
+        """
+        with self._changed:
+            ours = [told for told in self._told if told.life == self.life and self._concerns(told, broken)]
+        # Who failed by itself says more than who followed.
+        return min(ours, key=lambda told: told.cause is not None, default=None)
+
+    def follow(self, failure: Failure) -> MegaKVError:
+        """The error with which this rank gives up on account of another's failure."""
+        self._absent, self.cause = failure.absent, failure.rank if failure.cause is None else failure.cause
+        if failure.absent:
+            return PeerLostError(f"rank {self.rank}: {failure.text}")
+        return MegaKVError(failure.says)
+
+    def _concerns(self, told: Failure, broken: bool) -> bool:
+        alike = self._own is not None and not (told.inside or self._own.inside) and self._own.step == told.step
+        return (broken or told.step <= self.step) and not alike
+
+    def wait(self, seconds: float) -> Failure | None:
+        """`verdict` on a broken connection, which may be later than it. A lost process ends the wait, too."""
+        deadline = time.monotonic() + seconds
+        while (failure := self.verdict(broken=True)) is None and not self._lost and time.monotonic() < deadline:
+            with self._changed:
+                self._changed.wait(0.05)
+        return failure
+
+    # What this rank does
+
+    def begin_step(self) -> None:
+        """The next step that all ranks take."""
+        self.step += 1
+
+    def begin_pass(self) -> None:
+        """A pass through the layers, in which ranks exchange what each of them takes its own way."""
+        self.begin_step()
+        self.inside = True
+
+    def miss(self, ranks: Iterable[int]) -> None:
+        """These do not answer any more."""
+        self._absent = tuple(ranks)
+
+    def fail(self, error: BaseException) -> dict[str, Any]:
+        """This rank gives up with an error; returns the message that tells the others."""
+        if not self.inside:
+            self.step += 1
+        text = str(error)
+        if self.cause is None and not isinstance(error, PeerLostError):
+            text = f"{type(error).__name__}: {text}"
+        text = text.removeprefix(f"rank {self.rank}: ")[:TEXT]
+        with self._changed:
+            self._own = Failure(self.rank, self.life, self.step, self.inside, text, self.cause, self._absent)
+        return {"kind": "failed", **asdict(self._own)}
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until every other rank has given up too, or is gone; returns whether that is so."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._others - self._lost - self._ended - self._firsts().keys() - self._missed():
+                if time.monotonic() >= deadline:
+                    return False
+                self._changed.wait(0.1)
+        return True
+
+    def give_up(self) -> None:
+        """Who has not been heard of by now does not answer."""
+        with self._changed:
+            self._lost |= self._others - self._ended - self._firsts().keys()
+
+    # What follows
+
+    @property
+    def given_up(self) -> bool:
+        """Whether this rank gave up its last call."""
+        return self._own is not None
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are gone, or do not answer: nothing can be done together any more."""
+        return sorted(self._lost | self._ended | self._missed())
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks gave up at different places: what their groups still hold is of no use."""
+        return any(one.inside or one.step != self.step for one in self._firsts().values())
+
+    def renew(self, *, life: bool) -> None:
+        """All ranks have given up; they go on, in a new `life` of the groups where they were apart."""
+        with self._changed:
+            # A rank may have gone on, and failed again, already.
+            self._told = [told for told in self._told if (told.life, told.step) > (self.life, self.step)]
+            self._own, self.cause, self.inside = None, None, False
+            if life:
+                self.life, self.step = self.life + 1, 0
+                self._told = [told for told in self._told if told.life >= self.life]
+
+    def _firsts(self) -> dict[int, Failure]:
+        """The first failure of each rank in this life that has not been gone on from."""
+        firsts: dict[int, Failure] = {} if self._own is None else {self.rank: self._own}
+        for told in self._told:
+            if told.life == self.life:
+                firsts.setdefault(told.rank, told)
+        return firsts
+
+    def _missed(self) -> set[int]:
+        return {rank for failure in self._firsts().values() for rank in failure.absent} - {self.rank}

@@ -1,0 +1,182 @@
+"""Connections over which ranks tell each other of failures: one from each rank to rank 0, which passes on what it hears.
+
+They belong to neither gloo nor NCCL, so that they are there before either has exchanged anything, and a process that
+ends is noticed whatever it did: the kernel closes its connections. A host that is gone is noticed by TCP's keepalive.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""A host that does not answer is lost after half a minute."""
+
+Message = dict[str, Any]
+
+
+class HealthChannel:
+    """One rank's connections for word of failures.
+
+    Parameters
+    ----------
+    rank : int
+    links : mapping of int to socket
+        On rank 0 to every other rank, elsewhere to rank 0; empty where they could not be had.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, socket.socket]):
+        self._rank = rank
+        self._links = dict(links)
+        self._rest = {peer: b"" for peer in links}
+        self._ended: set[int] = set()
+        self._sending = threading.Lock()
+        self._process = os.getpid()
+
+    @property
+    def open(self) -> bool:
+        """Whether anything can be heard."""
+        return len(self._links) > 0
+
+    def tell(self, message: Message, *, besides: int | None = None) -> None:
+        """Send a message to all other ranks, but for the one that it came from."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            for peer, link in list(self._links.items()):
+                if peer != besides:
+                    # A link that is over says so when it is read.
+                    with suppress(OSError):
+                        link.sendall(line)
+
+    def poll(self, seconds: float) -> list[Message]:
+        """What came in, waited for at most so long."""
+        with selectors.DefaultSelector() as selector:
+            with self._sending:
+                for peer, link in self._links.items():
+                    selector.register(link, selectors.EVENT_READ, peer)
+            ready = [(key.data, key.fileobj) for key, _ in selector.select(seconds)]
+        return [message for peer, link in ready if peer in self._links for message in self._read(peer, link)]
+
+    def _read(self, peer: int, link: Any) -> list[Message]:
+        data = b""
+        with suppress(OSError):
+            data = link.recv(1 << 16)
+        *lines, self._rest[peer] = (self._rest[peer] + data).split(b"\n")
+        messages: list[Message] = [json.loads(line) for line in lines]
+        self._ended |= {message["rank"] for message in messages if message["kind"] == "ended"}
+        if not data and peer in self._links:
+            with self._sending:
+                self._links.pop(peer, link).close()
+            if peer not in self._ended:
+                messages.append({"kind": "lost", "rank": peer})
+        if self._rank == 0:
+            for message in messages:
+                self.tell(message, besides=peer)
+        return messages
+
+    def close(self) -> None:
+        """Say that this rank ends in good order, and end the connections."""
+        if os.getpid() != self._process:
+            # A fork of the rank ends.
+            return
+        self.tell({"kind": "ended", "rank": self._rank})
+        with self._sending:
+            for link in self._links.values():
+                # Wakes a thread that reads.
+                with suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)
+                link.close()
+            self._links.clear()
+
+
+def connect(
+    rank: int, gather: Callable[[Any], list[Any]], *, world_size: int, hosts: Iterable[str] = ()
+) -> HealthChannel:
+    """Connect all ranks with rank 0. Every rank must call it.
+
+    Parameters
+    ----------
+    gather : callable
+        Gives every rank what all ranks passed to it.
+    hosts : iterable of str
+        Under which this rank may reach rank 0's host, beside its name.
+    """
+    if world_size == 1:
+        return HealthChannel(rank, {})
+    listener = _listen(world_size) if rank == 0 else None
+    offer = None if listener is None else (listener.getsockname()[1], secrets.token_hex(16), socket.gethostname())
+    port, token, name = gather(offer)[0]
+    link = None if rank == 0 else _reach([*hosts, name], port, f"{token} {rank}\n".encode())
+    reached = [other for other, success in enumerate(gather(link is not None)) if success]
+    if listener is None:
+        return HealthChannel(rank, {} if link is None else {0: link})
+    with listener:
+        links = _accept(listener, token, len(reached))
+    if missing := sorted(set(range(1, world_size)) - links.keys()):
+        logger.warning(
+            "no connection from rank %s to port %d of this host: that one of them is lost is noticed by what waits "
+            "for it alone",
+            ", ".join(map(str, missing)),
+            port,
+        )
+    return HealthChannel(rank, links)
+
+
+def _listen(world_size: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=world_size)
+
+
+def _reach(hosts: Iterable[str], port: int, greeting: bytes) -> socket.socket | None:
+    for host in dict.fromkeys(hosts):
+        with suppress(OSError):
+            link = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+            link.sendall(greeting)
+            return _kept_alive(link)
+    return None
+
+
+def _accept(listener: socket.socket, token: str, expected: int) -> dict[int, socket.socket]:
+    """The links of so many ranks, which have all connected; whoever does not know the token is none."""
+    links: dict[int, socket.socket] = {}
+    listener.settimeout(CONNECT_SECONDS)
+    while len(links) < expected:
+        try:
+            link, _ = listener.accept()
+        except OSError:
+            break
+        link.settimeout(CONNECT_SECONDS)
+        greeting = b""
+        with suppress(OSError):
+            while not greeting.endswith(b"\n") and len(greeting) < 100 and (data := link.recv(1)):
+                greeting += data
+        given, _, rank = greeting.decode(errors="replace").strip().partition(" ")
+        if secrets.compare_digest(given.encode(), token.encode()):
+            links[int(rank)] = _kept_alive(link)
+        else:
+            link.close()
+    return links
+
+
+def _kept_alive(link: socket.socket) -> socket.socket:
+    link.settimeout(CONNECT_SECONDS)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        # Not every system has all of them.
+        if hasattr(socket, option):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return link
