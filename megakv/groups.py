@@ -103,7 +103,6 @@ class Mesh:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-
     def sever(self) -> None:
         """Break this rank's groups: whatever waits in them fails, here and on the ranks that wait for this one."""
         shut(self.connections)
