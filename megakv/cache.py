@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from megakv.sharding import IntArray, Layout
+from megakv.sharding import IntArray, Layout, TokenBlock
 from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ class TokenTable:
         self.batch = batch
         self._slots = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
         self._positions = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
+        self._tokens: tuple[TokenBlock, ...] | None = None
 
     def extend(self, layout: Layout) -> None:
+        self._tokens = None
         for rank, block in enumerate(layout.stored):
             for sequence in range(self.batch):
                 run = block.run(sequence)
@@ -67,6 +69,16 @@ class TokenTable:
 
     def positions(self, rank: int, sequence: int) -> IntArray:
         return self._positions[rank][sequence].view()
+
+    def tokens(self) -> tuple[TokenBlock, ...]:
+        """Per rank, all that it holds, packed; made once for all layers of a pass."""
+        if self._tokens is None:
+            found = []
+            for counts, *columns in zip(self.counts(), self._slots, self._positions, strict=True):
+                slots, positions = (np.concatenate([column.view() for column in row]) for row in columns)
+                found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
+            self._tokens = tuple(found)
+        return self._tokens
 
     def counts(self) -> NDArray[np.int64]:
         """``[N, B]`` tokens held by each rank of each sequence."""
@@ -81,6 +93,7 @@ class TokenTable:
 
     def crop(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond."""
+        self._tokens = None
         for rank in range(self.size):
             for sequence in range(self.batch):
                 length = int(np.searchsorted(self.slots(rank, sequence), slots))
@@ -97,7 +110,7 @@ class TokenTable:
 
     def reorder(self, index: list[int]) -> None:
         """Row b becomes the present row ``index[b]``."""
-        self.batch = len(index)
+        self.batch, self._tokens = len(index), None
         for columns in (self._slots, self._positions):
             for rank in range(self.size):
                 columns[rank] = [columns[rank][source].copy() for source in index]

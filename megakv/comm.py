@@ -136,23 +136,19 @@ class Communicator:
 
     # Context-parallel group
 
-    def shift(
-        self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None, header_bytes: int = 0
-    ) -> Transfer:
+    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer:
         """Start passing a buffer to the next rank of the ring while receiving one from the previous rank.
 
         Parameters
         ----------
         send, receive : Tensor
             Contiguous; `receive` has the size of what the previous rank sends.
-        header_bytes : int
-            Part of `send` that is positions rather than payload; counted as ``positions``.
         """
         mesh = self.mesh
         following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
         previous = mesh.cp_ranks[(mesh.cp_rank - 1) % mesh.cp_size]
         posted = self.ledger.now()
-        self._count_message(send, operation, layer, header_bytes)
+        self.ledger.sent(operation, layer, nbytes(send))
         peers = (previous, following)
         with self.guard(peers, operation, layer):
             # Receive before send, always: the other order halves gloo's throughput. NCCL needs both in one group.
@@ -164,7 +160,7 @@ class Communicator:
         return Transfer(self, works, operation, layer, peers, posted)
 
     def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer:
-        """Start receiving one message from a context-parallel rank.
+        """Start receiving one message from the context-parallel rank before or behind this one.
 
         What `send` sends between two ranks arrives in that order, each message into the buffer posted in its turn,
         whatever else they exchange: receives may be posted far ahead.
@@ -180,14 +176,12 @@ class Communicator:
         peer = mesh.cp_ranks[source]
         posted = self.ledger.now()
         with self.guard((peer,), operation, layer):
-            work = dist.irecv(buffer, peer, mesh.chain_group)
+            work = dist.irecv(buffer, peer, mesh.edge_group(source))
         assert work is not None
         return Transfer(self, [work], operation, layer, (peer,), posted)
 
-    def send(
-        self, buffer: Tensor, destination: int, *, operation: str, layer: int | None, header_bytes: int = 0
-    ) -> Transfer:
-        """Start sending one message to a context-parallel rank, without waiting for it to be received.
+    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer:
+        """Start sending one message to the rank before or behind this one, without waiting for it to be received.
 
         Parameters
         ----------
@@ -195,33 +189,20 @@ class Communicator:
             Contiguous; not to be written before the transfer was waited for.
         destination : int
             Context-parallel rank.
-        header_bytes : int
-            Part of it that is positions rather than payload; counted as ``positions``.
         """
         mesh = self.mesh
         peer = mesh.cp_ranks[destination]
         posted = self.ledger.now()
-        self._count_message(buffer, operation, layer, header_bytes)
+        self.ledger.sent(operation, layer, nbytes(buffer))
         with self.guard((peer,), operation, layer):
-            work = dist.isend(buffer, peer, mesh.chain_group)
+            work = dist.isend(buffer, peer, mesh.edge_group(destination))
         assert work is not None
         return Transfer(self, [work], operation, layer, (peer,), posted)
 
-    def _count_message(self, message: Tensor, operation: str, layer: int | None, header_bytes: int) -> None:
-        self.ledger.sent(operation, layer, nbytes(message) - header_bytes)
-        if header_bytes:
-            self.ledger.sent("positions", layer, header_bytes)
-
     def cp_all_gather(
-        self,
-        tensor: Tensor,
-        *,
-        operation: str,
-        layer: int | None,
-        header_bytes: int = 0,
-        receive: Tensor | None = None,
+        self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None
     ) -> Tensor:
-        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks; `header_bytes` as for `shift`.
+        """``[N, ...]`` the equally shaped tensors of all context-parallel ranks.
 
         They come in `receive`, contiguous and as large, where it is given.
         """
@@ -230,12 +211,13 @@ class Communicator:
         if mesh.cp_group is None:
             gathered[0] = tensor
             return gathered
-        sent = (nbytes(tensor) - header_bytes) * (mesh.cp_size - 1)
-        if header_bytes:
-            self.ledger.sent("positions", layer, header_bytes * (mesh.cp_size - 1))
-        pieces = list(gathered.unbind(0))
+        sent = nbytes(tensor) * (mesh.cp_size - 1)
         self._timed(
-            operation, layer, mesh.cp_ranks, sent, lambda: dist.all_gather(pieces, tensor.contiguous(), mesh.cp_group)
+            operation,
+            layer,
+            mesh.cp_ranks,
+            sent,
+            lambda: dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), mesh.cp_group),
         )
         return gathered
 

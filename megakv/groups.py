@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Literal
 from weakref import ReferenceType, ref
 
@@ -16,7 +17,7 @@ from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed,
 from megakv.connections import open_connections, shut
 from megakv.errors import MegaKVError
 
-GroupName = Literal["all", "cp", "tp", "chain"]
+GroupName = Literal["all", "cp", "tp", "before", "behind"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Mesh:
     cp_ranks, tp_ranks : tuple of int
         World ranks of this rank's groups, by index.
     groups : dict
-        This rank's process groups, for `all_group`, `cp_group`, `tp_group` and `chain_group`. Torch alone holds them, so that ending
-        them ends their threads and connections, whoever still holds the mesh.
+        This rank's process groups, for `all_group`, `cp_group`, `tp_group` and `edge_group`. Torch alone holds them, so that
+        ending them ends their threads and connections, whoever still holds the mesh.
     device : torch.device
         Where this rank computes.
     shared_memory : bool
@@ -78,13 +79,14 @@ class Mesh:
         """The tensor-parallel group; None where the degree is 1."""
         return self._group("tp")
 
-    @property
-    def chain_group(self) -> dist.ProcessGroup | None:
-        """The ranks of `cp_group` again, with connections of their own; None where the degree is 1.
+    def edge_group(self, neighbour: int) -> dist.ProcessGroup | None:
+        """This rank and the context-parallel rank before or behind it, for what goes down the chain between them.
 
-        What one rank sends another there keeps an order that nothing else they exchange disturbs.
+        Each edge has its own: NCCL makes the messages of a group one after the other, so that a receive that was posted
+        ahead would hold back every later send of the same group.
         """
-        return self._group("chain")
+        assert abs(neighbour - self.cp_rank) == 1, "only neighbours share an edge"
+        return self._group("before" if neighbour < self.cp_rank else "behind")
 
     def _group(self, name: GroupName) -> dist.ProcessGroup | None:
         if name not in self.groups:
@@ -216,9 +218,12 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     if cp_size > 1:
         for index in range(tp_size):
             ranks = [index + tp_size * step for step in range(cp_size)]
-            group, chain = dist.new_group(ranks, timeout=timeout), dist.new_group(ranks, timeout=timeout)
+            group = dist.new_group(ranks, timeout=timeout)
+            edges = [dist.new_group(list(edge), timeout=timeout) for edge in pairwise(ranks)]
             if index == tp_rank:
-                groups["cp"], groups["chain"] = ref(group), ref(chain)
+                groups["cp"] = ref(group)
+                groups |= {"before": ref(edges[cp_rank - 1])} if cp_rank else {}
+                groups |= {"behind": ref(edges[cp_rank])} if cp_rank < len(edges) else {}
     if tp_size > 1:
         for index in range(cp_size):
             group = dist.new_group([index * tp_size + step for step in range(tp_size)], timeout=timeout)

@@ -69,6 +69,10 @@ class TokenBlock:
         """The tokens selected by a mask or by ascending indices."""
         return TokenBlock(self.sequence[keep], self.slot[keep], self.position[keep], self.batch)
 
+    def without_last(self, counts: IntArray) -> TokenBlock:
+        """The tokens but for so many of the last ones of each sequence: ``[B]``."""
+        return self.take(np.arange(len(self)) < np.repeat(self.bounds[1:] - counts, np.diff(self.bounds)))
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -83,13 +83,11 @@ class ThreadComm:
         self._channels = channels
         self._size = size
 
-    def send(
-        self, buffer: Tensor, destination: int, *, operation: str, layer: int | None, header_bytes: int = 0
-    ) -> Departure:
+    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Departure:
         """As `Communicator.send`."""
         assert buffer.is_contiguous()
         self.log.append(("send", layer))
-        self.ledger.sent(operation, layer, buffer.numel() - header_bytes)
+        self.ledger.sent(operation, layer, buffer.numel())
         channel = self._channels[operation, self.mesh.cp_rank, destination]
         message = Sent(buffer, buffer.clone())
         with channel.changed:
@@ -102,11 +100,11 @@ class ThreadComm:
         self.log.append(("receive", layer))
         return Delivery(self._channels[operation, source, self.mesh.cp_rank], buffer)
 
-    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None, header_bytes: int = 0) -> Any:
+    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Any:
         """As `Communicator.shift`."""
         rank = self.mesh.cp_rank
         coming = self.post_receive(receive, (rank - 1) % self._size, operation=operation, layer=layer)
-        going = self.send(send, (rank + 1) % self._size, operation=operation, layer=layer, header_bytes=header_bytes)
+        going = self.send(send, (rank + 1) % self._size, operation=operation, layer=layer)
         return SimpleNamespace(wait=lambda: (coming.wait(), going.wait()))
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import megakv
 from megakv.attention.chain import ChainLink, ChainPlan
 from megakv.attention.message import KVFormat
-from megakv.attention.method import AttentionCall, KVPart, PackedAttention
+from megakv.attention.method import AttentionCall, PackedAttention
 from megakv.attention.runahead import Runahead
 from megakv.runahead.partition import Partition
 
@@ -43,20 +42,15 @@ class ChainPrefill(ContextParallelPrefill):
 class SilentLink(ChainLink):
     """A place in the chain where nothing is sent, and what would be received is there at once: random numbers.
 
-    Coordinates are the real ones, so every rank computes what it would compute. Prompts of one length must follow each
-    other: messages of the same sizes are made once.
+    Tokens are the real ones, so every rank computes what it would compute. Messages of the same sizes are made once.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._messages: dict[int, Tensor] = {}
-        self._counts: list[list[int]] = []
+        self._messages: dict[tuple[int, int], Tensor] = {}
 
     def start_pass(self, plan: ChainPlan) -> None:
-        counts = plan.counts.tolist()
-        if counts != self._counts:
-            self._messages.clear()
-            self._counts = counts
+        pass
 
     def start_layer(self, call: AttentionCall, sizes: Sequence[int], following: Sequence[tuple[int, int]]) -> None:
         pass
@@ -66,29 +60,11 @@ class SilentLink(ChainLink):
 
     def arrivals(self, call: AttentionCall, plan: ChainPlan, messages: KVFormat) -> Iterator[tuple[int, Tensor]]:
         for index in plan.incoming:
-            if index not in self._messages:
-                self._messages[index] = fake_message(call, plan, messages, index)
-            yield index, self._messages[index]
-
-
-def fake_message(call: AttentionCall, plan: ChainPlan, messages: KVFormat, index: int) -> Tensor:
-    """What the rank that computes a message's tokens would send, but for the numbers in it."""
-    # Each rank's messages begin with the first row of its tokens; ranks without tokens have none.
-    begun = sum(first == 0 for first, _ in plan.rows[: index + 1])
-    source = [tokens for tokens in call.layout.tokens if len(tokens)][begun - 1]
-    tokens = source.take(np.arange(*plan.rows[index]))
-    parts = []
-    for sequence in range(tokens.batch):
-        run = tokens.run(sequence)
-        if run.stop > run.start:
-            k_KSD, v_KSD = (
-                torch.randn(call.kv_heads, run.stop - run.start, dim).to(call.q_HLD)
-                for dim in (call.key_dim, call.value_dim)
-            )
-            parts.append(KVPart(sequence, k_KSD, v_KSD, tokens.slot[run], tokens.position[run]))
-    message = torch.empty(messages.nbytes(index), dtype=torch.uint8, device=call.q_HLD.device)
-    messages.pack(parts, message)
-    return message
+            key = index, messages.nbytes(index)
+            if key not in self._messages:
+                numbers = torch.randn(key[1] // call.q_HLD.element_size())
+                self._messages[key] = numbers.to(call.q_HLD).view(torch.uint8)
+            yield index, self._messages[key]
 
 
 class SilentQueries:

@@ -21,21 +21,20 @@ class AllGatherKV:
         attention = self.attention_type(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         parts = call.dense_parts()
         if call.size > 1:
-            messages = KVFormat(call)
+            messages = KVFormat(call, call.held)
             largest = max(messages.nbytes(rank) for rank in range(call.size))
             buffer = self._scratch.take("own", largest, call.q_HLD.device)
-            messages.pack(parts, buffer)
+            messages.pack(parts, buffer[: messages.nbytes(call.rank)])
             everything = self._scratch.take("all", call.size * largest, call.q_HLD.device)
             gathered = call.comm.cp_all_gather(
                 buffer,
                 operation="all_gather",
                 layer=call.layer,
-                header_bytes=messages.header_bytes(call.rank),
                 receive=everything.view(call.size, largest),
             )
             for source in range(call.size):
                 if source != call.rank:
-                    parts += messages.unpack(source, gathered[source])
+                    parts += messages.unpack(source, gathered[source, : messages.nbytes(source)])
         with call.comm.ledger.compute("attention", call.layer):
             for part in parts:
                 attention.add(part)

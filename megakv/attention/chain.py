@@ -13,7 +13,7 @@ from torch import Tensor
 from megakv.attention.message import KVFormat
 from megakv.attention.method import AttentionCall
 from megakv.comm import Transfer
-from megakv.sharding import IntArray, Layout, pieces
+from megakv.sharding import Layout, TokenBlock, pieces
 
 OPERATION = "runahead"
 HELD = 2
@@ -29,8 +29,8 @@ class ChainPlan:
 
     Parameters
     ----------
-    counts : IntArray
-        ``[M, B]`` tokens of each sequence in each message.
+    messages : list of TokenBlock
+        The tokens of each.
     rows : list of (int, int)
         Per message, bounds of its tokens in the packed row of the rank that computes them.
     own, incoming : list of int
@@ -42,7 +42,7 @@ class ChainPlan:
         that is what ring pass-KV has in memory: three shards, where messages are at most half a shard.
     """
 
-    counts: IntArray
+    messages: list[TokenBlock]
     rows: list[tuple[int, int]]
     own: list[int]
     incoming: list[int]
@@ -63,19 +63,19 @@ class ChainPlan:
             The longest message, in tokens.
         """
         rows: list[tuple[int, int]] = []
-        counts = [np.empty((0, layout.tokens[0].batch), dtype=np.int64)]
-        messages: list[list[int]] = []
+        messages: list[TokenBlock] = []
+        of_rank: list[list[int]] = []
         for block in layout.tokens:
             bounds = pieces(len(block), chunk_tokens)
-            messages.append(list(range(len(rows), len(rows) + len(bounds))))
+            of_rank.append(list(range(len(rows), len(rows) + len(bounds))))
             rows += bounds
-            counts += [np.diff(block.bounds.clip(*piece))[None] for piece in bounds]
+            messages += [block.take(np.arange(*piece)) for piece in bounds]
         # Behind the last rank that computes or keeps anything, nobody wants the prefix.
         users = [index for index in range(layout.size) if len(layout.tokens[index]) or len(layout.stored[index])]
         end = max(users, default=0)
-        incoming = [index for source in reversed(range(rank)) for index in messages[source]] if rank <= end else []
-        longest = max(len(own) for own in messages)
-        return cls(np.concatenate(counts), rows, messages[rank], incoming, sends=rank < end, queue=longest)
+        incoming = [index for source in reversed(range(rank)) for index in of_rank[source]] if rank <= end else []
+        longest = max(len(own) for own in of_rank)
+        return cls(messages, rows, of_rank[rank], incoming, sends=rank < end, queue=longest)
 
     @property
     def buffers(self) -> int:
@@ -170,13 +170,7 @@ class ChainLink:
 
     def _send(self, call: AttentionCall, messages: KVFormat, index: int, buffer: Tensor) -> _Message:
         nbytes = messages.nbytes(index)
-        transfer = call.comm.send(
-            buffer[:nbytes],
-            call.rank + 1,
-            operation=OPERATION,
-            layer=call.layer,
-            header_bytes=messages.header_bytes(index),
-        )
+        transfer = call.comm.send(buffer[:nbytes], call.rank + 1, operation=OPERATION, layer=call.layer)
         return _Message(buffer, nbytes, transfer)
 
     def _post(self, call: AttentionCall) -> None:

@@ -1,18 +1,14 @@
-"""One fused message per hop: keys, values (or queries) and the coordinates of their tokens in a single buffer."""
+"""What travels in one hop: raw keys and values, or queries, of tokens that every rank knows, in one buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, KVPart
-from megakv.sharding import IntArray, TokenBlock
-
-COORDINATE = np.int32
-ALIGNMENT = 8
+from megakv.sharding import TokenBlock
 
 
 class Scratch:
@@ -29,126 +25,84 @@ class Scratch:
         return buffer[:nbytes]
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+class MessageFormat:
+    """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are.
+
+    Parameters
+    ----------
+    tokens : sequence of TokenBlock
+        Of each message, in the order of its rows.
+    row_bytes : int
+        Bytes of one token.
+    """
+
+    def __init__(self, tokens: Sequence[TokenBlock], row_bytes: int):
+        self.tokens = tokens
+        self.row_bytes = row_bytes
+
+    def nbytes(self, index: int) -> int:
+        """Size of a message."""
+        return len(self.tokens[index]) * self.row_bytes
 
 
-def _coordinates(buffer: Tensor, start: int, columns: int, rows: int) -> np.ndarray:
-    raw = buffer[start : start + columns * rows * COORDINATE().itemsize].cpu().numpy()
-    return raw.view(COORDINATE).reshape(columns, rows)
-
-
-def _write_coordinates(buffer: Tensor, start: int, columns: list[IntArray]) -> int:
-    stacked = np.stack(columns).astype(COORDINATE)
-    raw = torch.from_numpy(stacked.view(np.uint8).reshape(-1))
-    buffer[start : start + raw.numel()].copy_(raw)
-    return raw.numel()
-
-
-def message_bytes(rows: int, row_bytes: int) -> int:
-    """Size of a message of some rows: payload, aligned, then two coordinates of each."""
-    return _aligned(rows * row_bytes) + 2 * rows * COORDINATE().itemsize
-
-
-class KVFormat:
-    """Layout of keys and values in messages; every rank knows all sizes from the token table or the layout.
+class KVFormat(MessageFormat):
+    """Messages of keys and values, sequence after sequence.
 
     Parameters
     ----------
     call : AttentionCall
-    counts : IntArray, optional
-        ``[M, B]`` rows of each sequence in each of M messages; if None, one message for each rank: all it holds.
+    tokens : sequence of TokenBlock
+        Of each message.
     """
 
-    def __init__(self, call: AttentionCall, counts: IntArray | None = None):
-        self._counts = call.table.counts() if counts is None else counts
+    def __init__(self, call: AttentionCall, tokens: Sequence[TokenBlock]):
         self._heads = call.kv_heads
         self._dims = (call.key_dim, call.value_dim)
         self._dtype = call.q_HLD.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        return self._heads * sum(self._dims) * self._dtype.itemsize
-
-    def payload_bytes(self, index: int) -> int:
-        """Bytes of the keys and values in a message."""
-        return int(self._counts[index].sum()) * self.row_bytes
-
-    def header_bytes(self, index: int) -> int:
-        """Bytes of the coordinates that travel with them, alignment included."""
-        return self.nbytes(index) - self.payload_bytes(index)
-
-    def nbytes(self, index: int) -> int:
-        """Size of a message."""
-        return message_bytes(int(self._counts[index].sum()), self.row_bytes)
+        super().__init__(tokens, self._heads * sum(self._dims) * self._dtype.itemsize)
 
     def pack(self, parts: Iterable[KVPart], buffer: Tensor) -> None:
         """Write parts into a message buffer, sequences ascending."""
-        start = 0
-        slots, positions = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        rows, start = buffer.view(self._dtype), 0
         for part in parts:
-            for tensor in (part.k_KSD, part.v_KSD):
-                size = tensor.numel() * tensor.element_size()
-                buffer[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                start += size
-            slots.append(part.slots)
-            positions.append(part.positions)
-        _write_coordinates(buffer, _aligned(start), [np.concatenate(slots), np.concatenate(positions)])
+            for tensor, dim in zip((part.k_KSD, part.v_KSD), self._dims, strict=True):
+                shape = (self._heads, len(part.slots), dim)
+                assert (tensor.shape, tensor.dtype) == (shape, self._dtype), "keys and values of another shape or type"
+                rows[start : start + tensor.numel()].view(shape).copy_(tensor)
+                start += tensor.numel()
+        assert start == rows.numel(), "parts of other tokens than the message's"
 
     def unpack(self, index: int, buffer: Tensor) -> list[KVPart]:
         """The parts of a message, as views of its buffer."""
-        counts = self._counts[index]
-        coordinates = _coordinates(buffer, _aligned(self.payload_bytes(index)), 2, int(counts.sum()))
-        slots, positions = coordinates.astype(np.int64)
+        tokens, rows, start = self.tokens[index], buffer.view(self._dtype), 0
         parts: list[KVPart] = []
-        start = row = 0
-        for sequence, count in enumerate(counts.tolist()):
-            if count == 0:
+        for sequence in range(tokens.batch):
+            run = tokens.run(sequence)
+            if run.start == run.stop:
                 continue
             tensors = []
             for dim in self._dims:
-                size = self._heads * count * dim * self._dtype.itemsize
-                flat = buffer[start : start + size].view(self._dtype)
-                tensors.append(flat.view(self._heads, count, dim))
-                start += size
-            rows = slice(row, row + count)
-            parts.append(KVPart(sequence, tensors[0], tensors[1], slots[rows], positions[rows]))
-            row += count
+                shape = (self._heads, run.stop - run.start, dim)
+                stop = start + shape[0] * shape[1] * dim
+                tensors.append(rows[start:stop].view(shape))
+                start = stop
+            parts.append(KVPart(sequence, tensors[0], tensors[1], tokens.slot[run], tokens.position[run]))
         return parts
 
 
-class QueryFormat:
-    """Layout of a rank's packed queries in a message."""
+class QueryFormat(MessageFormat):
+    """Messages of every rank's packed queries."""
 
     def __init__(self, call: AttentionCall):
-        self._tokens = call.queries
-        self._shape = (call.q_HLD.shape[0], call.q_HLD.shape[2])
+        self._heads, _, self._dim = call.q_HLD.shape
         self._dtype = call.q_HLD.dtype
+        super().__init__(call.queries, self._heads * self._dim * self._dtype.itemsize)
 
-    def payload_bytes(self, rank: int) -> int:
-        """Bytes of a rank's queries."""
-        return len(self._tokens[rank]) * self._shape[0] * self._shape[1] * self._dtype.itemsize
-
-    def header_bytes(self, rank: int) -> int:
-        """Bytes of the coordinates that travel with them, alignment included."""
-        payload = self.payload_bytes(rank)
-        return _aligned(payload) - payload + 2 * len(self._tokens[rank]) * COORDINATE().itemsize
-
-    def nbytes(self, rank: int) -> int:
-        """Size of a rank's message."""
-        return self.payload_bytes(rank) + self.header_bytes(rank)
-
-    def pack(self, q_HLD: Tensor, tokens: TokenBlock, buffer: Tensor) -> None:
+    def pack(self, q_HLD: Tensor, buffer: Tensor) -> None:
         """Write this rank's queries into a message buffer."""
-        size = q_HLD.numel() * q_HLD.element_size()
-        buffer[:size].view(q_HLD.dtype).view(q_HLD.shape).copy_(q_HLD)
-        _write_coordinates(buffer, _aligned(size), [tokens.sequence, tokens.slot])
+        buffer.view(self._dtype).view(q_HLD.shape).copy_(q_HLD)
 
     def unpack(self, rank: int, buffer: Tensor) -> tuple[Tensor, TokenBlock]:
         """The queries of a rank's message, as a view of its buffer, with their tokens."""
-        rows = len(self._tokens[rank])
-        size = self.payload_bytes(rank)
-        q_HLD = buffer[:size].view(self._dtype).view(self._shape[0], rows, self._shape[1])
-        sequence, slot = _coordinates(buffer, _aligned(size), 2, rows).astype(np.int64)
-        return q_HLD, TokenBlock(sequence, slot, self._tokens[rank].position, self._tokens[rank].batch)
+        tokens = self.tokens[rank]
+        return buffer.view(self._dtype).view(self._heads, len(tokens), self._dim), tokens

@@ -17,7 +17,7 @@ from megakv.attention.runs import attend_runs
 from megakv.attention.together import attend_together
 from megakv.cache import TokenTable
 from megakv.comm import Communicator
-from megakv.sharding import IntArray, Layout, TokenBlock
+from megakv.sharding import Layout, TokenBlock
 from megakv.stores import KVStore, PackingStore
 
 
@@ -87,6 +87,11 @@ class AttentionCall:
         """The tokens of this rank's queries."""
         return self.queries[self.rank]
 
+    @property
+    def held(self) -> tuple[TokenBlock, ...]:
+        """Per rank, the tokens whose keys and values it holds, new ones included."""
+        return self.table.tokens()
+
     def local_parts(self) -> LocalParts:
         """This rank's keys and values of all sequences that have any."""
         return LocalParts(self)
@@ -105,9 +110,11 @@ class AttentionCall:
                 keys, values = self.k_KLD[:, rows], self.v_KLD[:, rows]
                 yield KVPart(sequence, keys, values, tokens.slot[rows], tokens.position[rows])
 
-    def cached_counts(self) -> IntArray:
-        """``[N, B]`` tokens that each rank held before the pass."""
-        return self.table.counts() - np.array([np.diff(block.bounds) for block in self.layout.stored])
+    def cached_tokens(self) -> tuple[TokenBlock, ...]:
+        """Per rank, the tokens that it held before the pass."""
+        return tuple(
+            held.without_last(np.diff(new.bounds)) for held, new in zip(self.held, self.layout.stored, strict=True)
+        )
 
     def cached_parts(self) -> Iterator[Part]:
         """What this rank held before the pass. The store must have room for the new tokens, or hold them."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from megakv.attention.message import KVFormat, Scratch
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention, attend_here
 from megakv.attention.ring import pass_around
+from megakv.sharding import TokenBlock
 
 
 class PassKV:
@@ -22,12 +23,16 @@ class PassKV:
             with call.comm.ledger.compute("attention", call.layer):
                 return attend_here(call, call.q_HLD, call.tokens, call.local_parts())
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
-        attend_to_all_shards(call, attention, KVFormat(call), call.dense_parts(), self._scratch)
+        attend_to_all_shards(call, attention, call.held, call.dense_parts(), self._scratch)
         return attention.result()
 
 
 def attend_to_all_shards(
-    call: AttentionCall, attention: PackedAttention, messages: KVFormat, parts: Sequence[KVPart], scratch: Scratch
+    call: AttentionCall,
+    attention: PackedAttention,
+    tokens: Sequence[TokenBlock],
+    parts: Sequence[KVPart],
+    scratch: Scratch,
 ) -> None:
     """Let every rank's shard of keys and values visit this rank, its own first, and attend to each.
 
@@ -36,12 +41,13 @@ def attend_to_all_shards(
     call : AttentionCall
     attention : PackedAttention
         Where results are merged.
-    messages : KVFormat
-        A message for each rank.
+    tokens : sequence of TokenBlock
+        Of each rank's shard.
     parts : sequence of KVPart
         This rank's shard.
     scratch : Scratch
     """
+    messages = KVFormat(call, tokens)
     # Alone, nothing is sent: the message stays empty.
     own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
     if call.size > 1:

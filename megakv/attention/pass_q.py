@@ -45,7 +45,7 @@ def visit_all_shards(call: AttentionCall, parts: Iterable[Part], scratch: Scratc
     messages = QueryFormat(call)
     own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
     if call.size > 1:
-        messages.pack(call.q_HLD, call.tokens, own)
+        messages.pack(call.q_HLD, own)
     partials: dict[int, tuple[Tensor, Tensor]] = {}
     for source, message in pass_around(call, messages, own, scratch, operation="pass_q"):
         with call.comm.ledger.compute("attention", call.layer):

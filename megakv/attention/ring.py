@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from torch import Tensor
 
-from megakv.attention.message import Scratch
+from megakv.attention.message import MessageFormat, Scratch
 from megakv.attention.method import AttentionCall
-
-
-class MessageFormat(Protocol):
-    """Sizes of the messages of every rank of a ring."""
-
-    def nbytes(self, rank: int) -> int:
-        """Size of a rank's message."""
-
-    def header_bytes(self, rank: int) -> int:
-        """Part of it that is coordinates."""
 
 
 def pass_around(
@@ -32,6 +21,7 @@ def pass_around(
     ----------
     call : AttentionCall
     messages : MessageFormat
+        A message of each rank.
     own : Tensor
         This rank's message.
     scratch : Scratch
@@ -52,9 +42,7 @@ def pass_around(
             return
         # Two receive buffers: one is worked on and sent on while the other fills.
         receive = scratch.take(f"receive{step % 2}", messages.nbytes((source - 1) % call.size), own.device)
-        transfer = call.comm.shift(
-            held, receive, operation=operation, layer=call.layer, header_bytes=messages.header_bytes(source)
-        )
+        transfer = call.comm.shift(held, receive, operation=operation, layer=call.layer)
         yield source, held
         transfer.wait()
         held = receive

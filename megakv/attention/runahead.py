@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
-from megakv.attention.message import KVFormat, Scratch, message_bytes
+from megakv.attention.message import KVFormat, Scratch
 from megakv.attention.method import AttentionCall, PackedAttention
 from megakv.attention.part import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
 from megakv.errors import MegaKVError
-from megakv.sharding import IntArray, Layout
+from megakv.sharding import IntArray, Layout, TokenBlock
 from megakv.stores import CollectingStore
 
 CHUNK_TOKENS = 1024
@@ -38,6 +38,7 @@ class Runahead:
         self._link = ChainLink()
         self._layout: Layout | None = None
         self._plan: ChainPlan | None = None
+        self._cached: tuple[TokenBlock, ...] = ()
         self._layer: int | None = None
         # What follows each layer, for passes with the last layer in the chain and for those without.
         self._orders: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
@@ -53,7 +54,7 @@ class Runahead:
         """
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         plan = self._planned(call)
-        messages = KVFormat(call, plan.counts)
+        messages = KVFormat(call, plan.messages)
         self._note_order(call.layer, messages.row_bytes)
         self._link.start_layer(
             call, [messages.nbytes(index) for index in plan.incoming], self._expected(call.layer, plan)
@@ -75,13 +76,12 @@ class Runahead:
         return attention.result()
 
     def _attend_to_cached(self, call: AttentionCall, attention: PackedAttention) -> None:
-        counts = call.cached_counts()
-        if not counts.any():
+        if not any(map(len, self._cached)):
             return
         if call.compressed:
             attention.merge(*visit_all_shards(call, list(call.cached_parts()), self._scratch))
         else:
-            attend_to_all_shards(call, attention, KVFormat(call, counts), dense(call.cached_parts()), self._scratch)
+            attend_to_all_shards(call, attention, self._cached, dense(call.cached_parts()), self._scratch)
 
     def _planned(self, call: AttentionCall) -> ChainPlan:
         """The plan of the pass that this layer belongs to."""
@@ -93,6 +93,7 @@ class Runahead:
                 )
             self._following = self._orders[call.layout.wanted is not None]
             self._plan = ChainPlan.of(call.layout, call.rank, self._chunk_tokens)
+            self._cached = call.cached_tokens()
             self._layout, self._layer = call.layout, None
             self._link.start_pass(self._plan)
         return self._plan
@@ -108,7 +109,7 @@ class Runahead:
         if layer not in self._following:
             return []
         following, row_bytes = self._following[layer]
-        return [(message_bytes(int(plan.counts[index].sum()), row_bytes), following) for index in plan.incoming]
+        return [(len(plan.messages[index]) * row_bytes, following) for index in plan.incoming]
 
 
 class _Collected:

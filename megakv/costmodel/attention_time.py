@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megakv.attention.visibility import SHORT_RUN
-from megakv.costmodel.context_parallel import Workload, message_bytes
+from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import AttentionShape
@@ -120,7 +120,7 @@ class LayerTimes:
 
     def _pass_kv(self, shard: Shard) -> Prediction:
         prediction = Prediction("pass_kv")
-        message = message_bytes(self.shape.kv_row_bytes, self._kept)
+        message = self.shape.kv_row_bytes * self._kept
         self._copied(prediction, message)
         steps = [self._step("own"), *[self._step(shard, merging=True)] * (self.size - 1)]
         self._ring(prediction, steps, self.profile.exchange.at(message))
@@ -128,7 +128,7 @@ class LayerTimes:
 
     def _pass_q(self, shard: Shard) -> Prediction:
         prediction = Prediction("pass_q")
-        message = message_bytes(self.shape.query_row_bytes, self._computed)
+        message = self.shape.query_row_bytes * self._computed
         self._copied(prediction, message)
         steps = [self._step("own"), *[self._step(shard)] * (self.size - 1)]
         self._ring(prediction, steps, self.profile.exchange.at(message))
@@ -144,7 +144,7 @@ class LayerTimes:
     def _gathered(self, method: str) -> Prediction:
         """Bringing all keys and values to every rank."""
         prediction = Prediction(method)
-        message = message_bytes(self.shape.kv_row_bytes, self._kept)
+        message = self.shape.kv_row_bytes * self._kept
         self._copied(prediction, message)
         prediction.add("collective", self.profile.all_gather.at(message * (self.size - 1)))
         return prediction
@@ -160,7 +160,7 @@ class LayerTimes:
 
     def _decoding_pass_q(self) -> Prediction:
         prediction = Prediction("pass_q")
-        message = message_bytes(self.shape.query_row_bytes, self._computed)
+        message = self.shape.query_row_bytes * self._computed
         self._copied(prediction, message)
         total = 0.0
         for new, cached in self._sequences():

@@ -22,7 +22,7 @@ from megakv.attention.chain import HELD
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.chain_parts import ChainParts, ChainPrediction, Message
-from megakv.costmodel.context_parallel import Workload, message_bytes
+from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
@@ -158,7 +158,7 @@ class Chain:
         rows = counts[:, rank].tolist()
         # A rank without tokens computes one that stands in for them.
         tokens = max(1, sum(rows))
-        packing = self._profile.copy_bytes.at(message_bytes(self._row_bytes, sum(rows)))
+        packing = self._profile.copy_bytes.at(self._row_bytes * sum(rows))
         keeping = self._keeping(sum(rows)) if rank == counts.shape[1] - 1 else 0.0
         kinds = list(self._shapes)
         size, last = counts.shape[1], len(self._kinds) - 1
@@ -227,7 +227,7 @@ class Chain:
         held = sum(cached) / size
         if not held:
             return 0.0
-        transfer = self._profile.exchange.at(message_bytes(self._row_bytes, math.ceil(held)))
+        transfer = self._profile.exchange.at(self._row_bytes * math.ceil(held))
         busy = sum(self._block(kind, n, p / size, between=0) for n, p in zip(rows, cached, strict=True))
         hops = (size - 1) * self._profile.overlapped(busy, transfer)
         return hops + busy + size * self._step_s
@@ -244,7 +244,7 @@ class Chain:
             sizes = [sum(tokens) for tokens in messages[rank]] + [sum(tokens) for _, tokens in incoming[rank]]
             for size in sizes:
                 if size not in known:
-                    known[size] = self._profile.exchange.at(message_bytes(self._row_bytes, size))
+                    known[size] = self._profile.exchange.at(self._row_bytes * size)
             links.append(np.array([known[size] for size in sizes]))
         return links
 

@@ -123,7 +123,6 @@ class ClusterPlanner:
             choice.prefill,
             tp_size=choice.mesh.tp_size,
             partitions=cuts,
-            chunk_tokens=choice.chunk_tokens or CHUNK_TOKENS,
         )
 
     # What it costs

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.sharding import chunk_bounds, pieces
-
-COORDINATE_BYTES = 4
-COORDINATES = 2
-ALIGNMENT = 8
+from megakv.sharding import chunk_bounds
 
 
 @dataclass(frozen=True)
@@ -143,17 +139,6 @@ def miss_rate_with_all_to_all(shape: AttentionShape, new: int, *, size: int, flo
 # What the methods put on the wire
 
 
-def header_bytes(payload: int, tokens: int) -> int:
-    """Coordinates behind a message's payload: slot and position (or sequence) of every token, aligned."""
-    return -payload % ALIGNMENT + COORDINATES * COORDINATE_BYTES * tokens
-
-
-def message_bytes(row_bytes: int, tokens: int) -> int:
-    """A message of `tokens` rows with their coordinates."""
-    payload = tokens * row_bytes
-    return payload + header_bytes(payload, tokens)
-
-
 def sent_bytes(
     method: str,
     shape: AttentionShape,
@@ -162,7 +147,6 @@ def sent_bytes(
     kept: Sequence[int],
     rank: int,
     cached: Sequence[int] | None = None,
-    chunk_tokens: int | None = None,
     wanted: Sequence[int] | None = None,
 ) -> dict[str, int]:
     """Bytes that a rank sends for one layer, by operation, exactly.
@@ -177,8 +161,6 @@ def sent_bytes(
     rank : int
     cached : sequence of int, optional
         Per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
-    chunk_tokens : int, optional
-        Tokens of the longest message of ``runahead``; None: a rank's tokens are one message.
     wanted : sequence of int, optional
         Per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they travel
         instead of keys and values, but for a collective, or a chain whose last rank keeps all keys and values.
@@ -186,8 +168,7 @@ def sent_bytes(
     Returns
     -------
     dict
-        ``positions`` holds the coordinates that travel with rows. An all-gather's messages are of equal size, the
-        largest one's.
+        An all-gather's messages are of equal size, the largest one's.
     """
     size = len(kept)
     if size == 1:
@@ -198,52 +179,34 @@ def sent_bytes(
         if method != "runahead" or not gathered:
             method, new = "pass_q", wanted
     if method == "runahead":
-        return _chain_bytes(shape, new=new, kept=kept, rank=rank, cached=held, chunk=chunk_tokens)
+        return _chain_bytes(shape, new=new, kept=kept, rank=rank, cached=held)
     if method in ("pass_kv", "pass_q"):
         tokens, row = (kept, shape.kv_row_bytes) if method == "pass_kv" else (new, shape.query_row_bytes)
-        sent = _ring_bytes(method, row, tokens, rank)
+        sent = {method: _ring_bytes(row, tokens, rank)}
         if method == "pass_q":
             sent["pass_q_return"] = (sum(new) - new[rank]) * shape.partial_row_bytes
         return sent
     if method in ("all_gather", "tsp", "tsp_causal"):
-        largest = max(message_bytes(shape.kv_row_bytes, count) for count in kept)
-        header = header_bytes(kept[rank] * shape.kv_row_bytes, kept[rank])
-        return {"all_gather": (size - 1) * (largest - header), "positions": (size - 1) * header}
+        return {"all_gather": (size - 1) * max(kept) * shape.kv_row_bytes}
     return {"replicated": (size - 1) * new[rank] * shape.partial_row_bytes}
 
 
-def _ring_bytes(operation: str, row_bytes: int, tokens: Sequence[int], rank: int) -> dict[str, int]:
+def _ring_bytes(row_bytes: int, tokens: Sequence[int], rank: int) -> int:
     # A rank forwards every shard but the one that the next rank started with.
-    forwarded = [count for source, count in enumerate(tokens) if source != (rank + 1) % len(tokens)]
-    return {
-        operation: sum(count * row_bytes for count in forwarded),
-        "positions": sum(header_bytes(count * row_bytes, count) for count in forwarded),
-    }
+    return (sum(tokens) - tokens[(rank + 1) % len(tokens)]) * row_bytes
 
 
 def _chain_bytes(
-    shape: AttentionShape,
-    *,
-    new: Sequence[int],
-    kept: Sequence[int],
-    rank: int,
-    cached: Sequence[int],
-    chunk: int | None,
+    shape: AttentionShape, *, new: Sequence[int], kept: Sequence[int], rank: int, cached: Sequence[int]
 ) -> dict[str, int]:
     """KV-Runahead, Equations 6 and 7: a rank sends the prefix up to its own tokens, if a rank behind wants it."""
     row = shape.kv_row_bytes
     # Keys and values that one rank of several gathers are wanted there, whoever computed them.
     end = max(index for index in range(len(new)) if new[index] or kept[index] > cached[index])
     prefix = new[: rank + 1] if rank < end else ()
-    messages = [stop - start for count in prefix for start, stop in pieces(count, chunk or max(1, count))]
-    sent = {
-        "runahead": sum(prefix) * row,
-        "positions": sum(header_bytes(count * row, count) for count in messages),
-    }
+    sent = {"runahead": sum(prefix) * row}
     if any(cached):
-        ring = _ring_bytes("pass_kv", row, cached, rank)
-        sent["pass_kv"] = ring["pass_kv"]
-        sent["positions"] += ring["positions"]
+        sent["pass_kv"] = _ring_bytes(row, cached, rank)
     return sent
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megakv.costmodel.attention_time import LayerTimes, Prediction, _Step
-from megakv.costmodel.context_parallel import message_bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class LayerSteps(LayerTimes):
         sent, row = self._kept, self.shape.kv_row_bytes
         if method == "pass_q":
             sent, row = self._computed, self.shape.query_row_bytes
-        message = message_bytes(row, sent)
+        message = row * sent
         pack = self.profile.copy_bytes.at(message)
         busy = tuple(self._busy(method, rank, step) for step in range(self.size))
         if method == "pass_kv":

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megakv.attention.chain import HELD, OPERATION
 from megakv.costmodel.chain import ChainParts
-from megakv.costmodel.context_parallel import message_bytes
 from megakv.costmodel.simulation_program import Program
 from megakv.costmodel.timeline import LayerWork
 
@@ -84,7 +83,7 @@ class ChainTasks:
             self._ranks[place + 1],
             float(self._parts.links[place][number]),
             waits,
-            nbytes=message_bytes(row_bytes, tokens),
+            nbytes=row_bytes * tokens,
             layer=layer,
         )
         messages.append(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megakv.costmodel.context_parallel import message_bytes, sent_bytes
+from megakv.costmodel.context_parallel import sent_bytes
 from megakv.costmodel.ring_steps import LayerSteps
 from megakv.costmodel.simulation_program import Program
 
@@ -37,7 +37,7 @@ class RingTasks:
         self.busy_s = predicted.seconds - predicted.terms.get("collective", 0.0)
         shape = times.shape
         row, shards = (shape.query_row_bytes, new) if method == "pass_q" else (shape.kv_row_bytes, kept)
-        self._shard_bytes = [message_bytes(row, count) for count in shards]
+        self._shard_bytes = [row * count for count in shards]
         self._return_bytes = [(sum(new) - count) * shape.partial_row_bytes for count in new]
         self._gathered_bytes = [
             sum(sent_bytes(method, shape, new=new, kept=kept, rank=place).values()) for place in range(self._size)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.tensor_parallel import SUMS, all_reduce_bytes
@@ -22,7 +21,6 @@ def pass_bytes(
     *,
     tp_size: int = 1,
     partitions: Sequence[Partition] | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
 ) -> dict[str, int]:
     """Bytes by operation of the rank that sends most, all layers together.
 
@@ -37,8 +35,6 @@ def pass_bytes(
     tp_size : int
     partitions : sequence of tuple of int, optional
         For ``runahead``, the tokens of every rank, per sequence.
-    chunk_tokens : int
-        For ``runahead``.
     """
     size, sequences = workload.size, len(workload.new)
     held = _sums([balanced_tokens(count, size) for count in workload.cached])
@@ -56,9 +52,7 @@ def pass_bytes(
         for index, count in model.layer_kinds:
             shape, ends = model.attention(tp_size=tp_size, layer=index), prompt and model.layers[index] == last
             for times, wanted in ((count - ends, None), (int(ends), asked)):
-                each = sent_bytes(
-                    method, shape, new=new, kept=kept, rank=rank, cached=held, chunk_tokens=chunk_tokens, wanted=wanted
-                )
+                each = sent_bytes(method, shape, new=new, kept=kept, rank=rank, cached=held, wanted=wanted)
                 rows = sequences if wanted is asked else max(1, new[rank])
                 each["all_reduce"] = SUMS * all_reduce_bytes(rows * model.hidden * model.element_bytes, tp_size)
                 total.update({name: times * nbytes for name, nbytes in each.items()})

@@ -45,7 +45,7 @@ class Traffic:
     operation, layer
         The operation, and the decoder layer it served; ``None`` outside the layers.
     calls, bytes_sent
-        Calls, and bytes that the rank put on the wire. Coordinates that travel along are the operation ``positions``.
+        Calls, and bytes that the rank put on the wire.
     seconds, seconds_exposed
         From posting to completion, and the part of it in which the rank did nothing but wait.
     """

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
-from megakv.groups import start_distributed
+from megakv.groups import Mesh, start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.tracking import peak_memory_bytes, reset_peak_memory
@@ -159,7 +159,8 @@ class Ranks:
                 ranks = engine.report().ranks
                 rows = [(t.operation, t.layer, t.bytes_sent) for rank in ranks for t in rank.traffic]
                 waits = [t.seconds_exposed <= t.seconds for rank in ranks for t in rank.traffic]
-            found[method] = {"rows": rows, "waits": all(waits)}
+                edges = [edge for rank in engine._comm.gather_objects(own_edges(engine.mesh)) for edge in rank]
+            found[method] = {"rows": rows, "waits": all(waits), "edges": edges}
         return found
 
     def memory(self, run: Run) -> Any:
@@ -182,6 +183,13 @@ class Ranks:
             output = engine(ids_of(run["tokens"]), logits_to_keep=1, use_cache=True)
             added = peak_memory_bytes() - before
             return {"added": engine._comm.gather_objects(added), "kv": output.past_key_values.nbytes()}
+
+
+def own_edges(mesh: Mesh) -> list[tuple[str, list[int]]]:
+    """Name and ranks of the groups that a rank shares with its neighbours in the chain."""
+    neighbours = [rank for rank in (mesh.cp_rank - 1, mesh.cp_rank + 1) if 0 <= rank < mesh.cp_size]
+    groups = [mesh.edge_group(rank) for rank in neighbours]
+    return [(group.group_name, dist.get_process_group_ranks(group)) for group in groups if group is not None]
 
 
 def main() -> None:

@@ -242,7 +242,7 @@ def test_silent_chain_attends_to_what_it_would_receive() -> None:
     shape = {"kv_heads": 2, "key_dim": 4, "value_dim": 6, "q_HLD": torch.zeros(4, 7, 4)}
     call: Any = SimpleNamespace(layout=layout, rank=3, **shape)
     plan = ChainPlan.of(layout, 3, 8)
-    messages = KVFormat(call, plan.counts)
+    messages = KVFormat(call, plan.messages)
     link = SilentLink()
     link.start_pass(plan)
     found = [part for index, message in link.arrivals(call, plan, messages) for part in messages.unpack(index, message)]

@@ -9,7 +9,7 @@ import torch
 
 from megakv.attention.visibility import plan_blocks
 from megakv.costmodel.attention_time import LayerTimes
-from megakv.costmodel.context_parallel import Workload, message_bytes
+from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import dense_seconds
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
@@ -72,7 +72,7 @@ def test_work_of_a_step_is_that_of_the_planned_blocks() -> None:
 
 def test_exchange_is_hidden_or_exposed() -> None:
     new, cached, size = 1000, 7000, 4
-    message = message_bytes(SHAPE.kv_row_bytes, 2000)
+    message = SHAPE.kv_row_bytes * 2000
     step_s = HEADS * PAIR_S * visible_pairs(new, cached) / size**2
     for factor in (0.5, 3.0):
         link = Curve.affine(0.0, message / (factor * step_s))
@@ -81,7 +81,7 @@ def test_exchange_is_hidden_or_exposed() -> None:
 
 
 def test_shared_processor_exposes_what_is_hidden() -> None:
-    message = message_bytes(SHAPE.kv_row_bytes, 2000)
+    message = SHAPE.kv_row_bytes * 2000
     link = Curve.affine(0.0, message / 1e-4)
     terms = predict("pass_kv", 1000, 3000, 2, exchange=link, exposed=(0.25, 0.5))
     assert terms["exposed"] == pytest.approx(0.25e-4, rel=1e-6)
@@ -93,7 +93,7 @@ def test_all_to_all_of_pass_q_is_never_hidden() -> None:
     assert terms["collective"] == pytest.approx(800 * HEADS * 65 * 4 / 1e9)
     assert "collective" not in predict("pass_kv", 1200, 5000, 3, collective=link)
     gathered = predict("all_gather", 1200, 4800, 3, collective=link)
-    assert gathered["collective"] == pytest.approx(2 * message_bytes(SHAPE.kv_row_bytes, 2000) / 1e9)
+    assert gathered["collective"] == pytest.approx(2 * SHAPE.kv_row_bytes * 2000 / 1e9)
 
 
 def test_a_closing_collective_waits_for_the_last_rank() -> None:
@@ -112,7 +112,7 @@ def test_copies_and_merges() -> None:
     assert predict("pass_q", 800, 4000, 4, merge=unit)["merge"] == pytest.approx(200 * outputs)
     assert predict("pass_q", 800, 0, 4, combine=unit)["merge"] == pytest.approx(4 * 200 * outputs)
     kv = predict("pass_kv", 800, 4000, 4, copy_bytes=unit)["copy"]
-    assert kv == pytest.approx(message_bytes(SHAPE.kv_row_bytes, 1200))
+    assert kv == pytest.approx(SHAPE.kv_row_bytes * 1200)
     part = 200 * SHAPE.partial_row_bytes
     # An earlier rank's queries see everything in one piece; a later rank's in two, which are put together.
     pieces = 3 * 200 * outputs * 4

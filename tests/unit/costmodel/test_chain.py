@@ -10,7 +10,6 @@ import torch
 from megakv.costmodel.bounds import without_links
 from megakv.costmodel.chain import Chain, chain_seconds
 from megakv.costmodel.chain_search import best_partition
-from megakv.costmodel.context_parallel import message_bytes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
@@ -88,7 +87,7 @@ def test_a_long_first_rank_is_waited_for() -> None:
 
 def visits_s(model: ModelShape, size: int, link: Curve) -> float:
     """A query goes round all ranks."""
-    return (size - 1) * link.at(message_bytes(model.attention().query_row_bytes, 1))
+    return (size - 1) * link.at(model.attention().query_row_bytes * 1)
 
 
 def test_links_alone() -> None:
@@ -96,7 +95,7 @@ def test_links_alone() -> None:
     rows, layers = 300, 6
     model = attention_only(layers)
     link = Curve.affine(0.0, 1e6)
-    message = message_bytes(model.attention().kv_row_bytes, rows) / 1e6
+    message = model.attention().kv_row_bytes * rows / 1e6
     for size in (2, 3, 4):
         seconds = chain_seconds(ideal(seconds_per_pair=1e-18, exchange=link), model, (rows,) * size).seconds
         assert seconds == pytest.approx((layers - 1) * (size - 1) * message + visits_s(model, size, link), rel=1e-3)
@@ -106,7 +105,7 @@ def test_chunks_pipeline_hops() -> None:
     """A prefix of many chunks reaches the last rank one hop later than the first, but for a chunk per hop."""
     model, link = attention_only(2), Curve.affine(0.0, 1e6)
     rows, hops = 800, 3
-    whole = message_bytes(model.attention().kv_row_bytes, rows) / 1e6
+    whole = model.attention().kv_row_bytes * rows / 1e6
     profile = ideal(seconds_per_pair=1e-18, exchange=link)
     partition = (rows, 0, 0, 1)
     stored, forwarded = (

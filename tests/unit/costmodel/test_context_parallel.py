@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megakv.attention.message import KVFormat, QueryFormat
+from megakv.cache import TokenTable
 from megakv.costmodel.context_parallel import (
     Workload,
     attention_flops,
@@ -16,7 +17,6 @@ from megakv.costmodel.context_parallel import (
     context_hiding_queries,
     cp_bytes_per_block,
     flops_per_pair,
-    header_bytes,
     kv_bytes,
     miss_rate_of_equal_bytes,
     miss_rate_with_all_to_all,
@@ -90,12 +90,10 @@ def test_different_value_dimension() -> None:
     assert miss_rate_of_equal_bytes(latent) == (192 + 128) / 192
 
 
-def message(shape: AttentionShape, counts: np.ndarray, layout: Any, rank: int) -> Any:
+def message(shape: AttentionShape, layout: Any, rank: int) -> Any:
     """As much of a call as message formats look at."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element_bytes]
     return SimpleNamespace(
-        table=SimpleNamespace(counts=lambda: counts),
-        layout=layout,
         queries=layout.tokens,
         kv_heads=shape.kv_heads,
         key_dim=shape.key_dim,
@@ -113,25 +111,23 @@ def test_bytes_are_those_of_the_messages(size: int, element_bytes: int) -> None:
         shape = AttentionShape(kv_heads * random.randint(1, 3), kv_heads, *dims, element_bytes)
         lengths = tuple(random.randint(0, 50) for _ in range(3))
         cached = tuple(random.randint(0, 99) for _ in range(3))
-        held = np.zeros((size, 3), dtype=np.int64)
-        for block, row in zip(balanced(tokens(cached, (0, 0, 0)), size).stored, held, strict=True):
-            row += np.diff(block.bounds)
-        layout = balanced(tokens(lengths, cached), size, held)
-        counts = held + np.array([np.diff(block.bounds) for block in layout.stored])
-        new, kept = [len(block) for block in layout.tokens], counts.sum(1).tolist()
+        past = balanced(tokens(cached, (0, 0, 0)), size)
+        layout = balanced(tokens(lengths, cached), size, np.array([np.diff(block.bounds) for block in past.stored]))
+        table = TokenTable(size, 3)
+        table.extend(past)
+        table.extend(layout)
+        new, kept = [len(block) for block in layout.tokens], table.counts().sum(1).tolist()
         for rank in range(size):
-            call = message(shape, counts, layout, rank)
-            for method, form in (("pass_kv", KVFormat(call)), ("pass_q", QueryFormat(call))):
+            call = message(shape, layout, rank)
+            for method, form in (("pass_kv", KVFormat(call, table.tokens())), ("pass_q", QueryFormat(call))):
                 forwarded = [source for source in range(size) if source != (rank + 1) % size]
                 sent = sent_bytes(method, shape, new=new, kept=kept, rank=rank)
-                assert sent[method] == sum(form.payload_bytes(source) for source in forwarded)
-                assert sent["positions"] == sum(form.header_bytes(source) for source in forwarded)
+                assert sent[method] == sum(form.nbytes(source) for source in forwarded)
             returned = sent_bytes("pass_q", shape, new=new, kept=kept, rank=rank)["pass_q_return"]
             assert returned == (sum(new) - new[rank]) * shape.heads * (shape.value_dim + 1) * 4
-            form = KVFormat(call)
+            form = KVFormat(call, table.tokens())
             gathered = sent_bytes("all_gather", shape, new=new, kept=kept, rank=rank)
-            assert gathered["positions"] == (size - 1) * form.header_bytes(rank)
-            assert sum(gathered.values()) == (size - 1) * max(form.nbytes(source) for source in range(size))
+            assert gathered == {"all_gather": (size - 1) * max(form.nbytes(source) for source in range(size))}
 
 
 def test_bytes_of_one_rank_and_of_replicated_queries() -> None:
@@ -152,13 +148,12 @@ def test_bytes_of_the_chain() -> None:
     shape = AttentionShape(8, 2, 16, 16, 4)
     new, row = [4, 3, 0, 2, 0], 2 * 32 * 4
     for kept, ends in ((new, 3), ([0, 0, 0, 0, 9], 4)):
-        sent = [sent_bytes("runahead", shape, new=new, kept=kept, rank=rank, chunk_tokens=3) for rank in range(5)]
+        sent = [sent_bytes("runahead", shape, new=new, kept=kept, rank=rank) for rank in range(5)]
         assert [found["runahead"] // row for found in sent] == [4, 7, 7, 9, 0][:ends] + [0] * (5 - ends)
-        assert all(8 * found["runahead"] == row * found["positions"] for found in sent)
     ring = sent_bytes("pass_kv", shape, new=new, kept=[5, 6, 7, 8, 9], rank=1)
     total = [12, 6, 7, 10, 9]
     both = sent_bytes("runahead", shape, new=new, kept=total, rank=1, cached=[5, 6, 7, 8, 9])
-    assert both == {"runahead": 7 * row, "pass_kv": ring["pass_kv"], "positions": 7 * 8 + ring["positions"]}
+    assert both == {"runahead": 7 * row, **ring}
 
 
 def test_bytes_of_a_last_layer_that_few_tokens_are_wanted_of() -> None:
@@ -175,10 +170,6 @@ def test_bytes_of_a_last_layer_that_few_tokens_are_wanted_of() -> None:
             assert sent == sent_bytes(method, shape, new=new, kept=kept, rank=rank)
         gathering = sent_bytes("runahead", shape, new=new, kept=[0, 0, 90], rank=rank, wanted=wanted)
         assert gathering == sent_bytes("runahead", shape, new=new, kept=[0, 0, 90], rank=rank)
-
-
-def test_headers_align() -> None:
-    assert (header_bytes(0, 0), header_bytes(8, 1), header_bytes(9, 1), header_bytes(15, 2)) == (0, 8, 15, 17)
 
 
 @pytest.mark.parametrize(

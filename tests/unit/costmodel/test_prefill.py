@@ -7,7 +7,7 @@ import pytest
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.bounds import dense_bound
-from megakv.costmodel.context_parallel import Workload, message_bytes
+from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.prefill import PrefillTimes, alone
@@ -46,7 +46,7 @@ def test_tsp_computes_the_square(size: int) -> None:
 def test_tsp_waits_for_its_all_gather() -> None:
     link = Curve.affine(0.0, 1e9)
     free, slow = times(2048, 4).seconds("tsp"), times(2048, 4, collective=link).seconds("tsp")
-    gathered = 3 * message_bytes(attention_only(1).attention().kv_row_bytes, 512) / 1e9
+    gathered = 3 * attention_only(1).attention().kv_row_bytes * 512 / 1e9
     # In the last layer too, whatever it computes.
     assert slow - free == pytest.approx(4 * gathered, rel=1e-3)
 

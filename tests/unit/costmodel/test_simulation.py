@@ -191,7 +191,6 @@ def test_bytes_are_those_of_the_methods(method: str) -> None:
                 kept=kept,
                 rank=rank,
                 cached=held,
-                chunk_tokens=100,
                 wanted=wanted,
             )
             assert sent == sum(expected.values()), (layer, rank)
