@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from megakv.errors import MegaKVError
+
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -54,6 +56,7 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
     """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted and can work."""
     if deepspeed.comm.is_initialized():
         return
+    take_device()
     wanted = shared_memory and _all_on_this_host(int(os.environ.get("WORLD_SIZE", "1")))
     if wanted:
         drop_stale_lock(SHARED_MEMORY_OP)
@@ -61,9 +64,31 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
         deepspeed.init_distributed(timeout=timeout, verbose=False)
     if shared_memory and shared_memory_available():
         _unlink_shared_memory()
+    # Under MPI, the local rank is known only now.
+    take_device()
+
+
+def take_device() -> None:
+    """Compute on the device that DeepSpeed binds NCCL to, or whoever started the world: that of the local rank.
+
+    Ranks of a host need not follow one another, nor fill it: no arithmetic on the rank in the world gives it.
+
+    Raises
+    ------
+    MegaKVError
+        If this process sees no such device.
+    """
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(dist.get_rank() % max(1, accelerator.device_count()))
+    if accelerator.device_name() == "cpu":
+        return
+    bound = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
+    index, count = dist.get_node_local_rank(0) if bound is None else bound.index, accelerator.device_count()
+    if index >= count:
+        raise MegaKVError(
+            f"LOCAL_RANK = {index}, but this process sees {count} devices ({accelerator.visible_devices_envs()[0]}); "
+            "start at most one rank for each device of a host, with all of them visible to each"
+        )
+    accelerator.set_device(index)
 
 
 def extensions_folder() -> Path:

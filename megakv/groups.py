@@ -37,7 +37,7 @@ class Mesh:
     cp_ranks, tp_ranks : tuple of int
         World ranks of this rank's groups, by index.
     groups : dict
-        This rank's process groups, for `all_group`, `cp_group`, `tp_group` and `edge_group`. Torch alone holds them, so that
+        This rank's process groups, for `all_group`, `cp_group`, `tp_group` and `edge_group`. Torch alone holds them:
         ending them ends their threads and connections, whoever still holds the mesh.
     device : torch.device
         Where this rank computes.

@@ -1,4 +1,4 @@
-"""Connections over which ranks tell each other of failures: one from each rank to rank 0, which passes on what it hears.
+"""Connections over which ranks tell each other of failures: one from each rank to rank 0, which passes them on.
 
 They belong to neither gloo nor NCCL, so that they are there before either has exchanged anything, and a process that
 ends is noticed whatever it did: the kernel closes its connections. A host that is gone is noticed by TCP's keepalive.
