@@ -106,6 +106,20 @@ class Communicator:
             dist.all_gather_object(values, value, self.mesh.all_group)
         return values
 
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the watch over peers, and the mesh with it."""
+        self.watch.uninstall()
+        if self.failures.given_up or not self.failures.quiet:
+            # What is still expected from a peer would be waited for.
+            self.watch.sever()
+        self.mesh.end()
+
     @contextmanager
     def guard(self, peers: Sequence[int], operation: str, layer: int | None) -> Iterator[None]:
         """Turn a broken connection or a time-out into an error that names the lost rank and what was going on.

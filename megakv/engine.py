@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
 from megakv.agreement import Agreement
 from megakv.assembly import make_runtime
+from megakv.autograd import without_autograd
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
@@ -32,6 +32,7 @@ from megakv.generation import (
 )
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
+from megakv.injection.ownership import detach
 from megakv.injection.policy import policy_for
 from megakv.loading import LoadedModel
 from megakv.offload.assembly import make_offloader
@@ -59,6 +60,9 @@ class MegaKVEngine(InferenceEngine):
         What the model is called in reports.
     mapping : HeadMapping, optional
         That its KV heads were placed by.
+    owned : ExitStack
+        Gives back, when the engine is destroyed or cannot be made, what was made for it; what it makes itself comes on
+        top.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class MegaKVEngine(InferenceEngine):
         config: MegaKVConfig,
         comm: Communicator,
         name: str,
-        mapping: HeadMapping | None = None,
+        mapping: HeadMapping | None,
+        owned: ExitStack,
     ):
         model = loaded.module
         # Weights are sharded and typed already: DeepSpeed must not make groups of its own, nor shard again.
@@ -86,25 +91,40 @@ class MegaKVEngine(InferenceEngine):
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         self._runtime = make_runtime(loaded, config, comm, mapping)
+        owned.callback(detach, model)
         layers = attach(model, self._runtime, self._policy)
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
+        if self._offloader is not None:
+            owned.callback(self._offloader.close)
         make_cache = None if self._offloader is None else self._offloader.new_cache
-        self._hooks: ForwardHooks | None = ForwardHooks(model, self._runtime, self._policy, layers, make_cache)
+        hooks = ForwardHooks(model, self._runtime, self._policy, layers, make_cache)
+        owned.callback(hooks.remove)
         self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
-        self.tracker = Tracker(
-            config.megakv.tracking, config.model_dump(mode="json", by_alias=True, fallback=str), comm.mesh.rank
-        )
+        self.together(self._track)
+        owned.callback(self.tracker.close)
         self._record = RunRecord(TokenClock(comm.ledger.now))
         comm.watch.install()
         model.eval()
+        self._hooks: ForwardHooks | None = hooks
+        self._owned = owned.pop_all()
+
+    def _track(self) -> None:
+        settings = self._config.model_dump(mode="json", by_alias=True, fallback=str)
+        self.tracker = Tracker(self._config.megakv.tracking, settings, self.mesh.rank)
+
+    def __enter__(self) -> MegaKVEngine:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self.destroy()
 
     def _convert_to_dtype(self, config: Any) -> None:
         """Weights are loaded in their type; converting the module would also round its rotary frequencies."""
 
     # Use
 
-    @torch.no_grad()
+    @without_autograd
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward over all ranks.
 
@@ -134,6 +154,7 @@ class MegaKVEngine(InferenceEngine):
         with self._agreement.call():
             return self.module(*args, **kwargs)
 
+    @without_autograd
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
         """transformers' own `generate`, over all ranks.
 
@@ -169,7 +190,7 @@ class MegaKVEngine(InferenceEngine):
 
     _generate = generate
 
-    @torch.no_grad()
+    @without_autograd
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any:
         """`generate` on top of what a cache holds; `ids` are all tokens, cached ones included."""
         self.check_open()
@@ -255,20 +276,16 @@ class MegaKVEngine(InferenceEngine):
         with self._agreement.call():
             return self._record.run_report(self._comm, self._config, self._name, self._mapping)
 
+    @without_autograd
     def destroy(self) -> None:
-        """Give back hooks, signal handlers and groups; the engine and its sessions cannot be used afterwards."""
-        if (hooks := getattr(self, "_hooks", None)) is not None:
-            hooks.remove()
-            self._hooks = None
-            if self._offloader is not None:
-                self._offloader.close()
-            self._comm.watch.uninstall()
-            self.tracker.close()
-            self.mp_group = None
-            if self._comm.failures.given_up:
-                # What is still expected from a peer would be waited for.
-                self._comm.watch.sever()
-            self.mesh.end()
+        """Give back hooks, the model's config, signal handlers and groups; the end of ``with engine:`` does it too.
+
+        The engine and its sessions cannot be used afterwards. A model that was given as a module is a plain one again,
+        unless tensor parallelism or FP8 have changed its weights.
+        """
+        if getattr(self, "_hooks", None) is not None:
+            self._hooks = self.mp_group = None
+            self._owned.close()
 
     def check_open(self) -> None:
         """Refuse to work after `destroy`.

@@ -97,6 +97,12 @@ class Mesh:
             raise MegaKVError("the process groups of this engine have ended; make a new one with megakv.init_inference")
         return group
 
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """End this rank's groups: their threads are joined and their connections closed. The world stands."""
         for reference in self.groups.values():

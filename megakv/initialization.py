@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.allocator import settle_allocator
 from megakv.attention.compiled import load_kernel
+from megakv.autograd import without_autograd
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
 from megakv.engine import MegaKVEngine
@@ -21,6 +23,7 @@ from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.placement import check_same_mapping, place_heads, read_mapping
 from megakv.groups import check_mesh, check_same_settings, make_mesh, start_distributed
+from megakv.injection.ownership import check_unused, own_config
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
 from megakv.placement import HeadMap, head_counts
@@ -28,6 +31,7 @@ from megakv.placement import HeadMap, head_counts
 logger = logging.getLogger(__name__)
 
 
+@without_autograd
 def init_inference(
     model: str | Path | nn.Module,
     config: MegaKVConfig | dict[str, Any] | str | Path | None = None,
@@ -39,7 +43,7 @@ def init_inference(
     ----------
     model : path, hub id or PreTrainedModel
         A directory or hub id is read straight into this rank's shards. With ``"load": "random"`` only its config is
-        read. A model instance is used, and sharded, in place.
+        read. A model instance is used, and sharded, in place; one engine at a time may have it.
     config : dict or path, optional
         A DeepSpeed inference config with a ``megakv`` section, or the JSON file of one.
     **overrides
@@ -48,6 +52,7 @@ def init_inference(
     Returns
     -------
     MegaKVEngine
+        Also a context: ``with megakv.init_inference(...) as engine:`` destroys it at its end.
 
     Raises
     ------
@@ -59,14 +64,27 @@ def init_inference(
     Notes
     -----
     Starts the process group through DeepSpeed unless it stands; the deepspeed launcher, torchrun and Slurm work alike.
+    Where no engine comes of it, all else that was begun is ended, on every rank.
     """
     parsed = load_config(config, **overrides)
     cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
     start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)
     check_same_settings(parsed.shared_settings())
     check_mesh(cp_size, tp_size, dist.get_world_size())
-    mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
-    comm = Communicator(mesh, Ledger())
+    with ExitStack() as owned:
+        mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
+        owned.enter_context(mesh)
+        comm = Communicator(mesh, Ledger())
+        # From here on the communicator knows whether the mesh can be ended.
+        owned.pop_all()
+        owned.enter_context(comm)
+        return _make_engine(model, parsed, comm, owned)
+
+
+def _make_engine(
+    model: str | Path | nn.Module, parsed: MegaKVConfig, comm: Communicator, owned: ExitStack
+) -> MegaKVEngine:
+    mesh, section, tp_size = comm.mesh, parsed.megakv, parsed.tp_size
     if mesh.device.type == "cpu":
         settle_allocator()
     if mesh.device.type == "cpu" or (section.offload.enabled and section.offload.host_attends):
@@ -83,6 +101,9 @@ def init_inference(
     mapping: HeadMapping | None = None
     try:
         mapping = read_mapping(section.fairkv, tp_size)
+        if isinstance(model, PreTrainedModel):
+            check_unused(model)
+            owned.enter_context(own_config(model))
         loaded = build_model(
             model,
             dtype=parsed.dtype,
@@ -97,6 +118,8 @@ def init_inference(
             host_bytes=section.offload.host_bytes if section.offload.weights else None,
             progress=mesh.rank == 0,
         )
+        if loaded.host_weights is not None:
+            owned.callback(loaded.host_weights.close)
     except Exception as error:
         failure = error
     comm.agree(failure)
@@ -104,7 +127,7 @@ def init_inference(
     if mapping is not None:
         check_same_mapping(mapping, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    return MegaKVEngine(loaded, parsed, comm, name, mapping)
+    return MegaKVEngine(loaded, parsed, comm, name, mapping, owned)
 
 
 def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrainedConfig) -> HeadMap | None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from megakv.errors import MegaKVError
 from megakv.fp8 import check_device, use_fp8
+from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.offload.weights import HostWeights
 from megakv.placement import (
     HeadMap,
@@ -203,6 +204,9 @@ def build_model(
         source = RandomWeights(model, seed, device)
     else:
         source = _open_checkpoint(directory, model, progress=progress)
+    if tp_size > 1 or feed_forward == "fp8":
+        setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
+        setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
     if feed_forward == "fp8":
         use_fp8(model)

@@ -169,7 +169,8 @@ class PeerWatch:
             self._thread.join()
             self._thread = None
         if self._previous is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous)
+            if signal.getsignal(signal.SIGTERM) == self._on_terminate:
+                signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
 
     # What others do

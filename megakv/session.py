@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from megakv.autograd import without_autograd
 from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
 from megakv.generation import given_option, pad_left
@@ -55,6 +56,7 @@ class Session:
         """Slots whose keys and values are cached. The last generated token is not among them yet."""
         return self._cache.length
 
+    @without_autograd
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """One turn: append tokens, then generate.
 
@@ -105,6 +107,7 @@ class Session:
         self.attention_mask = torch.cat([mask, mask.new_ones((mask.shape[0], grown))], dim=1)
         return output
 
+    @without_autograd
     def cut_back(self, slots: int) -> None:
         """Forget everything from slot `slots` on.
 
@@ -122,12 +125,14 @@ class Session:
             self.input_ids = self.input_ids[:, :slots]
             self.attention_mask = self.attention_mask[:, :slots]
 
+    @without_autograd
     def fork(self) -> Session:
         """A second conversation with the same history; memory is shared until either goes on."""
         twin = Session(self._open(), self._cache.fork())
         twin.input_ids, twin.attention_mask = self.input_ids, self.attention_mask
         return twin
 
+    @without_autograd
     def save(self, folder: str | Path) -> None:
         """Write the session to a folder that every rank can reach, whole or not at all.
 
@@ -180,6 +185,7 @@ class Session:
             engine.together(lambda: lead() if first else None)
 
     @classmethod
+    @without_autograd
     def restore(cls, engine: MegaKVEngine, cache: ShardedCache, folder: Path) -> Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
         session, device = cls(engine, cache), engine.mesh.device
@@ -204,6 +210,7 @@ class Session:
         engine.together(read)
         return session
 
+    @without_autograd
     def close(self) -> None:
         """Free the cache."""
         self._cache.reset()

@@ -6,7 +6,7 @@ page is padded and all pages of one size, of whichever head, are one tensor: att
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -163,17 +163,18 @@ class RaggedBody:
         heads = range(len(self.counts))
         rows = np.concatenate([rows for head in heads for _, _, rows in self.pieces(head)])
 
-        def streamed(kind: int) -> StreamedTensor:
-            first = (self.pages[0].k_PSD, self.pages[0].v_PSD)[kind]
+        def streamed(get: Callable[[tuple[Tensor, Tensor, IntArray]], Tensor], like: Tensor) -> StreamedTensor:
             return StreamedTensor(
-                (len(rows), first.shape[2]), first.dtype, lambda: (p[kind] for head in heads for p in self.pieces(head))
+                (len(rows), like.shape[2]),
+                like.dtype,
+                lambda: (get(piece) for head in heads for piece in self.pieces(head)),
             )
 
         return {
             "counts": StreamedTensor.of(torch.from_numpy(self.counts)),
             "slots": StreamedTensor.of(torch.from_numpy(slots[rows])),
-            "k": streamed(0),
-            "v": streamed(1),
+            "k": streamed(lambda piece: piece[0], self.pages[0].k_PSD),
+            "v": streamed(lambda piece: piece[1], self.pages[0].v_PSD),
         }
 
     @classmethod

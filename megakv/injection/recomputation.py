@@ -68,12 +68,10 @@ class _RotaryTable:
         """Take those of a pass: each ``[1, L, R]`` or ``[B, L, R]`` of one row."""
         # A rank without tokens in the pass computes a stand-in row, which is nobody's.
         needed = int(positions.max()) + 1 if len(positions) else 0
-        # The table outlives the pass, and whatever mode that is in.
-        with torch.inference_mode(False):
-            if not self._columns:
-                self._columns = tuple(part.new_zeros((0, *part.shape[2:])) for part in embeddings)
-            if len(self._columns[0]) < needed:
-                self._columns = tuple(self._grown(column, needed + TABLE_ROWS) for column in self._columns)
+        if not self._columns:
+            self._columns = tuple(part.new_zeros((0, *part.shape[2:])) for part in embeddings)
+        if len(self._columns[0]) < needed:
+            self._columns = tuple(self._grown(column, needed + TABLE_ROWS) for column in self._columns)
         for column, part in zip(self._columns, embeddings, strict=True):
             column.index_copy_(0, positions, part[0])
 

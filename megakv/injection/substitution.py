@@ -35,7 +35,14 @@ class SubstitutedAttention(nn.Module):
         self.head_dim: int = module.head_dim
         # Which heads of the whole model these are; absent where all heads are here.
         self.head_shard: Any = getattr(module, "head_shard", None)
+        # Not a child: its weights are counted once.
+        self._original = (original,)
         self.train(original.training)
+
+    @property
+    def original(self) -> nn.Module:
+        """What it stands in for."""
+        return self._original[0]
 
     def attend(
         self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, attention_mask: Tensor | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import ExitStack
 
 import torch
 from transformers import PreTrainedModel
@@ -151,39 +152,43 @@ def _offloader(
     # Whether its rows are these is known in the first layer of a prompt (`OffloadCosts.check`).
     read_profile(config, model.dtype, model.config.model_type)
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
-    link = make_link(device, bandwidth)
-    held = 0 if weights is None else weights.nbytes
-    memory = HostTier(config.host_bytes - held, pin=device.type == "cuda")
-    link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
-    tiers: list[Tier] = [memory]
-    if config.disk_gb:
-        tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
-    pool = PagePool(tiers, config.page_kib << 10, layers=layers)
-    try:
+    with ExitStack() as made:
+        link = make_link(device, bandwidth)
+        made.callback(link.close)
+        held = 0 if weights is None else weights.nbytes
+        memory = HostTier(config.host_bytes - held, pin=device.type == "cuda")
+        made.callback(memory.close)
+        link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
+        tiers: list[Tier] = [memory]
+        if config.disk_gb:
+            disk = DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io)
+            made.callback(disk.close)
+            tiers.append(disk)
+        pool = PagePool(tiers, config.page_kib << 10, layers=layers)
         _check_pages(config, pool, layers)
-    except ValueError:
-        pool.close()
-        raise
-    stream = None
-    if weights is not None:
-        _, decoder = decoder_layers(model)
-        stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
-    offloader = Offloader(
-        config,
-        runtime,
-        layers=layers,
-        link=link,
-        pool=pool,
-        device=device,
-        model_type=model.config.model_type,
-        weights=stream,
-    )
+        stream = None
+        if weights is not None:
+            _, decoder = decoder_layers(model)
+            stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
+            made.callback(stream.close)
+        offloader = Offloader(
+            config,
+            runtime,
+            layers=layers,
+            link=link,
+            pool=pool,
+            device=device,
+            model_type=model.config.model_type,
+            weights=stream,
+        )
 
-    def positions() -> IntArray:
-        step = runtime.current
-        assert step is not None
-        return step.layout.tokens[runtime.comm.mesh.cp_rank].position
+        def positions() -> IntArray:
+            step = runtime.current
+            assert step is not None
+            return step.layout.tokens[runtime.comm.mesh.cp_rank].position
 
-    recomputation = Recomputation(model, entered=offloader.enter, positions=positions)
-    offloader.attach(recomputation, recomputes=recomputes)
-    return offloader
+        recomputation = Recomputation(model, entered=offloader.enter, positions=positions)
+        offloader.attach(recomputation, recomputes=recomputes)
+        # Which closes them from now on.
+        made.pop_all()
+        return offloader

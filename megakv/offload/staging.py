@@ -42,11 +42,9 @@ class StagingBuffer:
         return self._memory[name][:nbytes].view(dtype).view(count, width)
 
     def _taken(self, nbytes: int) -> Tensor:
-        # It outlives the call that it is made in, and whatever mode that is in.
-        with torch.inference_mode(False):
-            if self._device.type == "cpu":
-                return host_memory(nbytes)
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self._device.type == "cpu":
+            return host_memory(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     @property
     def nbytes(self) -> int:

@@ -144,7 +144,7 @@ def restore(engine: Any, folder: Path, expected: list[list[int]]) -> dict[str, A
         broken = folder.with_name(name)
         if dist.get_rank() == 0:
             shutil.copytree(folder, broken)
-            shard, meta = sorted(broken.glob("cp*"))[-1], broken / "session.json"
+            shard, meta = sorted(broken.rglob("cp*"))[-1], broken / "session.json"
             if name == "missing":
                 shard.unlink()
             elif name == "truncated":

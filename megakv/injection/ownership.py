@@ -1,0 +1,67 @@
+"""A module that a caller gives to an engine: what the engine changes of it, and gives back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from megakv.injection.interface import RUNTIME_ATTRIBUTE
+from megakv.injection.substitution import SubstitutedAttention
+
+SPENT_ATTRIBUTE = "megakv_spent"
+"""On a model of which no other engine, nor anybody else, can make use: the setting that changed its weights."""
+
+
+def check_unused(model: PreTrainedModel) -> None:
+    """Refuse a model that an engine has.
+
+    Raises
+    ------
+    ValueError
+        Saying whether that engine is at work, or what it did to the weights, and what to do.
+    """
+    if any(hasattr(module, RUNTIME_ATTRIBUTE) for module in model.modules()):
+        raise ValueError(
+            f"the model given ({type(model).__name__}) belongs to another engine: call destroy() of that one first, or "
+            "load the model a second time"
+        )
+    spent = getattr(model, SPENT_ATTRIBUTE, None)
+    if spent is not None:
+        raise ValueError(
+            f"the model given ({type(model).__name__}) was changed for good by an earlier engine with {spent}: load it "
+            "again, or give init_inference its folder"
+        )
+
+
+@contextmanager
+def own_config(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model a config of its own for a while: it may be another model's too, and must not change under that."""
+    copies: dict[int, Any] = {}
+    changed: list[tuple[nn.Module, str, PreTrainedConfig]] = []
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                changed.append((module, name, value))
+                # One copy of each, also of those within others.
+                setattr(module, name, copy.deepcopy(value, copies))
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Take back what `attach` did to a model's modules."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, SubstitutedAttention):
+                setattr(parent, name, child.original)
+                child = child.original
+            if hasattr(child, RUNTIME_ATTRIBUTE):
+                delattr(child, RUNTIME_ATTRIBUTE)
