@@ -40,6 +40,7 @@ from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
+from megakv.weights.fingerprint import check_same_weights
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class MegaKVEngine(InferenceEngine):
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         self._runtime = make_runtime(loaded, config, comm, mapping)
+        self.weights_digest = check_same_weights(loaded, comm)
         owned.callback(detach, model)
         layers = attach(model, self._runtime, self._policy)
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)

@@ -20,6 +20,7 @@ from megakv.session_files import (
     SessionMeta,
     check_meta,
     fingerprint,
+    first_fingerprint,
     read_cache,
     read_meta,
     read_tokens,
@@ -158,6 +159,7 @@ class Session:
         meta = SessionMeta(
             format=FORMAT,
             model=fingerprint(engine.module),
+            weights=engine.weights_digest,
             cp=engine.mesh.cp_size,
             tp=engine.mesh.tp_size,
             layers=len(self._cache),
@@ -196,7 +198,8 @@ class Session:
             check_meta(
                 meta,
                 folder,
-                model=fingerprint(engine.module),
+                model=first_fingerprint(engine.module) if meta.format == 1 else fingerprint(engine.module),
+                weights=None if meta.format == 1 else engine.weights_digest,
                 tp=engine.mesh.tp_size,
                 layers=len(cache),
                 dtype=str(engine.module.dtype),

@@ -25,7 +25,6 @@ from megakv.tensor_files import StreamedTensor, read_tensors, write_tensors
 FORMAT = 2
 """The latest; in format 1 all sequences were compressed alike, and there was no subfolder."""
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class SessionMeta:
     format : int
         Version of the layout on disk.
     model : str
-        Fingerprint of the model whose keys and values these are.
+        Fingerprint of the config of the model whose keys and values these are.
     cp, tp : int
         The mesh that saved them.
     layers, batch, length : int
@@ -48,6 +47,8 @@ class SessionMeta:
         By sequence, ranges of slots that were compressed: each head has kept some of their tokens.
     placement : str, optional
         Digest of the mapping's placement of KV heads; None where they lie in runs.
+    weights : str, optional
+        Digest of its weights, as they lie on the tensor-parallel ranks; None in format 1.
     data : str
         Subfolder of everything else; empty in format 1, which had none.
     """
@@ -62,15 +63,24 @@ class SessionMeta:
     dtype: str
     compressed: list[list[list[int]]] = field(default_factory=list)
     placement: str | None = None
+    weights: str | None = None
     data: str = ""
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the model's config and of some of its embeddings: other models' keys and values mean nothing to it."""
+    """A hash of the model's config."""
+    return hashlib.sha256(_config_text(model)).hexdigest()
+
+
+def first_fingerprint(model: PreTrainedModel) -> str:
+    """What format 1 has for both the config and the weights: of them, the first rows of the embeddings."""
+    rows = model.get_input_embeddings().weight[:64].detach().float().cpu().contiguous()
+    return hashlib.sha256(_config_text(model) + rows.numpy().tobytes()).hexdigest()
+
+
+def _config_text(model: PreTrainedModel) -> bytes:
     config = {key: value for key, value in model.config.to_dict().items() if key not in VOLATILE}
-    rows = model.get_input_embeddings().weight[:SAMPLED_ROWS].detach().float().cpu().contiguous()
-    text = json.dumps(config, sort_keys=True, default=str).encode()
-    return hashlib.sha256(text + rows.numpy().tobytes()).hexdigest()
+    return json.dumps(config, sort_keys=True, default=str).encode()
 
 
 def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
@@ -151,7 +161,15 @@ def _ascending(ranges: Any, length: int) -> bool:
 
 
 def check_meta(
-    meta: SessionMeta, folder: Path, *, model: str, tp: int, layers: int, dtype: str, placement: str | None
+    meta: SessionMeta,
+    folder: Path,
+    *,
+    model: str,
+    weights: str | None,
+    tp: int,
+    layers: int,
+    dtype: str,
+    placement: str | None,
 ) -> None:
     """Refuse a session that this engine cannot continue.
 
@@ -161,7 +179,7 @@ def check_meta(
         Naming what differs.
     """
     if meta.model != model:
-        raise MegaKVError(f"{folder} was saved with another model (config or weights differ); load it with that one")
+        raise MegaKVError(f"{folder} was saved with another model (its config differs); load it with that one")
     if meta.tp != tp:
         raise MegaKVError(f"{folder} was saved with tensor_parallel.tp_size = {meta.tp}, this engine has {tp}")
     if meta.placement != placement:
@@ -174,6 +192,11 @@ def check_meta(
         raise MegaKVError(
             f"{folder} holds {meta.layers} layers of {meta.dtype}, this engine has {layers} of {dtype}; "
             "set dtype to match"
+        )
+    if meta.weights != weights:
+        raise MegaKVError(
+            f"{folder} was saved with another model of the same config (its weights differ); load it with that one, "
+            "and with the same megakv.feed_forward"
         )
 
 

@@ -17,6 +17,8 @@ MESSAGES = {
     "disk": "megakv.offload.disk_path = .* cannot be written to",
     "pages": "megakv.offload.host_gb",
     "tracking": "megakv.tracking",
+    "other weights": "the model's model.layers.1.self_attn.v_proj.weight on rank 1 is another than on rank 0: give",
+    "other norms": "the model's model.layers.0.post_attention_layernorm.weight on rank 1 is another than on rank 0",
     "given module": "rwkv|Rwkv",
 }
 

@@ -79,8 +79,17 @@ def failing_starts(work: Path) -> dict[str, Callable[[], Any]]:
         "disk": lambda: start(str(good), config_of(offload={**offload, "disk_gb": 0.01, "disk_path": nowhere})),
         "pages": lambda: start(str(good), config_of(offload={**offload, "host_gb": 0.00001})),
         "tracking": lambda: start(str(good), config_of(tracking={"json_path": f"{nowhere}/report.json"})),
+        "other weights": lambda: start(differing("model.layers.1.self_attn.v_proj.weight"), config_of()),
+        "other norms": lambda: start(differing("model.layers.0.post_attention_layernorm.weight"), config_of(2)),
         "given module": lambda: start(make_model(config=rwkv()), config_of()),
     }
+
+
+def differing(name: str) -> Any:
+    """A model of which rank 1 has another tensor of one name."""
+    model = make_model()
+    model.get_parameter(name).data *= 1 + 0.01 * dist.get_rank()
+    return model
 
 
 def rwkv() -> RwkvConfig:

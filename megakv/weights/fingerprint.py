@@ -1,0 +1,88 @@
+"""Digests of weights, to tell models apart: cheap, for no more than samples of each tensor are read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megakv.comm import Communicator
+from megakv.loading import LoadedModel
+from megakv.placement import WHOLE
+
+SAMPLES = 1024
+"""Elements read of each tensor; all of a smaller one."""
+STRIDE = 2654435761
+"""Between samples, around the end of the tensor. It is prime, so that none is read twice, and no column is left out."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:
+    """Refuse ranks that were given different weights, whose results would be meaningless. Collective.
+
+    Context-parallel ranks of one tensor-parallel index must hold the same, and all ranks the same of what is not cut.
+
+    Returns
+    -------
+    str
+        A digest of the weights of all tensor-parallel ranks: of the model, this degree, and this placement of heads.
+
+    Raises
+    ------
+    ValueError
+        On every rank, naming the first tensor that differs, and the ranks.
+    """
+    own, whole, size = _digests(loaded), _whole_names(loaded), comm.mesh.tp_size
+    digests = comm.gather_objects((_joined(own.values()), _joined(own[name] for name in own if name in whole)))
+    if any(digest != (digests[rank % size][0], digests[0][1]) for rank, digest in enumerate(digests)):
+        raise ValueError(_difference(comm.gather_objects(own), whole, size))
+    return _joined(digest for digest, _ in digests[:size])
+
+
+def _digests(loaded: LoadedModel) -> dict[str, str]:
+    """Of every parameter and every buffer that a checkpoint holds, where it lies."""
+    found = {}
+    for name, tensor in loaded.module.state_dict().items():
+        home = None if loaded.host_weights is None else loaded.host_weights.home(name)
+        found[name] = _digest(tensor if home is None else home)
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    bits = tensor.detach().reshape(-1).view(BITS[tensor.dtype.itemsize])
+    if len(bits) > SAMPLES:
+        bits = bits[torch.arange(SAMPLES, device=bits.device) * STRIDE % len(bits)]
+    shape = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return hashlib.blake2b(shape + bits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _joined(digests: Iterable[str]) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _whole_names(loaded: LoadedModel) -> set[str]:
+    """Tensors of which every tensor-parallel rank holds the same."""
+    cut = {name.rpartition(".")[0] for name, spec in loaded.placement.items() if spec != WHOLE}
+    return {
+        name
+        for name in loaded.module.state_dict()
+        # A buffer, such as scales of a weight, is as its module.
+        if (loaded.placement[name] == WHOLE if name in loaded.placement else name.rpartition(".")[0] not in cut)
+    }
+
+
+def _difference(tables: list[Mapping[str, str]], whole: set[str], tp_size: int) -> str:
+    """What to say of ranks that hold different weights."""
+    for name in dict.fromkeys(name for table in tables for name in table):
+        for first in range(1 if name in whole else tp_size):
+            ranks = range(first, len(tables), 1 if name in whole else tp_size)
+            others = [rank for rank in ranks if tables[rank].get(name) != tables[first].get(name)]
+            if others:
+                listed = ", ".join(map(str, others))
+                return (
+                    f"the model's {name} on rank {listed} is another than on rank {first}: give every rank the same "
+                    "checkpoint, or a module with the same weights"
+                )
+    raise AssertionError("ranks differ, but no tensor does")
