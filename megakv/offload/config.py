@@ -51,7 +51,7 @@ class OffloadConfig(Section):
     ``files`` as any file; ``auto`` through asynchronous I/O where DeepSpeed was installed with it."""
 
     device_gb: float = Field(0.0, ge=0, le=MOST)
-    """Accelerator memory of each rank, in GiB, for keys and values that stay there: the last ones of each prompt."""
+    """Accelerator memory of each rank, in GiB, for keys and values that stay there: the last ones of each sequence."""
 
     page_kib: int = Field(512, ge=1, le=MOST)
     """Size of the pages that both are cut into."""

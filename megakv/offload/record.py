@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megakv.costmodel.offload import link_utilisation
 from megakv.ledger import Ledger
@@ -13,6 +14,9 @@ from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link
 from megakv.offload.weight_stream import WeightStream
 from megakv.tracking.offload import OffloadStep
+
+if TYPE_CHECKING:
+    from megakv.offload.staging import StagedLayer
 
 
 class StepRecord:
@@ -78,6 +82,8 @@ class StepRecord:
         self._recomputed: list[tuple[Any, Any]] = []
         self._attended: list[tuple[Any, Any]] = []
         self._beside: list[tuple[Any, Any]] = []
+        self._layers: set[int] = set()
+        self._done: Counter[str] = Counter()
 
     def begin(self, link: Link, ledger: Ledger, before: Any) -> None:
         """Start the clock and the counts; `before` is the moment at which the step before ended, or None."""
@@ -126,6 +132,27 @@ class StepRecord:
             self._beside += waits
         self._attending = None
 
+    def count(self, layer: int, staged: StagedLayer | None, *, on_host: bool) -> None:
+        """A layer, or a group in it, was attended to: what became of its cached tokens.
+
+        Parameters
+        ----------
+        layer : int
+        staged : StagedLayer, optional
+            What was brought of it; None where nothing was cached.
+        on_host : bool
+            Whether the host attended to those that were left to it.
+        """
+        self._layers.add(layer)
+        if staged is not None:
+            left = sum(staged.away) - sum(staged.unseen)
+            self._done.update(
+                recomputed=sum(staged.splits),
+                on_host=left if on_host else 0,
+                resident=staged.resident,
+                unseen=sum(staged.unseen),
+            )
+
     def recomputed(self, begun: Any, landed: Any, ended: Any) -> None:
         """Activations were waited for and recomputed from."""
         self._waited.append((begun, landed))
@@ -150,8 +177,14 @@ class StepRecord:
 
     @property
     def division(self) -> Division:
-        """What became of the cached tokens."""
-        return self.plan.division
+        """What became of the cached tokens that are not unseen, in the mean of all layers, whatever was planned."""
+        return Division(
+            self.cached - self._mean("unseen"), self._mean("recomputed"), self._mean("on_host"), self._mean("resident")
+        )
+
+    def _mean(self, kind: str) -> int:
+        """Tokens of a kind in a layer."""
+        return round(self._done[kind] / len(self._layers)) if self._layers else 0
 
     @property
     def sequences(self) -> float:
@@ -171,7 +204,7 @@ class StepRecord:
             resident=self.division.resident,
             recomputed=self.division.recomputed,
             on_host=self.division.on_host,
-            unseen=max(0, self.cached - self.division.tokens),
+            unseen=self._mean("unseen"),
             predicted_s=self.predicted_s,
             measured_s=self.measured_s,
             waited_s=self.waited_s,

@@ -1,8 +1,9 @@
-"""Rows that stay on the accelerator: a copy of the last rows of each prompt, within a budget of their own."""
+"""Rows that stay on the accelerator: a copy of the last rows of each sequence, within a budget of their own."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 
 from torch import Tensor
 
@@ -67,13 +68,38 @@ class ResidentRows:
         return self.first + len(self.rows)
 
     @classmethod
-    def of_prompt(cls, budget: ResidentBudget, layer: int, rows: Tensor, batch: int) -> ResidentRows | None:
-        """The last rows ``[n, W]`` of a prompt, as many as are its share; None where nothing fits.
+    def of_prompt(
+        cls, budget: ResidentBudget, layer: int, rows: Tensor, batch: int, *, first: int = 0
+    ) -> ResidentRows | None:
+        """The last rows ``[n, W]`` of a sequence, as many as are its share; None where nothing fits.
 
-        The first ones are left to the host and to recomputation.
+        The first ones are left to the host and to recomputation. `first` is the index of the first row given.
         """
         count = min(len(rows), budget.tokens(layer, rows.shape[1] * rows.element_size(), batch))
-        return cls(budget, layer, len(rows) - count, rows[-count:].clone()) if count else None
+        return cls(budget, layer, first + len(rows) - count, rows[len(rows) - count :].clone()) if count else None
+
+    @classmethod
+    def moved(
+        cls,
+        held: list[ResidentRows | None],
+        sequence: int,
+        budget: ResidentBudget,
+        layer: int,
+        rows: Tensor,
+        first: int,
+    ) -> None:
+        """Replace what is held of a sequence by its last rows, of which ``[n, W]`` are given from `first` on.
+
+        Where a copy of the sequence shares what is held, and the budget has less left than that, it stays.
+        """
+        before, held[sequence] = held[sequence], None
+        shared = None if before is None else weakref.ref(before)
+        # Its memory is free now, unless others hold it.
+        del before
+        present = None if shared is None else shared()
+        after = cls.of_prompt(budget, layer, rows, len(held), first=first)
+        kept = 0 if after is None else len(after.rows)
+        held[sequence] = present if present is not None and kept < len(present.rows) else after
 
     def cut(self, length: int) -> ResidentRows | None:
         """What is left where a sequence is cut back to a length."""

@@ -305,8 +305,12 @@ class Offloader:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
         cache = self._cache
         assert cache is not None
-        if self._log.current is not None:
-            self._log.current.attended(self._host_parts)
+        staged, record = self._prefetch.get(layer, index), self._log.current
+        if staged is not None:
+            staged.store.move_residents(staged)
+        if record is not None:
+            record.attended(self._host_parts)
+            record.count(layer, staged, on_host=len(self._host_parts) > 0)
         self._host_parts.clear()
         self._prefetch.release(layer, index)
         self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._planner.ahead)

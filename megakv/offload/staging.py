@@ -111,6 +111,10 @@ class StagedLayer:
         The transfer of all other rows.
     packed : list of (Tensor, Tensor)
         Where they are quantised: what comes, and the rows that it stands for.
+    recomputed : bool
+        Whether nothing is left to be recomputed.
+    resident : int
+        Tokens of all sequences that were on the accelerator already.
     """
 
     store: TieredStore
@@ -128,6 +132,7 @@ class StagedLayer:
     streamed: Ticket | None = None
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     recomputed: bool = False
+    resident: int = 0
     _host_rows: HostRows | None = None
 
     def valid(self, new: list[int], stays: bool) -> bool:
@@ -248,6 +253,7 @@ def bring(
         if resident is not None and begin < resident.end:
             kept = max(begin, resident.first)
             spans = [(begin, kept), (resident.end, count)]
+            staged.resident += resident.end - kept
             rows[staged.row(sequence, kept) : staged.row(sequence, resident.end)] = resident.rows[
                 kept - resident.first :
             ]

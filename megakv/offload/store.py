@@ -59,6 +59,7 @@ class TieredStore(RowFormat, UniformStore):
         self._resident: list[ResidentRows | None] = [None] * batch
         self._late: dict[int, tuple[int, Tensor]] = {}
         self._began: dict[int, int] = {}
+        self._grown: set[int] = set()
         self._outgoing = OutgoingRows()
 
     # As a KVStore
@@ -90,6 +91,8 @@ class TieredStore(RowFormat, UniformStore):
             if first == 0:
                 budget, batch = self._offloader.residents, len(self._rows)
                 self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, own, batch)
+            elif len(own) > 1 or self._left_behind(sequence, first + 1):
+                self._grown.add(sequence)
         self._pass_on(sequences, firsts, rows)
 
     def _pass_on(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
@@ -183,7 +186,7 @@ class TieredStore(RowFormat, UniformStore):
         for inputs, length in zip(self._inputs, lengths, strict=True):
             if inputs is not None:
                 inputs.truncate(length)
-        for rows in (self._fresh, self._late, self._began, self._offered):
+        for rows in (self._fresh, self._late, self._began, self._offered, self._grown):
             rows.clear()
 
     def reorder(self, index: list[int]) -> None:
@@ -234,6 +237,25 @@ class TieredStore(RowFormat, UniformStore):
             late = self._late.pop(sequence, None)
             if late is not None and staged is not None:
                 staged.put(sequence, *late)
+
+    def move_residents(self, staged: StagedLayer) -> None:
+        """Where more of a prompt, a later turn, or many tokens one by one have come, the last rows stay from now on.
+
+        All rows behind those that stay away are in the buffer, attended to.
+        """
+        grown = sorted(self._grown.intersection(staged.group))
+        self._grown.difference_update(grown)
+        for sequence in grown:
+            if staged.streamed is not None:
+                self._offloader.await_streamed(staged)
+            first, end = staged.away[sequence], self.rows(sequence)
+            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, end)]
+            ResidentRows.moved(self._resident, sequence, self._offloader.residents, self.layer, rows, first)
+
+    def _left_behind(self, sequence: int, length: int) -> bool:
+        """Whether more tokens have come one by one behind those that are resident than these are."""
+        rows = self._resident[sequence]
+        return rows is not None and length - rows.end > len(rows.rows)
 
     def with_inputs(self) -> list[int]:
         """Leading tokens of every sequence whose activations are kept, up to those that are resident."""

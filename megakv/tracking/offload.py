@@ -18,11 +18,12 @@ class OffloadStep:
     Attributes
     ----------
     plan
-        Which of the methods served it; ``all`` where activations were recomputed and the host attended.
+        The method that it was planned by; ``all`` for one in which activations are recomputed and the host attends.
     cached, resident, recomputed, on_host, unseen
         Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
         those recomputed from activations (the split point), those attended to by the host, and those before the windows
-        of all queries. Where layers have sliding windows, all but the first are means over layers.
+        of all queries. They are counted as it happens, which may be otherwise than planned: all but the first are means
+        over layers.
     predicted_s, measured_s
         From the end of the pass before to the end of this one.
     waited_s

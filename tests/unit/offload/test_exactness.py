@@ -288,7 +288,9 @@ def test_some_tokens_stay_on_the_accelerator(method: str, offloaded: Any) -> Non
         expected = generate(model, ids, mask, num_beams=beams)
         assert torch.equal(generate(engine, ids, mask, num_beams=beams), expected)
         steps = engine._offloader.steps
-        assert all(step.division.resident == steps[0].division.resident > 0 for step in steps)
+        kept = [step.division.resident for step in steps]
+        # The short prompt's share is not used up: generated tokens come to it.
+        assert 0 < kept[0] and kept == sorted(kept)
         assert 0 < engine._offloader.residents.used <= budget
     session = engine.session()
     turn = torch.randint(3, 190, (2, 15), generator=torch.Generator().manual_seed(3))
