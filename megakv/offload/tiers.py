@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +22,17 @@ logger = logging.getLogger(__name__)
 PIN_BYTES = 1 << 30
 """Memory is pinned in pieces of that size: some drivers refuse larger ones."""
 LARGE_PAGE_BYTES = 2 << 20
+PIECE_BYTES = 256 << 20
+"""Memory is taken in pieces of that size: before each, whether the rest is still to be had."""
+PAGE_BYTES = mmap.PAGESIZE
+PROGRESS_S = 5.0
+"""Seconds between two messages about memory that is being taken."""
 CONTROL_GROUPS = {
-    "/sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
-    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Where Linux keeps the limits of this process: the files with the limit and what is used, and what of that is free."""
+"""By controller, as ``/proc/self/cgroup`` names it (none in version 2): where Linux keeps the limits of groups, the
+files with the limit and with what is used, and what of that is free."""
 
 
 def in_units(nbytes: float) -> str:
@@ -33,25 +43,46 @@ def in_units(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def available_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping, by the system and by this process's control group.
+def available_memory(system: Path = Path("/")) -> int | None:
+    """Bytes of host memory that can be had without swapping, by the system and by this process's control groups.
 
     None where neither says.
+
+    Parameters
+    ----------
+    system : Path
+        Where the system's own folders ``proc`` and ``sys`` are.
     """
-    found = [_free_of_system(), *(_free_of_group(folder, *names) for folder, names in CONTROL_GROUPS.items())]
+    found = [_free_of_system(system), *(_free_of_group(folder, *names) for folder, names in _groups(system))]
     return min((free for free in found if free is not None), default=None)
 
 
-def _free_of_system() -> int | None:
+def _free_of_system(system: Path) -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = Path(system, "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
     return sizes.get("MemAvailable")
 
 
-def _free_of_group(folder: str, limit: str, used: str, reclaimable: str) -> int | None:
+def _groups(system: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The folders of the control groups that this process is in, those around them too, with the names of files."""
+    try:
+        lines = Path(system, "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for controller, (mount, *names) in CONTROL_GROUPS.items():
+        paths = [path for _, kinds, path in (line.split(":", 2) for line in lines) if controller in kinds.split(",")]
+        # In a container the group's path may be that of the host: its own limits are at the top.
+        root = Path(system, mount)
+        for path in paths or ["/"]:
+            folder = root / path.strip("/")
+            for group in (folder, *(each for each in folder.parents if each.is_relative_to(root))):
+                yield group, (names[0], names[1], names[2])
+
+
+def _free_of_group(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
     """Bytes that a control group still allows; file pages that nobody needs count as free."""
     try:
         allowed, taken = (int(Path(folder, name).read_text(encoding="ascii")) for name in (limit, used))
@@ -109,8 +140,44 @@ class Tier(Protocol):
         """Give it back."""
 
 
+def take_memory(memory: Tensor, free: Callable[[], int | None] = available_memory) -> None:
+    """Have the system give every page of some memory now, by all cores: one that it lacks later ends the process.
+
+    Parameters
+    ----------
+    memory : Tensor
+        ``[n]`` bytes that were asked for and not written to.
+    free : callable
+        Bytes that the system still has, which others may take meanwhile.
+
+    Raises
+    ------
+    ValueError
+        If they are fewer than what is left to take, with both numbers.
+    """
+    total, taken, told = memory.numel(), 0, time.monotonic()
+    if not total:
+        return
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(workers, -(-total // PIECE_BYTES))) as threads:
+        pieces = memory.split(PIECE_BYTES)
+        for first in range(0, len(pieces), workers):
+            check_host_budget(total - taken, free())
+            taken += sum(threads.map(_touch, pieces[first : first + workers]))
+            if taken < total and time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                logger.info("megakv.offload.host_gb: %s of %s taken", in_units(taken), in_units(total))
+
+
+def _touch(piece: Tensor) -> int:
+    """Write to every page; torch lets other threads of Python work meanwhile."""
+    piece[::PAGE_BYTES].zero_()
+    piece[-1:].zero_()
+    return piece.numel()
+
+
 class HostTier:
-    """Host memory, taken once: its size is exactly the budget.
+    """Host memory, taken once: its size is exactly the budget, and all of it is there.
 
     Parameters
     ----------
@@ -118,6 +185,8 @@ class HostTier:
         Bytes.
     pin : bool
         Whether to page-lock it, so that an accelerator copies at full speed beside computation.
+    free : callable
+        See `take_memory`.
 
     Raises
     ------
@@ -128,10 +197,11 @@ class HostTier:
     name = "host"
     io: str | None = None
 
-    def __init__(self, budget: int, *, pin: bool = False):
-        check_host_budget(budget, available_memory())
+    def __init__(self, budget: int, *, pin: bool = False, free: Callable[[], int | None] = available_memory):
+        check_host_budget(budget, free())
         self.budget = budget
         self._memory = host_memory(budget)
+        take_memory(self._memory, free)
         self._typed: dict[torch.dtype, Tensor] = {}
         self._pinned: list[int] = []
         if pin:

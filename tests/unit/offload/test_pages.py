@@ -130,19 +130,53 @@ def test_ranks_of_a_host_share_its_memory() -> None:
         check_host_budget(4 << 30, 12 << 30, ranks=4)
 
 
-def test_a_control_group_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("memory.max", "memory.current", "inactive_file")
-    monkeypatch.setattr(tiers, "CONTROL_GROUPS", {str(tmp_path): names, str(tmp_path / "missing"): names})
-    whole = available_memory()
-    for name, text in (
-        ("memory.max", "max"),
-        ("memory.current", "7000"),
-        ("memory.stat", "file 30\ninactive_file 500"),
-    ):
-        (tmp_path / name).write_text(text)
-    assert whole is not None and available_memory() == pytest.approx(whole, rel=0.2)
-    (tmp_path / "memory.max").write_text("9000\n")
-    assert available_memory() == 2500
+def write_group(folder: Path, names: tuple[str, str], limit: str, used: int, inactive: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip((*names, "memory.stat"), (limit, f"{used}\n", f"file 30\n{inactive} 500"), strict=True):
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_control_groups_limit_memory(version: int, tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 90 kB\nMemFree: 2 kB\nMemAvailable: 40 kB\nHugePages_Total: 0\n")
+    assert available_memory(tmp_path) == 40 << 10
+    line, root, names, inactive = {
+        1: ("4:memory:/jobs/mine", "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_inactive_file"),
+        2: ("0::/jobs/mine", "sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"),
+    }[version]  # fmt: skip
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/other\n8:cpu,cpuacct:/\n{line}\n")
+    write_group(tmp_path / root / "other", names, "10", 5, inactive)
+    assert available_memory(tmp_path) == 40 << 10
+    # Without a limit; in the group itself; in the one around it; and at the top, as a container sees its own.
+    write_group(tmp_path / root / "jobs/mine", names, "max", 7000, inactive)
+    assert available_memory(tmp_path) == 40 << 10
+    write_group(tmp_path / root / "jobs/mine", names, "9000\n", 7000, inactive)
+    assert available_memory(tmp_path) == 2500
+    write_group(tmp_path / root / "jobs", names, "9000", 7700, inactive)
+    assert available_memory(tmp_path) == 1800
+    write_group(tmp_path / root, names, "9000", 8100, inactive)
+    assert available_memory(tmp_path) == 1400
+
+
+def test_host_memory_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> int:
+        return sum(int(line.split()[1]) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+                   if line.startswith("Anonymous:")) << 10  # fmt: skip
+
+    monkeypatch.setattr(tiers, "PIECE_BYTES", 3 << 20)
+    size, before = (40 << 20) + 12345, held()
+    tier = HostTier(size)
+    assert held() - before >= 0.99 * size
+    tier.close()
+    # What others take in the midst of it is noticed before the rest is asked for, and all is given back.
+    monkeypatch.setattr(tiers, "PIECE_BYTES", 64 << 10)
+    left = iter([size, size, 5 << 20])
+    with pytest.raises(ValueError, match=r"host_gb asks for .* MiB of host memory, 5.00 MiB are free"):
+        HostTier(size, free=lambda: next(left))
+    assert held() - before < 0.2 * size
 
 
 class Driver:
