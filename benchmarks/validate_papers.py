@@ -34,10 +34,11 @@ def show(summary: Mapping[str, Any]) -> None:
         errors = [_share(table[f"{use}_error"]) for use in ("fitted_median", "held_out_median", "held_out_largest")]
         lines.append([name, str(table["cells"]), *errors, f"{table['right_winners']} of {table['pairs']}"])
     print(align(lines))
-    lines = [["headline", "published", "predicted", "error"]]
+    lines = [["headline", "published", "predicted", "error", "use"]]
     for name, entry in summary["headlines"].items():
         mark = "" if entry["within_bar"] else " beyond 15%"
-        lines.append([name, f"{entry['published']:.4g}", f"{entry['predicted']:.4g}", f"{entry['error']:+.1%}{mark}"])
+        error = f"{entry['error']:+.1%}{mark}"
+        lines.append([name, f"{entry['published']:.4g}", f"{entry['predicted']:.4g}", error, entry["use"]])
     print("\n" + align(lines))
     winners = summary["winners"]
     print(
@@ -46,6 +47,9 @@ def show(summary: Mapping[str, Any]) -> None:
     )
     for pair in winners["wrong"]:
         print(f"  wrong: {pair['table']}: {pair['cells']}")
+    for group, names in summary["constants_at_bounds"].items():
+        if names:
+            print(f"at a bound of the search: {', '.join(names)} of {group}")
 
 
 def _share(value: float | None) -> str:

@@ -6,7 +6,8 @@ Two marks, invisible where Markdown is rendered, say what is computed:
 - ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
   benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
   The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, and ``median``, ``max`` and
-  ``min`` end it. With ``%`` behind the number it is 100 times the file's, with ``MiB`` or ``ms`` in that unit.
+  ``min`` end it. With ``%`` behind the number it is 100 times the file's, with ``MiB``, ``ms``, ``GB/s`` or
+  ``TFLOP/s`` in that unit.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from recipes.common.catalogue import load_recipe, names  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
 
 FIGURE = re.compile(
-    r"(?P<shown>\d[\d,]*(?:\.\d+)?)(?P<unit> ?(?:%|MiB|ms))?<!-- figure: (?P<file>\S+) (?P<path>.+?) -->"
+    r"(?P<shown>\d[\d,]*(?:\.\d+)?)(?P<unit> ?(?:%|MiB|ms|GB/s|TFLOP/s))?<!-- figure: (?P<file>\S+) (?P<path>.+?) -->"
 )
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-UNITS = {"": 1.0, "%": 100.0, "MiB": 2.0**-20, "ms": 1e3}
+UNITS = {"": 1.0, "%": 100.0, "MiB": 2.0**-20, "ms": 1e3, "GB/s": 1e-9, "TFLOP/s": 1e-12}
 ENDS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "max": max, "min": min}
 
 

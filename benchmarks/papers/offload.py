@@ -34,8 +34,12 @@ SMALL_CONSTANTS = {
 
 def fit(cells: Sequence[Cell]) -> dict[str, float]:
     """Constants of one half of the cells of Tables 3 and 4, or of Table 5."""
-    small = cells[0].table.name in SMALL_GPU
-    return fitted(cells, SMALL_CONSTANTS if small else CONSTANTS, predict)
+    return fitted(cells, constants_of(cells), predict)
+
+
+def constants_of(cells: Sequence[Cell]) -> dict[str, Constant]:
+    """Those of the cells' machine."""
+    return SMALL_CONSTANTS if cells[0].table.name in SMALL_GPU else CONSTANTS
 
 
 def predict(cell: Cell, constants: Constants) -> float:

@@ -97,6 +97,22 @@ class Cell:
         return self.table.use(self.row, self.column)
 
 
+@dataclass(frozen=True)
+class Headline:
+    """A figure that a paper puts first.
+
+    Parameters
+    ----------
+    published, predicted : float
+    use : str
+        That of its cell, or of the cell that it follows from; ``reported``: neither fitted nor judged.
+    """
+
+    published: float
+    predicted: float
+    use: Use
+
+
 def load_tables(path: Path = PATH) -> dict[str, Table]:
     """The published tables by name.
 

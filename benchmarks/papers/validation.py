@@ -8,7 +8,9 @@ from statistics import median
 from typing import Any
 
 from . import context_parallel, fairkv, offload
-from .published import Cell, Table, cells_of, pairs_of
+from .fit import at_bounds
+from .published import Cell, Headline, Table, cells_of, pairs_of
+from .runahead import CONSTANTS as RUNAHEAD_CONSTANTS
 from .runahead import NAMES as RUNAHEAD_NAMES
 from .runahead import RunaheadTables
 
@@ -26,13 +28,16 @@ class Validation:
         By table, row and column.
     constants : dict
         Fitted, by group of tables that share them.
+    at_bounds : dict
+        Of these, the names of those whose search ended at a bound.
     headlines : dict
-        Published and predicted, by name.
+        By name.
     """
 
     predicted: dict[tuple[str, int, int], float] = field(default_factory=dict)
     constants: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    headlines: dict[str, tuple[float, float]] = field(default_factory=dict)
+    at_bounds: dict[str, list[str]] = field(default_factory=dict)
+    headlines: dict[str, Headline] = field(default_factory=dict)
 
     def of(self, cell: Cell) -> float:
         """The prediction of a cell."""
@@ -59,18 +64,21 @@ def validate(tables: Mapping[str, Table]) -> Validation:
     chains = RunaheadTables()
     fitted = chains.fit(known)
     found.constants["runahead"] = fitted
+    found.at_bounds["runahead"] = at_bounds(fitted, RUNAHEAD_CONSTANTS)
     found.add(known, lambda cell: chains.predict(cell, fitted))
 
     known = cells(context_parallel.NAMES)
     rings = context_parallel.fit(known)
     found.constants["context_parallel"] = rings
+    found.at_bounds["context_parallel"] = at_bounds(rings, context_parallel.CONSTANTS)
     found.add(known, lambda cell: context_parallel.predict(cell, rings))
-    found.headlines |= context_parallel.headlines(rings)
+    found.headlines |= context_parallel.headlines(rings, tables[context_parallel.WHOLE_PROMPTS])
 
     for group, names in (("kvpr_a100", offload.LARGE_GPU), ("kvpr_rtx5000", offload.SMALL_GPU)):
         known = cells(names)
         link = offload.fit(known)
         found.constants[group] = link
+        found.at_bounds[group] = at_bounds(link, offload.constants_of(known))
         found.add(known, lambda cell, link=link: offload.predict(cell, link))  # type: ignore[misc]
 
     known = cells(fairkv.NAMES)
@@ -81,7 +89,7 @@ def validate(tables: Mapping[str, Table]) -> Validation:
         setting = cell.setting
         gain = fairkv.gain(skews[setting["model"]], tp=setting["tp"], copied=setting["copied"])
         found.add([cell], lambda _, gain=gain: gain)  # type: ignore[misc]
-        found.headlines[FAIRKV_HEADLINE] = (cell.value, gain)
+        found.headlines[FAIRKV_HEADLINE] = Headline(cell.value, gain, cell.use)
     return found
 
 
@@ -124,14 +132,16 @@ def summarise(tables: Mapping[str, Table], found: Validation) -> dict[str, Any]:
         },
         "headlines": {
             name: {
-                "published": published,
-                "predicted": predicted,
-                "error": predicted / published - 1,
-                "within_bar": abs(predicted / published - 1) <= HEADLINE_BAR,
+                "published": each.published,
+                "predicted": each.predicted,
+                "error": each.predicted / each.published - 1,
+                "within_bar": abs(each.predicted / each.published - 1) <= HEADLINE_BAR,
+                "use": each.use,
             }
-            for name, (published, predicted) in found.headlines.items()
+            for name, each in found.headlines.items()
         },
         "constants": found.constants,
+        "constants_at_bounds": found.at_bounds,
         "reported": {
             "context_parallel_tipping_point": context_parallel.around_the_tipping_point(
                 found.constants["context_parallel"], tables[context_parallel.BREAKDOWN]

@@ -181,7 +181,7 @@ class Chain:
             chunks[-1] = self._chunks(kind, counts, rank, incoming, asked)
         work = LayerWork(before, local, chunks, after)
         # A layer's kernels take their time to issue, however short they are.
-        waits = np.maximum(0.0, self._profile.launch_s - work.total) + self._profile.layer_s
+        waits = np.maximum(0.0, self._profile.launch_s - work.total)
         return replace(work, after=after + waits)
 
     def _local(self, kind: int, rows: Sequence[int], cached: Sequence[int], size: int) -> float:

@@ -145,12 +145,11 @@ class HardwareProfile(Record):
         `exchange`.
     matmul_fp8 : Curve, optional
         `matmul` for row-wise FP8 weights. None: as `matmul`.
+    recompute_flops : float, optional
+        Operations per second of recomputing keys and values from activations (KVPR). None: as large matrix products.
     launch_s : float
         Seconds that issuing a layer's kernels takes: no layer is faster, however little it computes. 0 where the
         processor that issues them is the one that computes.
-    layer_s : float
-        Seconds of a layer's pass over a prompt that nothing hides and that do not grow with it: host and accelerator
-        waiting for each other.
     issue_s : float
         Seconds that a layer's small operations take to be called, one by one, where the processor that calls them is
         the one that computes.
@@ -202,8 +201,8 @@ class HardwareProfile(Record):
     exchange_inside: Curve | None = None
     exchange_collective: Curve | None = None
     matmul_fp8: Curve | None = None
+    recompute_flops: float | None = Field(default=None, gt=0)
     launch_s: Overhead = 0.0
-    layer_s: Overhead = 0.0
     issue_s: Overhead = 0.0
     pass_s: Overhead = 0.0
     step_s: Overhead = 0.0
@@ -244,8 +243,8 @@ class HardwareProfile(Record):
         return next(found, None)
 
     def idle_s(self, work_s: float) -> float:
-        """Seconds of a layer beside its work: until its kernels are issued, and what every layer takes besides."""
-        return max(0.0, self.launch_s - work_s) + self.layer_s
+        """Seconds of a layer beside its work: until its kernels are issued."""
+        return max(0.0, self.launch_s - work_s)
 
     @property
     def page_s(self) -> float:

@@ -88,6 +88,8 @@ class MachineSpec(Record):
         Space on the disk of one host; its accelerators share it. None: not known, and not limited.
     matmul_efficiency, attention_efficiency, memory_efficiency : float
         What part of the peaks matrix products, attention and reading memory reach.
+    recompute_efficiency : float, optional
+        What part of the peak recomputing keys and values from activations reaches (KVPR). None: as matrix products.
     causal_share : float
         What part of a causal square's scores attention computes: half where masked ones are skipped, 1 where all are
         computed first and masked then.
@@ -97,7 +99,7 @@ class MachineSpec(Record):
         As in a profile: 0 where messages take nothing from what computes.
     kernel_s : float
         Seconds that a kernel takes at least.
-    launch_s, layer_s : float
+    launch_s : float
         As in a profile.
     step_s : float
         Seconds of each of a method's steps that the host takes to issue it.
@@ -125,13 +127,13 @@ class MachineSpec(Record):
     matmul_efficiency: float = Field(gt=0, le=1)
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
+    recompute_efficiency: float | None = Field(default=None, gt=0, le=1)
     causal_share: float = Field(default=0.5, gt=0, le=1)
     score_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     exposed_transfer: Share = 0.0
     exposed_compute: Share = 0.0
     kernel_s: Positive = 2e-6
     launch_s: Overhead = 0.0
-    layer_s: Overhead = 0.0
     step_s: Overhead = 0.0
     collective_s: Overhead = 0.0
 
@@ -203,7 +205,7 @@ class MachineSpec(Record):
             all_gather=ring.collective(messages=others, fixed_s=self.collective_s),
             step_overhead_s=dict.fromkeys(METHODS, 0.0 if captured else self.step_s),
             launch_s=0.0 if captured else self.launch_s,
-            layer_s=0.0 if captured else self.layer_s,
+            recompute_flops=None if self.recompute_efficiency is None else self.peak_flops * self.recompute_efficiency,
             host_link=self.host.curve(),
             host_memory_bandwidth=self.host_memory_bandwidth,
             disk_bandwidth=self.disk_bandwidth,
@@ -259,7 +261,7 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
             "--json FILE, or add memory_bytes to it"
         )
     table = next(table for table in profile.attention if table.kernel == "flash")
-    peak = max(profile.matmul_flops, table.flops)
+    peak = max(profile.matmul_flops, table.flops, profile.recompute_flops or 0.0)
     links = [
         Link(bandwidth=curve.bandwidth, latency_s=curve.latency)
         for curve in (
@@ -285,8 +287,8 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         matmul_efficiency=profile.matmul_flops / peak,
         attention_efficiency=table.flops / peak,
         memory_efficiency=1.0,
+        recompute_efficiency=None if profile.recompute_flops is None else profile.recompute_flops / peak,
         exposed_transfer=profile.exposed_transfer,
         exposed_compute=profile.exposed_compute,
         launch_s=profile.launch_s,
-        layer_s=profile.layer_s,
     )

@@ -46,7 +46,7 @@ def layer_costs(
     """
     shape = model.attention(tp_size=tp_size)
     width = shape.kv_heads * (shape.key_dim + shape.value_dim)
-    most, bandwidth, host_attend_s = profile.matmul.sizes[-1], link.bandwidth, 0.0
+    bandwidth, host_attend_s = link.bandwidth, 0.0
     if profile.host_memory_bandwidth is not None:
         bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
         host_attend_s = shared_attend_seconds(shape.kv_row_bytes / profile.host_memory_bandwidth, sharers)
@@ -56,7 +56,7 @@ def layer_costs(
         activation_s=inputs / bandwidth,
         disk_kv_s=disk_seconds(shape.kv_row_bytes, bandwidth, disk),
         disk_activation_s=disk_seconds(inputs, bandwidth, disk),
-        recompute_s=model.hidden * width * profile.matmul.at(most) / most,
+        recompute_s=2 * model.hidden * width / (profile.recompute_flops or profile.matmul_flops),
         transfer_s=link.latency,
         device_s=device_s,
         host_attend_s=host_attend_s,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import context_parallel, fairkv, offload
-from benchmarks.papers.fit import Constant, Constants, fitted
+from benchmarks.papers.fit import Constant, Constants, at_bounds, fitted
 from benchmarks.papers.published import PATH, Cell, Table, cells_of, load_tables, pairs_of
 from benchmarks.papers.runahead import CONSTANTS, NAMES, RunaheadTables
 
@@ -78,6 +78,9 @@ def test_a_fit_finds_the_constants_and_looks_at_no_held_out_cell() -> None:
     table = blank.model_copy(update={"values": values})
     start = {name: Constant(1.0, 0.1, 10.0) for name in truth}
     assert fitted(cells_of(table), start, predict) == pytest.approx(truth, rel=1e-3)
+    assert at_bounds(truth, start) == []
+    tight = {**start, "b": Constant(0.6 * truth["b"], 0.1, 0.8 * truth["b"])}
+    assert at_bounds(fitted(cells_of(table), tight, predict), tight) == ["b"]
 
 
 def test_the_papers_own_breakdown_has_its_tipping_point_below_three_per_cent() -> None:
@@ -98,9 +101,19 @@ def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:
         assert tables.predict(cell, chain) == pytest.approx(cell.value, rel=0.15)
 
     rings = context_parallel.fit([c for name in context_parallel.NAMES for c in cells_of(TABLES[name])])
+    headlines = context_parallel.headlines(rings, TABLES[context_parallel.WHOLE_PROMPTS])
     for name in ("ttft_128k_16_hosts_s", "ttft_1m_16_hosts_s", "flops_per_gpu"):
-        published, predicted = context_parallel.headlines(rings)[name]
-        assert predicted == pytest.approx(published, rel=0.15)
+        assert headlines[name].predicted == pytest.approx(headlines[name].published, rel=0.15)
+    # Of the three whole prompts the fit has seen two.
+    uses = {name: headlines[name].use for name in list(headlines)[:3]}
+    assert uses == {
+        "ttft_128k_16_hosts_s": "held_out",
+        "ttft_128k_8_hosts_s": "fitted",
+        "ttft_1m_16_hosts_s": "fitted",
+    }
+    # What only the paper's partial prefill takes: as much as the same prompt differs by between Tables 4 and 7.
+    assert rings[context_parallel.PARTIAL] == pytest.approx((11.46215 - 10.95) / 126, rel=0.15)
+    assert at_bounds(rings, context_parallel.CONSTANTS) == []
 
     known = cells_of(TABLES["kvpr_table_5"])
     link = offload.fit(known)

@@ -12,6 +12,7 @@ from transformers import OPTConfig
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.offload import LayerCosts, shown_parts, steady_seconds
 from megakv.costmodel.offload_time import (
     CHUNK_TOKENS,
@@ -33,9 +34,9 @@ MODEL = ModelShape.from_config(
 )
 
 
-def ttit(batch: int, tokens: int, **how: object) -> float:
+def ttit(batch: int, tokens: int, profile: HardwareProfile = PROFILE, **how: object) -> float:
     step = Workload((1,) * batch, (tokens,) * batch, 1)
-    return offloaded_ttit(PROFILE, LINK, MODEL, step, "pass_q", **how)  # type: ignore[arg-type]
+    return offloaded_ttit(profile, LINK, MODEL, step, "pass_q", **how)  # type: ignore[arg-type]
 
 
 def test_a_step_is_as_long_as_its_transfers() -> None:
@@ -52,8 +53,17 @@ def test_auto_is_the_fastest_plan() -> None:
     batch, tokens = random.randint(4, 32), random.randint(200, 2000)
     plans = {name: ttit(batch, tokens, plan=name) for name in ("stream", "kvpr", "chunked")}
     assert ttit(batch, tokens) == min(plans.values())
-    # Activations are half of keys and values here: recomputing some pays.
-    assert plans["kvpr"] < plans["stream"]
+    # Activations are half of keys and values here: recomputing some pays on an accelerator that reaches its peak.
+    fast = PROFILE.model_copy(update={"recompute_flops": None, "launch_s": 0.0})
+    assert ttit(batch, tokens, fast, plan="kvpr") < ttit(batch, tokens, fast, plan="stream")
+
+
+def test_recomputation_is_as_fast_as_the_machine_says() -> None:
+    flops = random.uniform(1e12, 1e14)
+    known = layer_costs(PROFILE.model_copy(update={"recompute_flops": flops}), LINK, MODEL)
+    assert known.recompute_s == pytest.approx(4 * 2048**2 / flops)
+    unknown = layer_costs(PROFILE.model_copy(update={"recompute_flops": None}), LINK, MODEL)
+    assert unknown.recompute_s == pytest.approx(4 * 2048**2 / PROFILE.matmul_flops)
 
 
 def test_groups_share_the_weights() -> None:

@@ -21,6 +21,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.tensor_parallel import all_reduce_seconds
 from tests.unit.costmodel.profiles import ideal
 
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 LLAMA3_405B = ModelShape.from_config(
     LlamaConfig(
         hidden_size=16384,
@@ -63,6 +64,23 @@ def test_a_preset_reaches_what_its_data_sheet_says() -> None:
     # One row reads one KV head's keys and values, once for all heads that share them.
     one = (kernels.block(1, keys) - spec.kernel_s) * spec.memory_bandwidth * spec.memory_efficiency
     assert one == pytest.approx(keys * 2 * 128 * 2, rel=0.01)
+
+
+def test_presets_are_what_the_papers_times_say() -> None:
+    """Plans and simulations start from the constants that benchmarks/validate_papers.py found."""
+    found = json.loads((RESULTS / "validate_papers.json").read_text())["summary"]["constants"]
+    h100, a100 = PRESETS["h100-rdma"], PRESETS["a100-nvlink"]
+    rings, chains, link = found["context_parallel"], found["runahead"], found["kvpr_a100"]
+    for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "step_s", "collective_s"):
+        assert getattr(h100, name) == pytest.approx(rings[name], rel=0.01), name
+    assert h100.between.bandwidth == pytest.approx(rings["between_bandwidth"], rel=0.01)
+    assert h100.between.latency_s == pytest.approx(rings["between_latency_s"], rel=0.01)
+    assert h100.between.collective_bandwidth == pytest.approx(rings["collective_bandwidth"], rel=0.01)
+    for name in ("matmul_efficiency", "launch_s"):
+        assert getattr(a100, name) == pytest.approx(chains[name], rel=0.01), name
+    for spec in (a100, PRESETS["a100-pcie4"]):
+        assert spec.profile().recompute_flops == pytest.approx(link["recompute_flops"], rel=0.01)
+        assert spec.host.bandwidth == pytest.approx(link["link_bytes_s"], rel=0.01)
 
 
 def test_a_ring_inside_a_host_has_the_links_inside() -> None:
