@@ -29,7 +29,6 @@ import megakv.launcher.run  # noqa: F401  what most scripts need
 PATIENCE_S = 30.0
 # How long processes may take to go after the last rank has ended before they count as left over.
 GRACE_S = 5.0
-SERVER = os.getpid()
 PARENT = os.getppid()
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -106,8 +105,9 @@ def wait_for_ranks(pids: list[int], deadline: float) -> list[int | None]:
     """Exit statuses of all ranks, None for those that had to be killed at the deadline."""
     codes: list[int | None] = [None] * len(pids)
     failed: float | None = None
+    parent = os.getppid()
     while None in codes:
-        if time.monotonic() > deadline or os.getppid() != SERVER:
+        if time.monotonic() > deadline or os.getppid() != parent:
             return codes
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:

@@ -190,7 +190,8 @@ class Script:
     def _how(self, batch: int, spare: int) -> Action:
         """Options of `generate`, and what listens or interferes."""
         rng = self._rng
-        options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 7), "pad_token_id": 0, "do_sample": False}
+        # Not 0: where beams end early, transformers takes that for none.
+        options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 7), "pad_token_id": 2, "do_sample": False}
         kind = rng.choice(("greedy", "greedy", "sampled", "beams", "sampled beams"))
         if "sampled" in kind:
             options |= {"do_sample": True, "top_k": rng.choice((0, 5, 30)), "temperature": rng.choice((0.7, 1.0, 2.0))}

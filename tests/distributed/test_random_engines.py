@@ -50,17 +50,18 @@ def test_random_engines_are_the_plain_model(
     kinds = Counter(next((kind for kind in ("failure", "tie", "refused") if kind in line), "equal") for line in lines)
     print(f"{len(lines)} cases on {ranks} ranks: {dict(kinds)}; actions:", sum(x.get("actions", 0) for x in lines))
     print("refused:", *sorted({line["refused"] for line in lines if "refused" in line}), sep="\n  ")
-    failures = [line for line in lines if any("failure" in name for name in line)]
-    assert not failures, replay(failures, ranks)
+    failures = replay(lines, ranks)
+    assert not failures, failures
     assert len(lines) >= count
     assert kinds["refused"] <= REFUSED * len(lines) + 3 and kinds["tie"] <= TIES * len(lines) + 1, kinds
 
 
-def replay(failures: list[dict[str, Any]], ranks: int) -> str:
+def replay(lines: list[dict[str, Any]], ranks: int) -> str:
     """What went wrong, and how to run each of them alone."""
     command = "MEGAKV_TEST_SEED={} pytest 'tests/distributed/test_random_engines.py' -k '{}' --cases 1"
     return "\n\n".join(
         f"{command.format(line['seed'], ranks)}\n"
         + "\n".join(f"{name}: {text}" for name, text in line.items() if "failure" in name)
-        for line in failures
+        for line in lines
+        if any("failure" in name for name in line)
     )

@@ -8,6 +8,7 @@ WORK_DIR/running names the case under way. Sessions that fewer ranks go on with,
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -86,7 +88,8 @@ def leaks(before: tuple[int, int]) -> str | None:
     deadline = time.monotonic() + 3
     while any(now > then for now, then in zip(resources(), before, strict=True)):
         if time.monotonic() > deadline:
-            return f"threads and files after destroy(): {resources()}, before the engine: {before}"
+            threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+            return f"threads and files after destroy(): {resources()} {threads}, before the engine: {before}"
         time.sleep(0.01)
     return None
 
@@ -166,6 +169,8 @@ def main() -> None:
     quiet_libraries()
     disable_progress_bar()
     set_verbosity_error()
+    # Its watch over progress bars stays, once there was one.
+    tqdm(total=1, file=io.StringIO()).close()
     start_distributed(tp_only=False, timeout_s=300)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cases, held = draw_all(folder, seeds), None
