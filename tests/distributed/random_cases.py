@@ -17,7 +17,7 @@ KNOWN = {
     9: "a streamer or a stopping criterion that raises on rank 0",
     10: "one generate under torch.inference_mode() breaks every later one outside it",
     12: "destroy() leaves the attention of a module that was given changed, and a failing start its threads and files",
-    13: "prefill_chunk_size with a first chunk of padding only",
+    13: "prefill_chunk_size with a chunk of padding only",
 }
 """Defects that are known and not mended yet, by their number: cases stay clear of them. Delete what is mended."""
 
@@ -128,12 +128,13 @@ class Script:
         self.saved: dict[str, tuple[int, int]] = {}
         self._names = iter("abcdefghijklmnopqrstuvwxyz")
         self._answered = ""
+        self._padded = False
         self._first: list[Action] = []
 
     def take_over(self, other: Script) -> None:
         """Begin with a session that another script saved."""
         name = self._rng.choice(list(other.saved))
-        self.saved, self._names = dict(other.saved), other._names
+        self.saved, self._names, self._padded = dict(other.saved), other._names, other._padded
         self._first = [self._restore(name)]
 
     def draw(self) -> list[Action]:
@@ -179,7 +180,7 @@ class Script:
     def _generate(self) -> Action:
         rng = self._rng
         action = {"do": "generate", **self._rows(longest=120), "seed": rng.getrandbits(31)}
-        action |= self._how(len(action["rows"]), action["spare"])
+        action |= self._how(len(action["rows"]), bool(action["spare"]))
         options = action["options"]
         if options.get("num_beams") and rng.random() < 0.5:
             options["num_return_sequences"] = rng.randint(1, options["num_beams"])
@@ -187,7 +188,7 @@ class Script:
             options["use_cache"] = False
         return action
 
-    def _how(self, batch: int, spare: int) -> Action:
+    def _how(self, batch: int, spare: bool) -> Action:
         """Options of `generate`, and what listens or interferes."""
         rng = self._rng
         # Not 0: where beams end early, transformers takes that for none.
@@ -236,7 +237,9 @@ class Script:
             # Nothing new: the answer goes on.
             rows = {"rows": [0] * batch, "side": "left", "spare": 0}
         self._answered = name
-        action = {"do": "turn", "name": name, **rows, "seed": rng.getrandbits(31), **self._how(batch, rows["spare"])}
+        # Beams leave what they were given uncached: a later turn's chunks begin there.
+        self._padded |= bool(rows["spare"])
+        action = {"do": "turn", "name": name, **rows, "seed": rng.getrandbits(31), **self._how(batch, self._padded)}
         slots += max(rows["rows"]) + rows["spare"] + action["options"]["max_new_tokens"]
         self._open[name] = (batch, slots)
         if slots > LONGEST:
