@@ -1,42 +1,103 @@
 """Fair-copying: one layer's KV heads on ranks, some with replicas (FairKV-DP, Section 4 and Algorithms 1-2).
 
-Algorithm 1 lists how often each head is copied, Algorithm 2 tries every way to place the replicas. Both are here a
-search with bounds (`megakv.fairkv.schemes`) where replicas share a head equally. Where they may share it in any way the
-search is smaller: replicas and ranks form a forest, so with C copies the ranks fall into R - C groups, and inside a
-group of s ranks McNaughton's wrap-around rule makes all of them equally loaded with s - 1 cuts.
+Where replicas share a head equally, the schemes are Algorithm 1's; Algorithm 2's exhaustive placing of each is replaced
+by `megakv.fairkv.assignment`. Where they may share it in any way there are fewer: replicas and ranks form a forest, so
+with C copies the ranks fall into R - C groups, and inside a group of s ranks McNaughton's wrap-around rule makes all of
+them equally loaded with s - 1 cuts. A scheme then says how many ranks each group has. Without copies it is one of each:
+the paper's best-effort assignment (FairKV-NoDP).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from math import ceil, comb
 from typing import Literal
 
-from megakv.fairkv.assignment import NODES, TOLERANCE, group_heads, positive
+import numpy as np
+
+from megakv.fairkv.assignment import NODES, TOLERANCE, Schemes, assign, positive
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.limits import CopyLimits
-from megakv.fairkv.schemes import place_evenly
 from megakv.fairkv.splitting import split_heads
 
 Split = Literal["even", "free"]
 
+MOST_SCHEMES = 12_000
+
 
 @dataclass(frozen=True)
 class LayerSolution:
-    """A layer's mapping and how good it is.
-
-    Parameters
-    ----------
-    mapping : LayerMapping
-    slowest : float
-        Load of its slowest rank.
-    bound : float
-        No mapping within the limits is below it; equal to `slowest` where that is proven to be the optimum.
-    """
+    """A layer's mapping, the load of its slowest rank, and a bound that no mapping within the limits is below."""
 
     mapping: LayerMapping
     slowest: float
     bound: float
+
+
+def copy_schemes(heads: int, copies: int, *, max_replicas: int, copied_heads: int) -> Iterator[tuple[int, ...]]:
+    """Algorithm 1: every way to give heads extra replicas, which the paper's listing does not bound.
+
+    Parameters
+    ----------
+    heads : int
+    copies : int
+        C: extra replicas of all heads together, at most.
+    max_replicas : int
+        R_max: of one head.
+    copied_heads : int
+        CH: heads with more than one replica, at most.
+
+    Yields
+    ------
+    tuple of int
+        Replicas of each head.
+    """
+    if not heads:
+        yield ()
+        return
+    for extra in range((min(copies, max_replicas - 1) if copied_heads else 0) + 1):
+        rest = copy_schemes(
+            heads - 1, copies - extra, max_replicas=max_replicas, copied_heads=copied_heads - bool(extra)
+        )
+        for scheme in rest:
+            yield (1 + extra, *scheme)
+
+
+@lru_cache(maxsize=32)
+def _even_schemes(heads: int, limits: CopyLimits) -> Schemes:
+    """Where there are too many, only the largest heads are copied: as many of them as keep the table small."""
+    copied = heads if limits.copied_heads is None else limits.copied_heads
+    copies, largest = limits.most(heads), heads
+    while largest > 1 and comb(largest + copies, copies) > MOST_SCHEMES:
+        largest -= 1
+    while True:
+        rows = list(copy_schemes(largest, copies, max_replicas=limits.replicas, copied_heads=copied))
+        table = np.ones((len(rows), heads), dtype=np.int64)
+        table[:, :largest] = rows
+        table = table[table.sum(axis=1) >= limits.tp_size]
+        if len(table):
+            return Schemes(table, np.ones((len(table), limits.tp_size), dtype=np.int64), largest == heads)
+        largest += 1
+
+
+def _sizes(groups: int, ranks: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write `ranks` as so many positive numbers, the largest first, the most equal ones first."""
+    if groups == 0:
+        yield ()
+        return
+    for first in range(ceil(ranks / groups), min(most, ranks - groups + 1) + 1):
+        for rest in _sizes(groups - 1, ranks - first, first):
+            yield (first, *rest)
+
+
+@lru_cache(maxsize=32)
+def _group_schemes(heads: int, groups: int, ranks: int) -> Schemes:
+    rows = list(islice(_sizes(groups, ranks, ranks), MOST_SCHEMES + 1))
+    speeds = np.array(rows[:MOST_SCHEMES], dtype=np.int64)
+    return Schemes(np.ones((len(speeds), heads), dtype=np.int64), speeds, len(rows) <= MOST_SCHEMES)
 
 
 def wrap_around(weights: Sequence[float], members: Sequence[int], ranks: Sequence[int]) -> dict[int, dict[int, float]]:
@@ -71,55 +132,59 @@ def wrap_around(weights: Sequence[float], members: Sequence[int], ranks: Sequenc
     return parts
 
 
-def copy_freely(weights: Sequence[float], limits: CopyLimits, *, nodes: int = NODES) -> LayerSolution:
-    """The mapping whose slowest rank is fastest when replicas may share a head in any way.
-
-    Exact where neither R_max nor CH rules the optimum out; then the better of two that keep them: smaller groups, and
-    the best with equal shares, its shares made the best for that placement.
-    """
-    size, raised = limits.tp_size, positive(weights)
-    grouping = group_heads(raised, max(1, size - limits.copies), size, nodes=nodes)
-    mapping = _cut(raised, grouping.members, grouping.ranks)
-    # What was added to heads that keep nothing is no part of the bound.
-    bound = max(0.0, grouping.bound - (sum(raised) - sum(weights)))
-    if not limits.allow([len(held) for held in mapping.ranks]):
-        return _within_limits(weights, limits, bound, nodes)
-    return LayerSolution(mapping, max(mapping.loads(weights, size)), bound)
+def _filled(held: list[tuple[int, ...]], places: int) -> list[tuple[int, ...]]:
+    """The same with a replica at every place: an empty one takes the smallest of one that has several."""
+    count = [sum(place in at for at in held) for place in range(places)]
+    for empty in [place for place in range(places) if not count[place]]:
+        full = max(range(places), key=count.__getitem__)
+        head = max(head for head, at in enumerate(held) if full in at)
+        held[head] = tuple(empty if place == full else place for place in held[head])
+        count[full], count[empty] = count[full] - 1, 1
+    return held
 
 
-def _cut(weights: Sequence[float], members: Sequence[Sequence[int]], ranks: Sequence[int]) -> LayerMapping:
+def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int) -> LayerSolution:
+    """Heads, the largest first, in groups of ranks that share them by the wrap-around rule."""
+    found = assign(weights, _group_schemes(len(weights), groups, size), nodes=nodes)
+    members: list[list[int]] = [[] for _ in range(groups)]
+    for head, (group,) in enumerate(_filled(found.places, groups)):
+        members[group].append(head)
+    sums, ranks = [sum(weights[head] for head in group) for group in members], [1] * groups
+    for _ in range(size - groups):
+        ranks[max(range(groups), key=lambda group: sums[group] / ranks[group])] += 1
     parts: list[dict[int, float]] = [{} for _ in weights]
-    first = 0
-    for group, count in zip(members, ranks, strict=True):
+    for group, held in enumerate(members):
         # The largest first: fewer heads have more than two replicas, and the small ones stay whole.
-        largest = sorted(group, key=lambda head: -weights[head])
-        for head, part in wrap_around(weights, largest, range(first, first + count)).items():
+        first = sum(ranks[:group])
+        for head, part in wrap_around(weights, held, range(first, first + ranks[group])).items():
             parts[head] = part
-        first += count
-    return LayerMapping.of(parts)
+    mapping = LayerMapping.of(parts)
+    return LayerSolution(mapping, max(mapping.loads(weights, size)), found.bound)
 
 
-def _within_limits(weights: Sequence[float], limits: CopyLimits, bound: float, nodes: int) -> LayerSolution:
-    size, raised = limits.tp_size, positive(weights)
-    even = place_evenly(weights, limits, nodes=nodes)
+def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSolution:
+    found = assign(weights, _even_schemes(len(weights), limits), nodes=nodes)
+    mapping = LayerMapping.even(_filled(found.places, limits.tp_size))
+    return LayerSolution(mapping, max(mapping.loads(weights, limits.tp_size)), found.bound)
+
+
+def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSolution:
+    """Exact where neither R_max nor CH rules the optimum out.
+
+    Then the best of those that keep them: smaller groups, and equal shares made the best for that placement.
+    """
+    size = limits.tp_size
+    found = _grouped(weights, max(1, size - limits.copies), size, nodes)
+    if limits.allow([len(held) for held in found.mapping.ranks]):
+        return found
+    even = _evenly(weights, limits, nodes).mapping
     level, parts = split_heads(weights, even.ranks, size)
-    best = LayerSolution(LayerMapping.even(even.ranks).with_shares(parts), level, bound)
-    for cuts in range(min(limits.copies, size - 1), -1, -1):
-        groups = size - cuts
-        if groups > len(weights):
-            break
-        grouping = group_heads(raised, groups, size, nodes=nodes)
-        mapping = _cut(raised, grouping.members, grouping.ranks)
-        slowest = max(mapping.loads(weights, size))
-        if slowest < best.slowest * (1 - TOLERANCE) and limits.allow([len(held) for held in mapping.ranks]):
-            best = LayerSolution(mapping, slowest, bound)
+    best = LayerSolution(even.with_shares(parts), level, found.bound)
+    for groups in range(max(1, size - limits.copies), min(size, len(weights)) + 1):
+        other = _grouped(weights, groups, size, nodes)
+        if other.slowest < best.slowest and limits.allow([len(held) for held in other.mapping.ranks]):
+            best = LayerSolution(other.mapping, other.slowest, found.bound)
     return best
-
-
-def copy_evenly(weights: Sequence[float], limits: CopyLimits, *, nodes: int = NODES) -> LayerSolution:
-    """The mapping whose slowest rank is fastest when replicas share a head equally."""
-    placed = place_evenly(weights, limits, nodes=nodes)
-    return LayerSolution(LayerMapping.even(placed.ranks), placed.slowest, placed.bound)
 
 
 def map_layer(
@@ -136,6 +201,15 @@ def map_layer(
     split : {"free", "even"}
         Whether replicas may share a head in any way or equally.
     nodes : int
-        Of the search tree; what is found until then is taken.
+        Of the search; what is found until then is taken.
     """
-    return (copy_freely if split == "free" else copy_evenly)(weights, limits, nodes=nodes)
+    order = sorted(range(len(weights)), key=lambda head: -weights[head])
+    raised = positive([weights[head] for head in order])
+    found = (_freely if split == "free" else _evenly)(raised, limits, nodes)
+    back = [order.index(head) for head in range(len(weights))]
+    mapping = LayerMapping(
+        tuple(found.mapping.ranks[at] for at in back), tuple(found.mapping.shares[at] for at in back)
+    )
+    slowest = max(mapping.loads(weights, limits.tp_size))
+    # What was added to heads that keep nothing is no part of the bound.
+    return LayerSolution(mapping, slowest, min(slowest, max(0.0, found.bound - (sum(raised) - sum(weights)))))

@@ -9,16 +9,14 @@ from typing import get_args
 import numpy as np
 
 from megakv.fairkv.arrangement import arrange
-from megakv.fairkv.assignment import MANY_HEADS, NODES
 from megakv.fairkv.copying import Split
 from megakv.fairkv.efficiency import barrier_utilisation, busy_rates, efficiency
 from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.mapping import Balance, HeadMapping, Objective, by_rank
-from megakv.fairkv.memory import check_cap, map_layers
+from megakv.fairkv.memory import Weights, check_cap, least_total, map_layers
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.requests import imagined_requests, place_for_requests
-from megakv.fairkv.totals import Weights, least_total
 
 
 def balance(layers: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> Balance:
@@ -90,13 +88,12 @@ def map_heads(
     if objective == "requests":
         _check_requests(profile, split, memory_cap)
     budgets = profile.budgets
-    nodes = NODES if profile.n_kv_heads <= MANY_HEADS else NODES // 10
     if objective == "equation4":
-        solution = least_total(budgets, limits, split, nodes=nodes)
+        solution = least_total(budgets, limits, split)
         layers, bound = solution.mappings, solution.bound
         check_cap(memory_cap, solution, tp_size)
     else:
-        layers, bound = map_layers(budgets, limits, split, memory_cap=memory_cap, nodes=nodes)
+        layers, bound = map_layers(budgets, limits, split, memory_cap=memory_cap)
         if split == "free" and memory_cap is None:
             layers = _placed_for_requests(profile, layers, limits, objective)
     if objective == "requests":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megakv.fairkv.assignment import MANY_HEADS, TOLERANCE
+from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.splitting import RankSets, split_heads
@@ -20,6 +20,8 @@ PROFILE_WEIGHT = 10.0
 """Of the profile's own budgets beside the mean over requests: they stay balanced."""
 ROUNDS = 30
 MOST_RANKS = 8
+MANY_HEADS = 16
+"""In a layer, above which replicas are not moved any more: it takes long, and finds little."""
 UNLIKE, IMAGINED = 0.5, 24
 
 

@@ -7,8 +7,7 @@ from megakv.fairkv.arrangement import arrange, level_ranks, memory_of
 from megakv.fairkv.copying import map_layer
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.limits import CopyLimits
-from megakv.fairkv.memory import map_layers
-from megakv.fairkv.totals import least_total
+from megakv.fairkv.memory import least_total, map_layers
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed
 from tests.unit.fairkv.oracles import best_layers
 
