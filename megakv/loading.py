@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from megakv.errors import MegaKVError
 from megakv.fp8 import check_device, use_fp8
 from megakv.injection.ownership import SPENT_ATTRIBUTE
+from megakv.injection.support import check_support
 from megakv.offload.weights import HostWeights
 from megakv.placement import (
     HeadMap,
@@ -86,7 +87,8 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     Raises
     ------
     ValueError
-        If transformers has no causal language model for this config, or the config asks for quantised weights.
+        If transformers has no causal language model for this config, the config asks for quantised weights, or MegaKV
+        cannot serve the model.
     """
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -99,12 +101,19 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         )
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    check_support(type(model), config)
     model.tie_weights()
-    # Tables made under a half-precision default are rounded; transformers' own loading makes them again, as here.
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
+    _renew_tables(model, model)
     return model
+
+
+def _renew_tables(module: nn.Module, owner: PreTrainedModel) -> None:
+    """Tables made under a half-precision default are rounded; transformers' own loading makes them again, as here."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    if module._non_persistent_buffers_set:
+        owner._init_weights(module)
+    for child in module.children():
+        _renew_tables(child, owner)
 
 
 def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -188,6 +197,7 @@ def build_model(
         if not isinstance(model_or_path, PreTrainedModel):
             raise ValueError(f"model is a {type(model_or_path).__name__}, not a transformers PreTrainedModel or a path")
         model = model_or_path
+        check_support(type(model), model.config)
         dtype = dtype or model.dtype
     else:
         directory = local_directory(model_or_path, weights=load == "checkpoint")

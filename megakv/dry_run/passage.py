@@ -1,25 +1,14 @@
-"""A forward pass on the meta device: every layer's own code runs, and only shapes come out."""
+"""A pass over one rank's share: do shapes fit, and how much does a cache hold of a token?"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.partial import Scoring
-from megakv.cache import ShardedCache
 from megakv.errors import MegaKVError
-from megakv.injection.interface import attach
-from megakv.injection.policy import policy_for
+from megakv.injection.shape_pass import shape_pass
 from megakv.placement import HeadMap
-from megakv.placement.plan import is_experts
-from megakv.sharding import TokenBlock, balanced
 
 
 class ShapeRuntime:
@@ -94,31 +83,13 @@ def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: 
     MegaKVError
         If shapes do not fit.
     """
-    _to_meta(model)
-    if any(is_experts(module) for module in model.modules()):
-        # Of the ways to compute experts the one that asks for no tokens' values and no alignment.
-        model.set_experts_implementation("batched_mm")
     runtime = ShapeRuntime(head_map, tp_rank)
-    layers = attach(model, runtime, policy_for(model.config.model_type))
-    cache = ShardedCache(layers, size=1, rank=0)
-    slots = np.arange(tokens, dtype=np.int64)
-    cache.begin(balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), 1), 1)
-    inputs: dict[str, Any] = {
-        "input_ids": torch.empty(1, tokens, dtype=torch.int64, device="meta"),
-        "position_ids": torch.empty(1, tokens, dtype=torch.int64, device="meta"),
-        "past_key_values": cache,
-        "use_cache": True,
-        "return_dict": True,
-        "logits_to_keep": 1,
-    }
-    known = inspect.signature(type(model).forward).parameters
-    with torch.no_grad(), _rotary_on_cpu(model, tokens):
-        try:
-            logits = model(**{name: value for name, value in inputs.items() if name in known}).logits
-        except (RuntimeError, IndexError, AssertionError) as error:
-            raise MegaKVError(
-                f"tensor-parallel rank {tp_rank}: shapes of {type(model).__name__} do not fit: {error}"
-            ) from error
+    try:
+        layers, logits = shape_pass(model, runtime, tokens)
+    except (RuntimeError, IndexError, AssertionError) as error:
+        raise MegaKVError(
+            f"tensor-parallel rank {tp_rank}: shapes of {type(model).__name__} do not fit: {error}"
+        ) from error
     vocab = model.config.get_text_config().vocab_size
     if logits.shape[-1] != vocab or len(runtime.row_bytes) != layers:
         raise MegaKVError(
@@ -126,38 +97,3 @@ def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: 
             f"have shape {list(logits.shape)} for a vocabulary of {vocab}"
         )
     return runtime.row_bytes
-
-
-def _to_meta(model: nn.Module) -> None:
-    """Move all buffers to the meta device but those of rotary embeddings, whose code looks at values."""
-    for module in model.modules():
-        if not hasattr(module, "rope_type"):
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to("meta")
-
-
-@contextmanager
-def _rotary_on_cpu(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Let rotary embeddings compute real angles of real positions, of which only shapes go on."""
-    positions = torch.arange(tokens).unsqueeze(0)
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        def real(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return positions if value.dtype == torch.int64 else torch.empty(0, dtype=value.dtype)
-
-        return tuple(map(real, args)), {name: real(value) for name, value in kwargs.items()}
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        return tuple(part.to("meta") for part in output) if isinstance(output, tuple) else output.to("meta")
-
-    handles = []
-    for module in model.modules():
-        if hasattr(module, "rope_type"):
-            handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,6 +18,7 @@ from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.store import RaggedStore
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.policy import Policy
+from megakv.injection.positions import PaddedPositions, takes_positions
 from megakv.planning import ForwardPass
 from megakv.runtime import Runtime
 from megakv.sharding import TokenBlock, new_tokens
@@ -81,7 +82,8 @@ class ForwardHooks:
         self._layers = layers
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
-        self._takes_positions = "position_ids" in self._signature.parameters
+        self._takes_positions = takes_positions(model)
+        self._padded_positions = PaddedPositions.of(model)
         # Biases of positions are counted along the mask, whatever position_ids say.
         self._counts_mask = policy.positions_from_mask or bool(getattr(model.config, "alibi", False))
         self._ignores_positions = not self._takes_positions or bool(getattr(model.config, "alibi", False))
@@ -124,7 +126,7 @@ class ForwardHooks:
         cache = self._cache(inputs, length)
         past = cache.length
         mask = self._mask(inputs.get("attention_mask"), batch, length, past)
-        positions = self._positions(inputs.get("position_ids"), mask, length, past)
+        positions = self._positions(inputs, mask, length, past)
         new = new_tokens(mask[:, -length:], positions, past)
         if len(new) == 0:
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
@@ -181,8 +183,11 @@ class ForwardHooks:
             )
         return mask.detach().cpu().numpy().astype(bool)
 
-    def _positions(self, given: Tensor | None, mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
+    def _positions(self, inputs: dict[str, Any], mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
         """``[B, T]`` rotary positions, those of the plain model where none are given."""
+        given: Tensor | None = inputs.get("position_ids")
+        if given is None and self._padded_positions is not None:
+            given = self._padded_positions(inputs.get("input_ids"), inputs.get("inputs_embeds"), past)
         if given is not None and not self._ignores_positions:
             positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
         elif self._counts_mask:
@@ -220,6 +225,7 @@ class ForwardHooks:
         device = source.device
         rows = torch.from_numpy(sequence).to(device), torch.from_numpy(column).to(device)
         inputs["inputs_embeds" if embedded else "input_ids"] = source[rows].unsqueeze(0)
+        inputs.pop("position_ids", None)
         if self._takes_positions:
             inputs["position_ids"] = torch.from_numpy(position).to(device).unsqueeze(0)
         inputs["attention_mask"] = None

@@ -129,6 +129,15 @@ def register() -> None:
     AttentionMaskInterface.register(SUBSTITUTED_NAME, mark_causal)
 
 
+def attention_modules(model: nn.Module) -> list[Any]:
+    """The modules that have an index in the cache."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
+    ]
+
+
 def attach(model: PreTrainedModel, runtime: AttentionRuntime, policy: Policy) -> int:
     """Switch a model instance to MegaKV's attention.
 
@@ -145,31 +154,18 @@ def attach(model: PreTrainedModel, runtime: AttentionRuntime, policy: Policy) ->
     -------
     int
         Number of attention layers.
-
-    Raises
-    ------
-    ValueError
-        If the architecture can neither use the attention interface nor has a policy.
     """
     register()
     if policy.substitute is None:
-        name = ATTENTION_NAME
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(ATTENTION_NAME)
     else:
-        name = SUBSTITUTED_NAME
         policy.substitute(model)
         # The model only takes its mask by this name; set_attn_implementation would refuse it.
-        model.config._attn_implementation = name
+        model.config._attn_implementation = SUBSTITUTED_NAME
     layers = 0
-    for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
-            setattr(module, RUNTIME_ATTRIBUTE, runtime)
-            layers = max(layers, int(module.layer_idx) + 1)
-    if model.config._attn_implementation != name or layers == 0:
-        raise ValueError(
-            f"model type {model.config.model_type!r} ({type(model).__name__}) is not supported: it does not use "
-            "transformers' attention interface and MegaKV has no policy for it"
-        )
+    for module in attention_modules(model):
+        setattr(module, RUNTIME_ATTRIBUTE, runtime)
+        layers = max(layers, module.layer_idx + 1)
     return layers
 
 

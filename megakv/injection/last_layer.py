@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.fp8 import feed_forward_linears
+from megakv.injection.interface import attention_modules
 from megakv.placement.attention import OUTPUTS, SEPARATE
 from megakv.placement.plan import decoder_layers
 
@@ -51,7 +52,7 @@ class LastLayerRows:
         if indices.count(indices[-1]) == 1:
             self.attention = indices[-1]
         if self.attention is not None:
-            for name, child in _attention_modules(last)[0].named_children():
+            for name, child in attention_modules(last)[0].named_children():
                 if name in OUTPUTS:
                     self._hook(child, self._narrow)
                 elif name == QUERIES:
@@ -76,15 +77,15 @@ class LastLayerRows:
         self._handles.append(linear.register_forward_pre_hook(narrow))
         self._handles.append(linear.register_forward_hook(self._widen))
 
-    def _narrow_queries(self, linear: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _narrow_queries(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return self._narrow(linear, inputs) if self._queries else None
 
-    def _narrow(self, linear: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _narrow(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.rows is None:
             return None
-        (hidden,) = inputs
+        hidden, *others = inputs
         assert hidden.shape[-2] == self.length
-        return (hidden.index_select(-2, self.rows),)
+        return (hidden.index_select(-2, self.rows), *others)
 
     def _widen(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if self.rows is None or output.shape[-2] == self.length:
@@ -93,16 +94,7 @@ class LastLayerRows:
         return whole.index_copy_(-2, self.rows, output)
 
 
-def _attention_modules(layer: nn.Module) -> list[nn.Module]:
-    """Those that have an index in the cache."""
-    return [
-        module
-        for module in layer.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
-    ]
-
-
 def _attention_index(layer: nn.Module) -> int | None:
     """The index of a decoder layer's attention, if it has just one."""
-    found: list[Any] = _attention_modules(layer)
+    found = attention_modules(layer)
     return found[0].layer_idx if len(found) == 1 else None

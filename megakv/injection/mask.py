@@ -50,7 +50,7 @@ def describe_mask(*, mask_function: Callable[..., Any], local_size: int | None =
     try:
         seen = torch.as_tensor(mask_function(zeros, zeros, queries, keys)).expand_as(queries)
     except (IndexError, RuntimeError, TypeError) as error:
-        raise MegaKVError(f"the model's attention mask is not a function of slots alone ({error})") from error
+        raise MegaKVError("the model's attention mask is not a function of slots alone") from error
     expected = keys <= queries
     if local_size is not None:
         expected &= keys > queries - local_size

@@ -37,7 +37,7 @@ class Policy:
 DEFAULT = Policy()
 POLICIES: dict[str, Policy] = {
     "opt": Policy(positions_from_mask=True, learned_positions=True),
-    "biogpt": Policy(positions_from_mask=True, learned_positions=True),
+    "biogpt": Policy(learned_positions=True),
     "gpt2": Policy(learned_positions=True),
     "gpt_bigcode": Policy(learned_positions=True),
     "gptj": Policy(learned_positions=True, substitute=substitute_gptj),

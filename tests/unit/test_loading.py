@@ -111,7 +111,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"model_type": "t5"}, "T5Config"),
         (
             {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1},
-            "model type 'mamba' is not supported: its config names no attention heads",
+            "is not supported: its forward takes no past_key_values and no position_ids",
         ),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},

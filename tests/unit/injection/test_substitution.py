@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 from megakv.errors import MegaKVError
 from megakv.injection.interface import RUNTIME_ATTRIBUTE, attach, mark_causal
@@ -172,10 +171,3 @@ def test_bloom_with_sliced_products_is_refused() -> None:
     model.config.slow_but_exact, model.config.pretraining_tp = True, 2
     with pytest.raises(ValueError, match="slow_but_exact"):
         attach(model, DenseRuntime(), policy_for("bloom"))
-
-
-def test_a_family_without_interface_and_policy_is_refused_by_name() -> None:
-    config = GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]])
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="gpt_neo"):
-        attach(model, DenseRuntime(), policy_for("gpt_neo"))
