@@ -41,7 +41,8 @@ class Agreement:
                 decided = action()
             except BaseException as error:
                 failure = error
-        decided, message = self._comm.broadcast_object((decided, _message(failure)))
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        decided, message = self._comm.broadcast_object((decided, message))
         if failure is not None:
             raise failure
         if message is not None:
@@ -62,12 +63,7 @@ class Agreement:
             result = action()
         except BaseException as error:
             failure = error
-        messages = self._comm.gather_objects(_message(failure))
-        if failure is not None:
-            raise failure
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise MegaKVError(f"rank {rank} failed: {message}")
+        self._comm.agree(failure)
         return result  # type: ignore[return-value]
 
     @contextmanager
@@ -105,7 +101,3 @@ class Agreement:
         except BaseException as error:
             self._comm.watch.give_up(error)
             raise
-
-
-def _message(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"

@@ -69,8 +69,8 @@ class Communicator:
         self.ledger = ledger
         self.watch = PeerWatch(mesh.rank, self._gathered(Peer.this(mesh.rank)), mesh.timeout_s, mesh.sever)
         self.watch.connections = self._peer_connections()
-        hosts = store_hosts()
-        self.watch.listen(connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts))
+        if mesh.world_size > 1:
+            self.watch.listen(connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=store_hosts()))
 
     @property
     def failures(self) -> Failures:
@@ -328,7 +328,7 @@ class Communicator:
         with self.guard(range(self.mesh.world_size), "control", None):
             return self._gathered(value)
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: BaseException | None) -> None:
         """Let every rank fail if any does, with the same message, so that nobody waits for a rank that gave up.
 
         Raises

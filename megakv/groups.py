@@ -124,9 +124,9 @@ class Mesh:
         """Make all groups anew, where ranks gave up at different places. Every rank must call it."""
         self.end()
         fresh = make_mesh(cp_size=self.cp_size, tp_size=self.tp_size, timeout_s=self.timeout_s)
-        for own, new in ((self.groups, fresh.groups), (self.connections, fresh.connections)):
-            own.clear()
-            own.update(new)
+        self.groups.update(fresh.groups)
+        self.connections.clear()
+        self.connections.update(fresh.connections)
 
 
 def check_mesh(cp_size: int, tp_size: int, world_size: int) -> None:

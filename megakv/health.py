@@ -1,4 +1,4 @@
-"""Connections over which ranks tell each other of failures: one from each rank to rank 0, which passes them on.
+"""Connections over which ranks tell each other of failures: each has one to rank 0, which passes on what it hears.
 
 They belong to neither gloo nor NCCL, so that they are there before either has exchanged anything, and a process that
 ends is noticed whatever it did: the kernel closes its connections. A host that is gone is noticed by TCP's keepalive.
@@ -85,17 +85,21 @@ class HealthChannel:
                 self.tell(message, besides=peer)
         return messages
 
-    def close(self) -> None:
-        """Say that this rank ends in good order, and end the connections."""
+    def end(self) -> None:
+        """Say that this rank ends in good order; a `poll` under way returns."""
         if os.getpid() != self._process:
             # A fork of the rank ends.
             return
         self.tell({"kind": "ended", "rank": self._rank})
         with self._sending:
             for link in self._links.values():
-                # Wakes a thread that reads.
                 with suppress(OSError):
                     link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connections, when nobody polls any more."""
+        with self._sending:
+            for link in self._links.values():
                 link.close()
             self._links.clear()
 
@@ -112,8 +116,6 @@ def connect(
     hosts : iterable of str
         Under which this rank may reach rank 0's host, beside its name.
     """
-    if world_size == 1:
-        return HealthChannel(rank, {})
     listener = _listen(world_size) if rank == 0 else None
     offer = None if listener is None else (listener.getsockname()[1], secrets.token_hex(16), socket.gethostname())
     port, token, name = gather(offer)[0]

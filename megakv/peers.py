@@ -119,7 +119,7 @@ class PeerWatch:
         """From now on, hear of other ranks' failures."""
         self.channel = channel
         # A process that ends in good order says so, though nobody has destroyed its engine.
-        self._farewell = weakref.finalize(self, channel.close)
+        self._farewell = weakref.finalize(self, channel.end)
         self._watch()
 
     @property
@@ -168,6 +168,8 @@ class PeerWatch:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self.channel is not None:
+            self.channel.close()
         if self._previous is not None and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._on_terminate:
                 signal.signal(signal.SIGTERM, self._previous)
@@ -193,7 +195,7 @@ class PeerWatch:
             named = ", ".join(map(self.describe, lost))
             raise PeerLostError(f"rank {self.rank}: {named} was lost before {where}")
 
-    def explain(self, error: Exception, peers: Sequence[int], where: str) -> MegaKVError:
+    def explain(self, error: BaseException, peers: Sequence[int], where: str) -> MegaKVError:
         """Why a connection broke, or nobody answered."""
         deadline = time.monotonic() + GRACE_SECONDS
         if (told := self.failures.wait(GRACE_SECONDS)) is not None:

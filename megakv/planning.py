@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megakv.attention.choice import PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
+from megakv.agreement import Agreement
+from megakv.attention.choice import PREFILL, PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
 from megakv.attention.method import AttentionCall
 from megakv.cache import ShardedCache
 from megakv.comm import Communicator
@@ -119,6 +120,7 @@ class PassPlanner:
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._agreement = Agreement(self.comm)
         dtype = None if self.shape is None else self.shape.dtype
         self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
         profile = self.evidence.profile
@@ -180,14 +182,7 @@ class PassPlanner:
             self.choice, method = PrefillChoice("pass_q"), "pass_q"
             layout = balanced(new, size, held)
         else:
-            choice = plan_prefill(
-                self.config,
-                self.evidence,
-                workload,
-                sizes=self._sizes,
-                planner=self._predictions,
-                compressed=cache.holds_compressed,
-            )
+            choice = self._planned(workload, compressed=cache.holds_compressed)
             self.choice, method = choice, choice.method
             if choice.partitions is None:
                 layout = balanced(new, size, held)
@@ -209,7 +204,7 @@ class PassPlanner:
         )
 
     def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
-        """The choice of a layer, by the tensors that it really has: the same on all ranks of a ring."""
+        """The choice of a layer, by the tensors that it really has: that of the first rank of its ring, on all."""
         scoring = call.scoring
         shape = AttentionShape(
             heads=call.q_HLD.shape[0],
@@ -221,19 +216,44 @@ class PassPlanner:
             kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",
         )
         if shape not in step.chosen:
-            step.chosen[shape] = choose_prefill(self.config, self.evidence, step.workload, shape)
+            chosen = choose_prefill(self.config, self.evidence, step.workload, shape)
+            if self.config.prefill == "auto":
+                index = self.comm.device_tensor([PREFILL.index(chosen)])
+                chosen = PREFILL[int(self.comm.cp_broadcast(index, operation="control", layer=call.layer))]
+            step.chosen[shape] = chosen
         return step.chosen[shape]
 
     def decode_method(self, workload: Workload) -> str:
-        """The choice for a step of decoding, made anew every `DECODE_STEPS` cached tokens."""
+        """The choice for a step of decoding; `auto` is rank 0's, made anew every `DECODE_STEPS` cached tokens."""
+        if self.config.decode != "auto":
+            return self.config.decode
         rounded = tuple(count // DECODE_STEPS * DECODE_STEPS for count in workload.cached)
         known = Workload(workload.new, rounded, workload.size)
         if known not in self._decode_methods:
             self._decode_methods.clear()
-            self._decode_methods[known] = choose_decode(
-                self.config, self.evidence, known, self.shape, self.comm.mesh.tp_size
+            self._decode_methods[known] = self._agreement.decide(
+                lambda: choose_decode(self.config, self.evidence, known, self.shape, self.comm.mesh.tp_size)
             )
         return self._decode_methods[known]
+
+    def _planned(self, workload: Workload, *, compressed: bool) -> PrefillChoice:
+        """How a prompt is spread: rank 0's word where that is computed from measurements.
+
+        Floats may differ in their last bits between hosts; at a tie, ranks would part and wait for each other.
+        """
+
+        def plan() -> PrefillChoice:
+            return plan_prefill(
+                self.config,
+                self.evidence,
+                workload,
+                sizes=self._sizes,
+                planner=self._predictions,
+                compressed=compressed,
+            )
+
+        weighed = self._predictions is not None or self.partitions.table is not None
+        return self._agreement.decide(plan) if weighed else plan()
 
     def _sizes(self, new: int, cached: int) -> Partition:
         """The partition of one sequence; a row of a batch may have no new token."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megakv.agreement import Agreement
 from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
@@ -56,18 +57,13 @@ def load_evidence(
     """
     if config.profile is None and config.fit is None:
         return Evidence(config.policy)
-    evidence: Evidence | None = None
-    failure: Exception | None = None
-    try:
-        evidence = Evidence(
+    evidence = Agreement(comm).together(
+        lambda: Evidence(
             config.policy,
             None if config.profile is None else load_profile(config.profile, setting=PROFILE_SETTING),
             None if config.fit is None else load_fit(config.fit, setting=FIT_SETTING),
         )
-    except ValueError as error:
-        failure = error
-    comm.agree(failure)
-    assert evidence is not None
+    )
     _check_equal(evidence, comm)
     if not config.accept_foreign_profile:
         _check_machine(evidence, config, comm, heads, kv_heads, dtype)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 
 from megakv.comm import Communicator
 from megakv.groups import Mesh
 from megakv.ledger import Ledger
-
-T = TypeVar("T")
 
 
 class Alone(Communicator):
@@ -23,8 +19,7 @@ class Alone(Communicator):
     """
 
     def __init__(self, device: torch.device):
-        self.ledger = Ledger()
-        self.mesh = Mesh(
+        mesh = Mesh(
             rank=0,
             world_size=1,
             cp_size=1,
@@ -39,7 +34,4 @@ class Alone(Communicator):
             # Nobody is ever waited for.
             timeout_s=float("inf"),
         )
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Its own."""
-        return [value]
+        super().__init__(mesh, Ledger())

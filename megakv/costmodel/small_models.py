@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from megakv.agreement import Agreement
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
@@ -24,7 +25,7 @@ from megakv.costmodel.hardware import CallTimes, HardwareProfile
 from megakv.costmodel.lone import Alone
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stopwatch import Battery, Pool, Times
-from megakv.generation import TokenClock, prepare_options, share_random_state
+from megakv.generation import TokenClock, open_call, prepare_options
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
@@ -108,6 +109,7 @@ class _Own(_Plain):
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
         self._comm = Alone(model.device)
+        self._agreement = Agreement(self._comm)
         heads = {"heads": SIZES["num_attention_heads"], "kv_heads": SIZES["num_key_value_heads"]}
         planner = PassPlanner(comm=self._comm, config=ContextParallelConfig(), **heads)
         self._runtime = Runtime(self._comm, planner)
@@ -117,9 +119,10 @@ class _Own(_Plain):
     @torch.no_grad()
     def _generate(self, options: dict[str, Any]) -> None:
         # As an engine does it.
-        share_random_state(self._comm)
+        open_call(self._agreement, self.model.device, self._ids, None)
         self._comm.ledger.reset()
-        prepared = prepare_options(self.model, options, self._comm, TokenClock(self._comm.ledger.now))
+        clock = TokenClock(self._comm.ledger.now)
+        prepared = prepare_options(self.model, options, self._comm, self._agreement, clock, None)
         self._runtime.cache = cache = self._hooks.new_cache()
         super()._generate({**prepared, "past_key_values": cache})
         self._runtime.cache = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from megakv.agreement import Agreement
 from megakv.comm import Communicator
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
@@ -169,14 +170,7 @@ def shared_table(path: str, comm: Communicator) -> LookupTable:
     MegaKVError
         On ranks whose own file is in order.
     """
-    table: LookupTable | None = None
-    failure: Exception | None = None
-    try:
-        table = load_table(path)
-    except ValueError as error:
-        failure = error
-    comm.agree(failure)
-    assert table is not None
+    table = Agreement(comm).together(lambda: load_table(path))
     digests = comm.gather_objects(table.digest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
