@@ -94,7 +94,7 @@ class Agreement:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        if self._comm.failures.given_up:
+        if self._comm.failures.own is not None:
             self._comm.renew()
         try:
             yield

@@ -189,9 +189,9 @@ class Failures:
     # What follows
 
     @property
-    def given_up(self) -> bool:
-        """Whether this rank gave up its last call."""
-        return self._own is not None
+    def own(self) -> Failure | None:
+        """That of this rank, if it gave up its last call."""
+        return self._own
 
     @property
     def missing(self) -> list[int]:

@@ -232,8 +232,11 @@ class PeerWatch:
             self.connections, self._severed = connections, False
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
-        # One message: some of them may have ended because of the first, which nobody can tell any more.
-        if dead := self.dead():
+        if (own := self.failures.own) is not None:
+            # The others leave on account of it: nobody was lost.
+            self._say(f"it failed: {own.text}")
+        elif dead := self.dead():
+            # One message: some of them may have ended because of the first, which nobody can tell any more.
             self._say(f"{', '.join(map(self.describe, dead))} was lost")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,144 @@
+"""Ranks hear of each other's failures and ends over connections of their own, whatever else connects them."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megakv.health import HealthChannel, connect
+
+SIZE = 4
+
+
+class Gathering:
+    """Gives every thread what all passed to it."""
+
+    def __init__(self, size: int):
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size)
+
+    def of(self, rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait(30)
+            values = list(self._values)
+            self._barrier.wait(30)
+            return values
+
+        return gather
+
+
+@pytest.fixture
+def channels() -> Iterator[list[HealthChannel]]:
+    """Of all ranks, each connected by a thread of its own; one of them first tries a host that is not there."""
+    found: dict[int, HealthChannel] = {}
+    gathering = Gathering(SIZE)
+
+    def start(rank: int) -> None:
+        hosts = ["nowhere.invalid", "127.0.0.1"] if rank == 1 else ["127.0.0.1"]
+        found[rank] = connect(rank, gathering.of(rank), world_size=SIZE, hosts=hosts)
+
+    starting = [threading.Thread(target=start, args=(rank,)) for rank in range(SIZE)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    yield [found[rank] for rank in range(SIZE)]
+    for channel in found.values():
+        channel.close()
+
+
+def heard(channel: HealthChannel) -> list[dict[str, Any]]:
+    """The next messages."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if messages := channel.poll(0.1):
+            return messages
+    return []
+
+
+def test_all_hear_what_one_tells(channels: list[HealthChannel]) -> None:
+    hub, *others = channels
+    message = {"kind": "failed", "rank": 2, "text": "a\nb \N{SNOWMAN}" * 1000}
+    others[1].tell(message)
+    assert heard(hub) == [message]
+    assert heard(others[0]) == heard(others[2]) == [message]
+    # Not the one that it came from.
+    assert others[1].poll(0.1) == []
+    hub.tell({"kind": "failed", "rank": 0})
+    assert all(heard(other) == [{"kind": "failed", "rank": 0}] for other in others)
+
+
+def test_a_lost_rank_and_one_that_ended_are_told_apart(channels: list[HealthChannel]) -> None:
+    hub, *others = channels
+    others[0].close()
+    lost = [{"kind": "lost", "rank": 1}]
+    assert heard(hub) == heard(others[1]) == heard(others[2]) == lost
+    others[1].end()
+    ended = [{"kind": "ended", "rank": 2}]
+    assert heard(hub) == heard(others[2]) == ended
+    hub.close()
+    assert heard(others[2]) == [{"kind": "lost", "rank": 0}]
+    assert not others[2].open
+
+
+def test_a_stranger_is_no_rank() -> None:
+    gathering = Gathering(2)
+    found: list[HealthChannel] = []
+
+    def stranger(value: Any) -> list[Any]:
+        values = gathering.of(1)(value)
+        if values[0] not in (None, True, False):
+            with socket.create_connection(("127.0.0.1", values[0][0])) as uninvited:
+                uninvited.sendall(b"guess 1\n")
+        return values
+
+    def lead() -> None:
+        found.append(connect(0, gathering.of(0), world_size=2, hosts=["127.0.0.1"]))
+
+    leading = threading.Thread(target=lead)
+    leading.start()
+    rank = connect(1, stranger, world_size=2, hosts=["127.0.0.1"])
+    leading.join()
+    rank.tell({"kind": "failed", "rank": 1})
+    assert heard(found[0]) == [{"kind": "failed", "rank": 1}]
+    for channel in (rank, *found):
+        channel.close()
+
+
+WAITING = """
+import socket, sys, threading, time
+import megakv.peers
+from megakv.health import HealthChannel
+from megakv.peers import Peer, PeerWatch
+megakv.peers.UNHEARD_SECONDS, megakv.peers.LOST_SECONDS = 2.0, 0.5
+near, far = socket.socketpair()
+ended = threading.Event()
+watch = PeerWatch(0, [Peer.this(0), Peer(1, "there", 7, "")], 600, ended.set)
+watch.listen(HealthChannel(0, {1: near}))
+with watch.waiting("what goes on"):
+    print(ended.wait(1.0))
+far.close()
+with watch.waiting("what can be broken off"):
+    print(ended.wait(60))
+try:
+    watch.check("the next step")
+except megakv.errors.PeerLostError as error:
+    print(error, flush=True)
+with watch.waiting("what is deaf"):
+    time.sleep(60)
+"""
+
+
+def test_a_lost_process_ends_what_waits_for_it_whatever_connects_them() -> None:
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=80, check=False)
+    there = "rank 1 (host there, pid 7) was lost"
+    assert done.stdout.splitlines() == ["False", "True", f"rank 0: {there} before the next step"], done.stderr
+    assert done.returncode == 1 and time.monotonic() - begun < 50
+    assert f"megakv: rank 0 ends because {there} during what is deaf\n" in done.stderr
