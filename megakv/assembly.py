@@ -49,7 +49,7 @@ def make_runtime(
     )
     fairkv = section.fairkv
     compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm, replicas)
-    return Runtime(comm, planner, compressor, replicas)
+    return Runtime(comm, planner, compressor, replicas, dtype=model.dtype)
 
 
 def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:

@@ -38,6 +38,9 @@ class Runtime:
         Compresses the cache after a prompt.
     replicas : HeadReplicas, optional
         KV heads on several tensor-parallel ranks that share their tokens.
+    dtype : torch.dtype
+        In which attention is computed and cached where its inputs are not of one type, or autocast would make them of
+        another: the model's.
 
     Attributes
     ----------
@@ -57,6 +60,7 @@ class Runtime:
     planner: PassPlanner
     compressor: Compressor | None = None
     replicas: HeadReplicas | None = None
+    dtype: torch.dtype = torch.float32
     current: ForwardPass | None = None
     cache: ShardedCache | None = None
     prompt: Turn | None = None
@@ -115,6 +119,23 @@ class Runtime:
         return turn if rows else None, rows
 
     def attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """Store the new keys and values, then attend over all ranks, in one type.
+
+        Under autocast a model hands over what its operators happen to return, in one turn of a session and perhaps not
+        in the next: messages, caches and merges are all in the model's type, which loses nothing.
+
+        Parameters and result are those of `_attend`.
+        """
+        kind = q_BHSD.device.type
+        if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
+            return self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        tensors = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
+        with torch.autocast(kind, enabled=False):
+            return self._attend(layer, *tensors, scoring, sinks).to(q_BHSD.dtype)
+
+    def _attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
     ) -> Tensor:
         """Store the new keys and values, then attend over all ranks.

@@ -112,7 +112,7 @@ class _Own(_Plain):
         self._agreement = Agreement(self._comm)
         heads = {"heads": SIZES["num_attention_heads"], "kv_heads": SIZES["num_key_value_heads"]}
         planner = PassPlanner(comm=self._comm, config=ContextParallelConfig(), **heads)
-        self._runtime = Runtime(self._comm, planner)
+        self._runtime = Runtime(self._comm, planner, dtype=model.dtype)
         policy = policy_for(model.config.model_type)
         self._hooks = ForwardHooks(model, self._runtime, policy, attach(model, self._runtime, policy))
 

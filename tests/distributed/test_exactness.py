@@ -17,6 +17,9 @@ from tests.families import FAMILIES
 
 SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
 TOLERANCE = 1e-4
+AUTOCAST = ("autocast 65",)
+# Root mean square error under autocast over transformers' own. TP rounds sums once more.
+AUTOCAST_TOLERANCE = 2.0
 MESHES = {4: ("4x1", "2x2", "1x4"), 3: ("3x1",), 2: ("2x1",)}
 METHODS = {"prefill": ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal"), "decode": ("replicated", "pass_q")}
 RAGGED = ("ragged greedy", "ragged sampled", "ragged beams")
@@ -72,8 +75,8 @@ def method_runs(mesh: str, cases: tuple[str, ...], decoded: int) -> list[Run]:
 
 def quick_runs() -> list[Run]:
     """Llama on every mesh, every other family on one with context parallelism."""
-    runs = [Run("llama", mesh, decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
-    runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams"), decoded=4)
+    runs = [Run("llama", mesh, (*ALL_CASES, *AUTOCAST), decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
+    runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams", *AUTOCAST), decoded=4)
     others = [family for family in FAMILIES if family != "llama"]
     for index, family in enumerate(others):
         cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES
@@ -152,7 +155,8 @@ def test_tokens_and_logits_are_the_plain_models(launches: Launches, run: Run) ->
         return
     assert not isinstance(result, str), f"refused: {result}"
     assert [row["case"] for row in result]
-    wrong = [row for row in result if not (row.get("equal") and row["error"] <= TOLERANCE)]
+    bounds = {case: AUTOCAST_TOLERANCE if case in AUTOCAST else TOLERANCE for case in (row["case"] for row in result)}
+    wrong = [row for row in result if not (row.get("equal") and row["error"] <= bounds[row["case"]])]
     assert not wrong, wrong
 
 

@@ -52,7 +52,7 @@ def tokens(vocabulary: int, batch: int, length: int, seed: int) -> Tensor:
 
 
 def make_case(name: str, vocabulary: int) -> dict[str, Any]:
-    """A prompt and generation options, from a name such as ``greedy 64``, ``chunked 64`` or ``ragged beams``."""
+    """A prompt and generation options, from a name such as ``greedy 64``, ``autocast 64`` or ``ragged beams``."""
     kind, size = name.split()
     if kind != "ragged":
         options = {"prefill_chunk_size": CHUNK} if kind == "chunked" else {}
@@ -64,9 +64,23 @@ def make_case(name: str, vocabulary: int) -> dict[str, Any]:
     return {"name": name, "ids": ids.masked_fill(mask == 0, 0), "mask": mask, "options": RAGGED_OPTIONS[name]}
 
 
+def is_autocast(case: dict[str, Any]) -> bool:
+    """Whether a case is one under autocast, where roundings decide about tokens: only logits are looked at."""
+    return bool(case["name"].startswith("autocast"))
+
+
+def autocast_answer(model: Any, case: dict[str, Any], *, enabled: bool) -> Tensor:
+    """Logits of a prompt under autocast, or without it."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        logits: Tensor = model(input_ids=case["ids"], use_cache=False).logits.float()
+    return logits
+
+
 def answer(model: Any, case: dict[str, Any], decoded: int) -> Answer:
     """Logits at real tokens, and generated tokens."""
     ids, mask = case["ids"], case["mask"]
+    if is_autocast(case):
+        return autocast_answer(model, case, enabled=True), ids
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     torch.manual_seed(7)
@@ -84,6 +98,8 @@ def references(name: str, folder: Path, family_cases: dict[str, dict[str, Any]],
         # A fresh model a case: length-dependent rotary embeddings keep state.
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
         answers[case] = answer(plain, family_cases[case], decoded)
+        if is_autocast(family_cases[case]):
+            answers[case] = answers[case][0], autocast_answer(plain, family_cases[case], enabled=False)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, answers)
     return {case: found for part in everyone for case, found in part.items()}
@@ -96,7 +112,12 @@ def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> 
     except Exception as error:  # one model's failure must not hide the results of all others
         return {"case": case["name"], "failure": f"{type(error).__name__}: {error}"}
     relative = ((logits - wanted[0]).abs().max() / wanted[0].abs().max()).item()
-    everyone = engine._comm.gather_objects((relative, torch.equal(generated, wanted[1])))
+    equal = torch.equal(generated, wanted[1])
+    if is_autocast(case):
+        # Errors against the exact logits, over that of transformers.
+        squares = [(found - wanted[1]).square().mean() for found in (logits, wanted[0])]
+        relative, equal = (squares[0] / squares[1]).sqrt().item(), True
+    everyone = engine._comm.gather_objects((relative, equal))
     steps = [] if engine._offloader is None else engine._offloader.steps
     recomputed = engine._comm.gather_objects(sum(step.division.recomputed for step in steps))
     on_host = engine._comm.gather_objects(sum(step.division.on_host for step in steps))
