@@ -19,6 +19,7 @@ from transformers import AutoConfig
 import megakv
 from megakv.config import MegaKVConfig
 from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.profile_figure import draw_profile
 from megakv.fairkv.profiling import MeasuredPrompt, kept_tokens, make_profile
@@ -98,9 +99,9 @@ def main() -> None:
             check_budgets(arguments)
         prompts = tokenized(arguments, config, read_prompts(arguments.prompts, field=arguments.field))
         engine = megakv.init_inference(arguments.model, config)
-        measured = measure(engine, prompts)
+        measured, identity = measure(engine, prompts), ModelIdentity.of_model(engine.module)
         if own_rank() == 0:
-            write(arguments, make_profile(arguments.model, config.megakv.fairkv.method, measured))
+            write(arguments, make_profile(arguments.model, config.megakv.fairkv.method, measured, identity))
         engine.destroy()
 
 

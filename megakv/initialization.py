@@ -21,7 +21,7 @@ from megakv.engine import MegaKVEngine
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.methods import make_method
-from megakv.fairkv.placement import check_same_mapping, place_heads, read_mapping
+from megakv.fairkv.placement import check_same_mapping, check_weights, place_heads, read_mapping
 from megakv.groups import check_mesh, check_same_settings, make_mesh, start_distributed
 from megakv.injection.ownership import check_unused, own_config
 from megakv.ledger import Ledger
@@ -126,6 +126,8 @@ def _make_engine(
     assert loaded is not None
     if mapping is not None:
         check_same_mapping(mapping, comm)
+        if section.load != "random":
+            check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     return MegaKVEngine(loaded, parsed, comm, name, mapping, owned)
 

@@ -114,6 +114,7 @@ def map_heads(
         mapping=tuple(by_rank(layer, tp_size) for layer in layers),
         bound=bound,
         contiguous=static,
+        identity=profile.identity,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record, load_record
+from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.layer import LayerMapping
 from megakv.placement import HeadGroup, HeadMap, HeadShard
 
@@ -86,6 +87,8 @@ class HeadMapping(Record, Balance):
         largest total of a rank), as far as was proven; 0 where nothing was.
     contiguous : Balance, optional
         Of the heads in runs of neighbours: the paper's SHA.
+    identity : ModelIdentity, optional
+        The profile's.
     """
 
     format: Literal["megakv head mapping"] = "megakv head mapping"
@@ -102,6 +105,7 @@ class HeadMapping(Record, Balance):
     mapping: tuple[tuple[tuple[Replica, ...], ...], ...] = Field(min_length=1)
     bound: Load
     contiguous: Balance | None = None
+    identity: ModelIdentity | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.comm import Communicator
 from megakv.errors import MegaKVError
@@ -11,6 +15,8 @@ from megakv.fairkv.mapping import HeadMapping, load_mapping
 from megakv.placement import HeadMap, head_counts
 
 SETTING = "megakv.fairkv.mapping"
+
+logger = logging.getLogger(__name__)
 
 
 def read_mapping(config: FairKVConfig, tp_size: int) -> HeadMapping | None:
@@ -49,7 +55,48 @@ def place_heads(mapping: HeadMapping, config: PreTrainedConfig) -> HeadMap:
             f"{layers} layers of {kv_heads} KV heads; profile and map this model: "
             f"megakv fairkv-profile, megakv fairkv-map"
         )
+    if mapping.identity is not None:
+        with _named(mapping):
+            mapping.identity.check_sizes(config)
     return mapping.head_map(heads, whole=True)
+
+
+def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicator) -> None:
+    """Refuse a mapping of a model with the same sizes and other weights; warn of one that does not say whose it is.
+
+    Every rank must call it.
+
+    Raises
+    ------
+    ValueError, MegaKVError
+        On this rank, or on another one.
+    """
+    if mapping.identity is not None:
+        failure: Exception | None = None
+        try:
+            with _named(mapping):
+                mapping.identity.check_weights(model)
+        except ValueError as error:
+            failure = error
+        comm.agree(failure)
+    elif comm.mesh.rank == 0:
+        logger.warning(
+            "%s of %r does not say by more than this name which model it was made for, so nobody can check that it is "
+            "this one: profile and map the model anew with megakv fairkv-profile and megakv fairkv-map",
+            SETTING,
+            mapping.model,
+        )
+
+
+@contextmanager
+def _named(mapping: HeadMapping) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{SETTING} is of another model, {mapping.model!r}: {error}; profile and map this model: "
+            "megakv fairkv-profile, megakv fairkv-map"
+        ) from None
 
 
 def check_same_mapping(mapping: HeadMapping, comm: Communicator) -> None:

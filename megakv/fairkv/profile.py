@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record, load_record
+from megakv.fairkv.identity import ModelIdentity
 
 Budget = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Budgets = tuple[tuple[Budget, ...], ...]
@@ -66,6 +67,8 @@ class BudgetProfile(Record):
         Where the prompts are from, in their order.
     busy_rates : dict, optional
         As in `DataSet`, the mean over all prompts.
+    identity : ModelIdentity, optional
+        What tells the model from others, however it is called.
     """
 
     format: Literal["megakv budget profile"] = "megakv budget profile"
@@ -77,6 +80,7 @@ class BudgetProfile(Record):
     method: str | None = None
     data_sets: tuple[DataSet, ...] | None = Field(default=None, min_length=1)
     busy_rates: dict[int, Rate] | None = None
+    identity: ModelIdentity | None = None
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:

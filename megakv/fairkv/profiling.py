@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.layer import contiguous_layer
 from megakv.fairkv.mapper import balance
 from megakv.fairkv.profile import BudgetProfile, DataSet
@@ -72,7 +73,9 @@ def _busy_rates(prompts: Sequence[BudgetArray]) -> dict[int, float]:
     return {size: busy_rate(prompts, size) for size in TP_SIZES if size <= prompts[0].shape[1]}
 
 
-def make_profile(model: str, method: str, prompts: Sequence[MeasuredPrompt]) -> BudgetProfile:
+def make_profile(
+    model: str, method: str, prompts: Sequence[MeasuredPrompt], identity: ModelIdentity | None = None
+) -> BudgetProfile:
     """The profile of measured prompts.
 
     Parameters
@@ -83,6 +86,8 @@ def make_profile(model: str, method: str, prompts: Sequence[MeasuredPrompt]) -> 
         The compression that chose what was kept.
     prompts : sequence of MeasuredPrompt
         One or more.
+    identity : ModelIdentity, optional
+        Of the model.
     """
     sets: dict[str, list[BudgetArray]] = {}
     for prompt in prompts:
@@ -104,6 +109,7 @@ def make_profile(model: str, method: str, prompts: Sequence[MeasuredPrompt]) -> 
         lengths=tuple(prompt.length for prompt in ordered),
         data_sets=tuple(data_sets),
         busy_rates=_busy_rates(rows),
+        identity=identity,
     )
 
 

@@ -42,6 +42,9 @@ def test_any_mapping_gives_the_plain_tokens(tmp_path: Path, pytestconfig: pytest
     assert "with 3 layers of 4 KV heads, but the model has 2 layers of 4 KV heads" in refused["longer"]
     assert "is not valid JSON" in refused["broken"] and "megakv fairkv-map" in refused["broken"]
     assert "cannot be read" in refused["missing"]
+    assert "is of another model, 'random': hidden_size 32, but this model has 64" in refused["sizes"]
+    assert "is of another model, 'random': the same sizes, but other weights" in refused["weights"]
+    assert not refused["right"]
     assert "rank 1 has read another mapping than rank 0" in refused["different"]
     if pytestconfig.getoption("--full"):
         judge(launch(tmp_path, 4, [f"{mesh}:{family}:50:1" for family in FAMILIES for mesh in ("1x4", "2x2")]))

@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.errors import MegaKVError
+from megakv.fairkv.identity import ModelIdentity
 from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
@@ -82,10 +83,16 @@ def run_case(case: str, mapping: Path) -> dict[str, Any]:
     }
 
 
+def identity_of(seed: int, **changes: Any) -> ModelIdentity:
+    """Of another tiny Llama with as many layers and KV heads."""
+    torch.manual_seed(100 + seed)
+    return ModelIdentity.of_model(AutoModelForCausalLM.from_config(llama(**changes), dtype=torch.float32))
+
+
 def refusal(cp: int, tp: int, mapping: Path) -> str:
     """What an engine for the tiny Llama says of a mapping."""
     try:
-        megakv.init_inference(model_of("llama"), config_of(cp, tp, mapping))
+        megakv.init_inference(model_of("llama"), config_of(cp, tp, mapping)).destroy()
     except (ValueError, MegaKVError) as error:
         return str(error)
     return ""
@@ -104,9 +111,16 @@ def main() -> None:
     if dist.get_rank() == 0:
         random_mapping(layers, 4, 2).save(work / "two.json")
         random_mapping(layers + 1, 4, size).save(work / "longer.json")
+        for name, identity in (("weights", identity_of(1)), ("sizes", identity_of(0, hidden_size=32))):
+            random_mapping(layers, 4, size).model_copy(update={"identity": identity}).save(work / f"{name}.json")
+        own_weights = ModelIdentity.of_model(model_of("llama"))
+        random_mapping(layers, 4, size).model_copy(update={"identity": own_weights}).save(work / "right.json")
         (work / "broken.json").write_text((work / "two.json").read_text()[:-200])
     dist.barrier()
-    refused = {name: refusal(1, size, work / f"{name}.json") for name in ("two", "longer", "broken", "missing")}
+    refused = {
+        name: refusal(1, size, work / f"{name}.json")
+        for name in ("two", "longer", "broken", "missing", "sizes", "weights", "right")
+    }
     # Each rank its own file, as on hosts that do not share a folder.
     own = work / f"own{dist.get_rank() % 2}.json"
     random_mapping(layers, 4, size).save(own) if dist.get_rank() < 2 else None
