@@ -80,6 +80,15 @@ class TokenTable:
             self._tokens = tuple(found)
         return self._tokens
 
+    def next_positions(self) -> IntArray:
+        """``[B]`` the position behind the last token of every sequence."""
+        found = np.zeros(self.batch, dtype=np.int64)
+        for row in self._positions:
+            for sequence, column in enumerate(row):
+                if column.length:
+                    found[sequence] = max(found[sequence], column.view()[-1] + 1)
+        return found
+
     def counts(self) -> NDArray[np.int64]:
         """``[N, B]`` tokens held by each rank of each sequence."""
         return np.array([[column.length for column in row] for row in self._slots], dtype=np.int64).reshape(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -18,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from megakv.agreement import Agreement
 from megakv.comm import Communicator
 from megakv.errors import MegaKVError
+from megakv.upload import upload
 
 REFUSED_OPTIONS = {
     "assistant_model": "assisted decoding runs a second model",
@@ -305,27 +307,30 @@ class RankZeroStop(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self._clock.times.append(self._clock.now())
         self._clock.latest = input_ids
+        tokens, device = input_ids[:, -1:].t(), self._comm.mesh.device
         failure = None if self._streamer is None else self._streamer.failure
-        said = torch.zeros((4, input_ids.shape[0]), dtype=torch.int64)
-        said[0] = input_ids[:, -1].cpu()
+        said = np.zeros((3, tokens.shape[1]), dtype=np.int64)
         if self._comm.mesh.rank == 0 and failure is None:
             try:
-                said[1] = self._done(input_ids, scores, **kwargs)
-                said[2] = 0 if self._plans is None else self._plans.proposal()
+                said[0] = self._done(input_ids, scores, **kwargs).numpy()
+                said[1] = 0 if self._plans is None else self._plans.proposal()
             except BaseException as error:
                 failure = error
-        said[3] = failure is not None
-        agreed = self._comm.broadcast(said.to(self._comm.mesh.device), 0, operation="control").cpu()
-        if agreed[3, 0]:
+        said[2] = failure is not None
+        agreed = torch.cat([tokens.to(device), upload(said, device)])
+        self._comm.broadcast(agreed, 0, operation="control")
+        # All that is to be known of a step is read at once: the host waits for the device here, and nowhere else.
+        own, found, stop, plan, failed = torch.cat([tokens.to(device), agreed]).cpu()
+        if failed[0]:
             self._agreement.decide(lambda: _raise(failure))
-        if not torch.equal(agreed[0], input_ids[:, -1].cpu()):
+        if not torch.equal(found, own):
             raise MegaKVError(
                 f"rank {self._comm.mesh.rank} chose other tokens than rank 0 at length {input_ids.shape[1]}: a logits "
                 "processor or prefix_allowed_tokens_fn gives different results on different ranks"
             )
         if self._plans is not None:
-            self._plans.heed(int(agreed[2, 0]))
-        return agreed[1].bool().to(input_ids.device)
+            self._plans.heed(int(plan[0]))
+        return upload(stop.bool().numpy(), input_ids.device)
 
     def _done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         done = torch.zeros(input_ids.shape[0], dtype=torch.bool)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megakv.agreement import Agreement
 from megakv.attention.choice import PREFILL, PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
@@ -19,7 +21,8 @@ from megakv.fairkv.turn import Turn
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition
 from megakv.runahead.source import PartitionSource
-from megakv.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.sharding import IntArray, Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.upload import upload
 
 DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
@@ -66,6 +69,13 @@ class ForwardPass:
     compress: tuple[int, ...] = ()
     complete: bool = False
     chosen: dict[AttentionShape, str] = field(default_factory=dict)
+    _uploads: dict[str, Tensor] = field(default_factory=dict)
+
+    def uploaded(self, name: str, rows: IntArray, device: torch.device) -> Tensor:
+        """Rows on the device, by a name: those of one pass are the same in every layer, and copied once."""
+        if name not in self._uploads:
+            self._uploads[name] = upload(rows, device)
+        return self._uploads[name]
 
     @property
     def stays(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megakv.attention.backends import Alibi, attend_block
 from megakv.attention.merge import merge_
 from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
+from megakv.upload import upload
 
 __all__ = ["PartialAttention", "Scoring", "attend"]
 
@@ -130,12 +131,12 @@ class PartialAttention:
         device = self.q_HLD.device
         visible = None
         if kind == "masked":
-            pairs = visible_pairs(self.q_slots[q0:q1], k_slots[k0:k1], self.scoring.window)
-            visible = torch.from_numpy(pairs).to(device)
+            rows, keys = upload(self.q_slots[q0:q1], device), upload(k_slots[k0:k1], device)
+            visible = visible_pairs(rows, keys, self.scoring.window)
         alibi = None
         if self.scoring.alibi_slopes is not None:
-            q_slots, positions = torch.tensor(self.q_slots[q0:q1]), torch.tensor(k_positions[k0:k1])
-            alibi = Alibi(self.scoring.alibi_slopes, q_slots.to(device), positions.to(device))
+            q_slots, positions = upload(self.q_slots[q0:q1], device), upload(k_positions[k0:k1], device)
+            alibi = Alibi(self.scoring.alibi_slopes, q_slots, positions)
         return attend_block(
             self.q_HLD[:, q0:q1],
             k_KSD[:, k0:k1],

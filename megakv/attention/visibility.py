@@ -9,14 +9,16 @@ blocks with an explicit mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 __all__ = ["Block", "Slots", "plan_blocks", "visible_pairs"]
 
 Slots = npt.NDArray[np.int64]
+AnySlots = TypeVar("AnySlots", npt.NDArray[Any], Tensor)
 Kind = Literal["full", "causal", "masked"]
 
 # Rows of a masked block, and its row x key pairs: what its explicit mask may cost in memory (16 MiB in float32).
@@ -54,8 +56,8 @@ class _Run(NamedTuple):
     pattern: Literal["flat", "diagonal", "mixed"]
 
 
-def visible_pairs(q_slots: Slots, k_slots: Slots, window: int | None = None) -> npt.NDArray[np.bool_]:
-    """The mask ``[L, S]``, true where the query at ``q_slots[i]`` sees the key at ``k_slots[j]``.
+def visible_pairs(q_slots: AnySlots, k_slots: AnySlots, window: int | None = None) -> AnySlots:
+    """The boolean mask ``[L, S]``, true where the query at ``q_slots[i]`` sees the key at ``k_slots[j]``.
 
     A key is visible if its slot is at most the query's and, with a window W, greater than the query's minus W.
     """

@@ -17,6 +17,7 @@ from megakv.fairkv.shares import HeadShares
 from megakv.sharding import IntArray
 from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
 from megakv.tensor_files import StreamedTensor
+from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -91,7 +92,7 @@ def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndar
         return
     if not own.any():
         return
-    rows = torch.from_numpy(np.flatnonzero(own)).to(k_KSD.device)
+    rows = upload(np.flatnonzero(own), k_KSD.device)
     some = PartialAttention(partial.q_HLD[:, rows], partial.q_slots[own], partial.scoring, v_KSD.shape[-1])
     some.add(k_KSD, v_KSD, new.slots, new.positions)
     out = some.out.new_zeros((partial.q_HLD.shape[0], len(own), v_KSD.shape[-1]))
@@ -177,7 +178,7 @@ class DividedStore:
             own = np.flatnonzero(self.shares.own_tokens(index, rows))
             if len(own):
                 head = slice(alone + index, alone + index + 1)
-                chosen = torch.from_numpy(own).to(k_KSD.device)
+                chosen = upload(own, k_KSD.device)
                 self._kept[1 + index].append(sequence, k_KSD[head, chosen], v_KSD[head, chosen])
                 self._rows[index][sequence].extend(own + first)
 

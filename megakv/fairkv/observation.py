@@ -18,6 +18,7 @@ from megakv.attention.partial import Scoring
 from megakv.attention.visibility import visible_pairs
 from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
 from megakv.sharding import IntArray, TokenBlock
+from megakv.upload import upload
 
 CHUNK_QUERIES = 512
 """Queries of every rank that travel, and are scored, at a time."""
@@ -58,7 +59,7 @@ class Queries:
         tokens = layout.stored if layout.replicated else layout.tokens
         rows = _observed_rows(tokens, observed)
         own = rows[call.rank] if (kept := layout.kept_rows(call.rank)) is None else kept[rows[call.rank]]
-        index = torch.from_numpy(own).to(lse_HL.device)
+        index = upload(own, lse_HL.device)
         dtype = torch.promote_types(call.q_HLD.dtype, torch.float32)
         q_HLD, lse = call.q_HLD.index_select(1, index).to(dtype), lse_HL.index_select(1, index).to(dtype)
         packed = torch.cat([q_HLD, lse.unsqueeze(-1)], dim=-1).transpose(0, 1)
@@ -68,7 +69,7 @@ class Queries:
         """With those of earlier passes, the last `observed` ones of each sequence."""
         joined = [TokenBlock.joined(pair) for pair in zip(earlier.tokens, self.tokens, strict=True)]
         rows = _observed_rows([block for block, _ in joined], observed)
-        own = torch.from_numpy(joined[rank][1][rows[rank]]).to(self.packed.device)
+        own = upload(joined[rank][1][rows[rank]], self.packed.device)
         tokens = tuple(block.take(found) for (block, _), found in zip(joined, rows, strict=True))
         return Queries(tokens, torch.cat([earlier.packed, self.packed])[own])
 
@@ -157,7 +158,7 @@ def _add_mass(
             counts = visible_pairs(q_slots, slots, scoring.window)
             if near:
                 counts &= q_slots[:, None] - slots[None, :] > near
-            unseen = torch.from_numpy(~counts).to(weights.device)
+            unseen = upload(~counts, weights.device)
             weights.view(kv_heads, group, rows, -1).masked_fill_(unseen, 0.0)
         if reduce == "mean":
             mass_KS[:, keys] += weights.sum(1)
@@ -184,7 +185,7 @@ def pooled_mass(
     edges = [_edges(segment.orders, radius) for segment in segments]
     counts = [sum(len(edge[rank]) for edge in edges) for rank in range(call.size)]
     pieces = [
-        mass[:, torch.from_numpy(np.searchsorted(segment.orders[call.rank], edge[call.rank])).to(mass.device)]
+        mass[:, upload(np.searchsorted(segment.orders[call.rank], edge[call.rank]), mass.device)]
         for mass, segment, edge in zip(masses, segments, edges, strict=True)
     ]
     gathered = None
@@ -238,7 +239,7 @@ def _neighbour_maximum(segment: Segment, orders: IntArray, values: Tensor, radiu
         place = np.minimum(np.searchsorted(known, own + distance), len(known) - 1)
         there = np.flatnonzero(known[place] == own + distance)
         if distance and len(there):
-            index = torch.from_numpy(there).to(values.device)
-            source = torch.from_numpy(by_order[place[there]]).to(values.device)
+            index = upload(there, values.device)
+            source = upload(by_order[place[there]], values.device)
             best[:, index] = torch.maximum(best[:, index], values[:, source])
     return best

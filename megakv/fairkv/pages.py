@@ -19,6 +19,7 @@ from torch import Tensor
 from megakv.attention.compiled import Run, RunTable
 from megakv.sharding import IntArray
 from megakv.tensor_files import StreamedTensor
+from megakv.upload import upload
 
 PAGE_SIZES = (512, 64, 8, 1)
 """The largest is what PyTorch's attention is fastest with on a CPU; each divides the one before."""
@@ -48,7 +49,7 @@ class Pages:
     @cached_property
     def heads_P(self) -> Tensor:
         """`heads` on the device of the keys."""
-        return torch.from_numpy(self.heads).long().to(self.k_PSD.device)
+        return upload(self.heads, self.k_PSD.device).long()
 
     def nbytes(self) -> int:
         """Bytes held, coordinates included."""
@@ -191,7 +192,7 @@ class RaggedBody:
         sets = []
         for size, heads, places in _page_starts(counts):
             order = (starts[heads] + places)[:, None] + np.arange(size)
-            where = tuple(torch.from_numpy(part[order]).to(keys.device) for part in index)
+            where = tuple(upload(part[order], keys.device) for part in index)
             sets.append(Pages(keys[where], values[where], heads, offsets[order]))
         return cls(sets, counts, first, last)
 
@@ -223,7 +224,7 @@ class RaggedBody:
         kept = rows < row
         owner = np.repeat(np.arange(len(self.counts)), self.counts)
         counts = np.bincount(owner[kept], minlength=len(self.counts)).astype(np.int64)
-        index = torch.from_numpy(np.flatnonzero(kept)).to(keys.device)
+        index = upload(np.flatnonzero(kept), keys.device)
         return RaggedBody.packed(keys[index], values[index], counts, rows[kept])
 
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from megakv.fairkv.shares import HeadShares, shares_of_rank
 from megakv.fairkv.splitting import split_request
 from megakv.placement.heads import HeadMap
 from megakv.sharding import TokenBlock
+from megakv.upload import upload
 
 
 class HeadReplicas:
@@ -86,7 +87,7 @@ class HeadReplicas:
         queries = slice(view.shares.alone * group, None)
         if complete:
             for index in range(len(view.shared)):
-                own = torch.from_numpy(view.shares.own_queries(index, tokens.slot)).to(out_HLD.device)
+                own = upload(view.shares.own_queries(index, tokens.slot), out_HLD.device)
                 first = (view.shares.alone + index) * group
                 out_HLD[first : first + group] *= own[None, :, None]
             return out_HLD, lse_HL

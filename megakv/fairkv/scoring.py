@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from megakv.fairkv.budgets import HeadBudgets
 from megakv.sharding import IntArray
+from megakv.upload import upload
 
 EVERYTHING = -1
 """Number of observed queries: all of the pass."""
@@ -50,7 +50,7 @@ class Segment:
     @property
     def order(self) -> Tensor:
         """``[n]`` index of this rank's tokens among all."""
-        return torch.from_numpy(self.orders[self.rank]).to(self.k_KSD.device)
+        return upload(self.orders[self.rank], self.k_KSD.device)
 
     def recent(self, count: int) -> Tensor:
         """``[n]`` which tokens are among the last `count` of the segment."""

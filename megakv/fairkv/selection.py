@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megakv.fairkv.budgets import HeadBudgets
 from megakv.sharding import IntArray
+from megakv.upload import upload
 
 SLOT_BITS, HEAD_BITS = 24, 8
 SLOTS, HEADS = 1 << SLOT_BITS, 1 << HEAD_BITS
@@ -44,7 +45,7 @@ def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
     return (key << HEAD_BITS) + (HEADS - 1 - heads_K)[:, None]
 
 
-def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp) -> Tensor:
+def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp, counted: Tensor | None = None) -> Tensor:
     """For every group the least key that belongs to its `wanted` largest, over all ranks.
 
     Parameters
@@ -55,6 +56,8 @@ def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp) -> T
         ``[G]`` how many keys of each group; all of them where it has fewer. The same on all ranks.
     add_up : callable
         Sums counts over the ranks that hold keys of these groups.
+    counted : Tensor, optional
+        ``[n]`` bool: which keys there are; None for all of them.
 
     Returns
     -------
@@ -63,18 +66,19 @@ def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp) -> T
     """
     found = torch.zeros_like(wanted)
     left = wanted
+    # Those that share the digits so far. They are marked, not taken out: how many there are, only the device knows.
+    alike = torch.ones_like(keys) if counted is None else counted.long()
     for shift in range(KEY_BITS - DIGIT_BITS, -1, -DIGIT_BITS):
         digit = (keys >> shift) & (DIGITS - 1)
-        counts = torch.bincount(groups * DIGITS + digit, minlength=len(wanted) * DIGITS).view(-1, DIGITS)
-        at_least = add_up(counts).flip(1).cumsum(1).flip(1)
+        counts = keys.new_zeros(len(wanted) * DIGITS).index_add_(0, groups * DIGITS + digit, alike)
+        at_least = add_up(counts.view(-1, DIGITS)).flip(1).cumsum(1).flip(1)
         # A group that has fewer keys than wanted gives all it has.
         left = torch.minimum(left, at_least[:, 0])
         choice = (at_least >= left[:, None]).sum(1) - 1
         above = torch.cat([at_least[:, 1:], at_least.new_zeros(len(wanted), 1)], dim=1)
         left = left - above.gather(1, choice[:, None]).squeeze(1)
         found = (found << DIGIT_BITS) + choice
-        same = digit == choice[groups]
-        keys, groups = keys[same], groups[same]
+        alike = alike * (digit == choice[groups])
     return torch.where(wanted > 0, found, torch.full_like(found, NOTHING))
 
 
@@ -111,25 +115,24 @@ def choose(
         Per sequence ``[K, n]``, True where the token is kept.
     """
     device = scores[0].device
-    local = torch.from_numpy(heads).to(device)
-    keys = [
-        ranking_keys(score, torch.from_numpy(slot).to(device), local) for score, slot in zip(scores, slots, strict=True)
-    ]
+    local = upload(heads, device)
+    keys = [ranking_keys(score, upload(slot, device), local) for score, slot in zip(scores, slots, strict=True)]
     count = len(heads)
     floors = np.concatenate([budget.floors[heads] for budget in budgets])
     groups = [torch.arange(count, device=device)[:, None].expand_as(key) + row * count for row, key in enumerate(keys)]
     least = thresholds(
         torch.cat([key.reshape(-1) for key in keys]),
         torch.cat([group.reshape(-1) for group in groups]),
-        torch.from_numpy(floors).to(device),
+        upload(floors, device),
         over_tokens,
     ).view(len(keys), count, 1)
     kept = [key >= bound for key, bound in zip(keys, least, strict=True)]
     pools = [budget.total - int(budget.floors.sum()) for budget in budgets]
     if not any(pools):
         return kept
-    own = torch.from_numpy(counted).to(device)
-    rest = [key[own][~mask[own]] for key, mask in zip(keys, kept, strict=True)]
+    own = upload(counted, device)
+    rest = [key[own].reshape(-1) for key in keys]
     rows = [torch.full_like(key, row) for row, key in enumerate(rest)]
-    pooled = thresholds(torch.cat(rest), torch.cat(rows), torch.tensor(pools, device=device), over_all)
+    free = torch.cat([~mask[own].reshape(-1) for mask in kept])
+    pooled = thresholds(torch.cat(rest), torch.cat(rows), upload(np.array(pools), device), over_all, free)
     return [mask | (key >= bound) for mask, key, bound in zip(kept, keys, pooled, strict=True)]

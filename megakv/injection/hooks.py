@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,6 +21,7 @@ from megakv.injection.positions import PaddedPositions, takes_positions
 from megakv.planning import ForwardPass
 from megakv.runtime import Runtime
 from megakv.sharding import TokenBlock, new_tokens
+from megakv.upload import upload
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -125,8 +125,12 @@ class ForwardHooks:
         batch, length = source.shape[:2]
         cache = self._cache(inputs, length)
         past = cache.length
-        mask = self._mask(inputs.get("attention_mask"), batch, length, past)
-        positions = self._positions(inputs, mask, length, past)
+        if length == 1 and self._runtime.generated(cache):
+            # Known here: to read them, the host would wait for the device.
+            mask, positions = np.ones((batch, 1), dtype=bool), cache.table.next_positions()[:, None]
+        else:
+            mask = self._mask(inputs.get("attention_mask"), batch, length, past)
+            positions = self._positions(inputs, mask, length, past)
         new = new_tokens(mask[:, -length:], positions, past)
         if len(new) == 0:
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
@@ -223,11 +227,11 @@ class ForwardHooks:
             column = np.append(column, 0)
             position = np.append(position, step.layout.max_position)
         device = source.device
-        rows = torch.from_numpy(sequence).to(device), torch.from_numpy(column).to(device)
+        rows = upload(sequence, device), upload(column, device)
         inputs["inputs_embeds" if embedded else "input_ids"] = source[rows].unsqueeze(0)
         inputs.pop("position_ids", None)
         if self._takes_positions:
-            inputs["position_ids"] = torch.from_numpy(position).to(device).unsqueeze(0)
+            inputs["position_ids"] = upload(position, device).unsqueeze(0)
         inputs["attention_mask"] = None
         inputs["past_key_values"] = step.cache
         inputs["use_cache"] = True
@@ -239,7 +243,7 @@ class ForwardHooks:
         keys = tokens.sequence * width + tokens.slot
         local = np.searchsorted(keys, (wanted.sequence * width + wanted.slot)[mine])
         self._local = local
-        index = torch.from_numpy(local if len(local) else np.zeros(1, dtype=np.int64)).to(device)
+        index = upload(local if len(local) else np.zeros(1, dtype=np.int64), device)
         self._last_layer.want(index, len(sequence), queries=step.layout.wanted is not None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
@@ -270,7 +274,7 @@ class ForwardHooks:
         wanted, local, comm = self._wanted, self._local, self._runtime.comm
         assert wanted is not None and local is not None
         mesh = comm.mesh
-        mine = logits[0, : len(local)] if self._keeps_logits else logits[0, torch.from_numpy(local).to(logits.device)]
+        mine = logits[0, : len(local)] if self._keeps_logits else logits[0, upload(local, logits.device)]
         shared = logits.new_zeros((step.batch, wanted.columns, logits.shape[-1]))
         width = step.slots + 1
         keys = wanted.sequence * width + wanted.slot
@@ -281,6 +285,5 @@ class ForwardHooks:
                 continue
             piece = mine.contiguous() if owner == mesh.cp_rank else logits.new_empty((len(rows), logits.shape[-1]))
             comm.broadcast(piece, owner * mesh.tp_size, operation="logits")
-            target = torch.from_numpy(wanted.sequence[rows]), torch.from_numpy(wanted.column[rows])
-            shared[target[0].to(logits.device), target[1].to(logits.device)] = piece
+            shared[upload(wanted.sequence[rows], logits.device), upload(wanted.column[rows], logits.device)] = piece
         return shared

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from megakv.attention.partial import Scoring
 from megakv.injection.interface import RUNTIME_ATTRIBUTE
 from megakv.sharding import IntArray
+from megakv.upload import upload
 
 QUERY_PROJECTION = "q_proj"
 CACHES = ("past_key_values", "layer_past")
@@ -64,7 +65,7 @@ class _RotaryTable:
     def __init__(self) -> None:
         self._columns: tuple[Tensor, ...] = ()
 
-    def learn(self, embeddings: tuple[Tensor, ...], positions: Tensor) -> None:
+    def learn(self, embeddings: tuple[Tensor, ...], positions: IntArray) -> None:
         """Take those of a pass: each ``[1, L, R]`` or ``[B, L, R]`` of one row."""
         # A rank without tokens in the pass computes a stand-in row, which is nobody's.
         needed = int(positions.max()) + 1 if len(positions) else 0
@@ -72,8 +73,9 @@ class _RotaryTable:
             self._columns = tuple(part.new_zeros((0, *part.shape[2:])) for part in embeddings)
         if len(self._columns[0]) < needed:
             self._columns = tuple(self._grown(column, needed + TABLE_ROWS) for column in self._columns)
+        index = upload(positions, embeddings[0].device)
         for column, part in zip(self._columns, embeddings, strict=True):
-            column.index_copy_(0, positions, part[0])
+            column.index_copy_(0, index, part[0])
 
     @staticmethod
     def _grown(column: Tensor, rows: int) -> Tensor:
@@ -150,7 +152,7 @@ class Recomputation:
         table = self._learned.get(key)
         if table is None:
             table = self._learned[key] = self._tables.get(layer) or _RotaryTable()
-            positions = torch.from_numpy(self._positions()).to(embeddings[0].device)
+            positions = self._positions()
             table.learn(tuple(part[:, : len(positions)] for part in embeddings), positions)
         self._tables[layer] = table
 
@@ -193,10 +195,7 @@ class Recomputation:
         """Positions, copied once in a pass: every layer asks for the same."""
         key = positions.tobytes()
         if key not in self._there:
-            here = torch.from_numpy(np.ascontiguousarray(positions))
-            # From other memory, a copy to a CUDA device waits for all that it is to compute.
-            here = here.pin_memory() if device.type == "cuda" else here
-            self._there[key] = here.to(device, non_blocking=True)
+            self._there[key] = upload(np.ascontiguousarray(positions), device)
         return self._there[key]
 
     @contextmanager

@@ -23,6 +23,7 @@ from megakv.attention.partial import Scoring
 from megakv.attention.visibility import sees_all
 from megakv.offload.clock import Clock, HostClock
 from megakv.sharding import IntArray, TokenBlock
+from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore
@@ -72,7 +73,7 @@ class HostPart:
         begun = self._clock.mark()
         out, lse, self.seconds = self._future.result()
         self.waited = begun, self._clock.mark()
-        merge_(out_HLD, lse_HL, out.to(self._device), lse.to(self._device))
+        merge_(out_HLD, lse_HL, upload(out.numpy(), self._device), upload(lse.numpy(), self._device))
 
 
 class HostRank:

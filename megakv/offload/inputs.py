@@ -7,7 +7,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megakv.attention.spacing import alike, stacked
@@ -19,6 +18,7 @@ from megakv.offload.scheduler import divide
 from megakv.offload.staging import Piece, StagedLayer
 from megakv.offload.store import TieredStore
 from megakv.sharding import TokenBlock
+from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
@@ -89,7 +89,7 @@ def offer(store: TieredStore, mine: TokenBlock, hidden_LE: Tensor, kept: np.ndar
         Of the packed rows, those of `mine`; None for all.
     """
     # A copy: the model may go on to work on its own tensor in place.
-    hidden_LE = hidden_LE.clone() if kept is None else hidden_LE[torch.from_numpy(kept).to(hidden_LE.device)]
+    hidden_LE = hidden_LE.clone() if kept is None else hidden_LE[upload(kept, hidden_LE.device)]
     for sequence in range(mine.batch):
         run = mine.run(sequence)
         if run.stop > run.start:

@@ -16,6 +16,7 @@ from megakv.offload.division import Division, spread
 from megakv.offload.link import Link, Move, Ticket
 from megakv.offload.pages import unwritten
 from megakv.offload.tiers import host_memory
+from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.offload.host_rank import HostRows
@@ -186,7 +187,7 @@ class StagedLayer:
         if len(steps) == 1 and (step := steps.pop()) > 0:
             self.rows[at[0] : at[-1] + 1 : step] = rows
         else:
-            self.rows[torch.tensor(at, device=self.rows.device)] = rows
+            self.rows[upload(np.array(at), self.rows.device)] = rows
 
 
 def _within(group: range, counts: Sequence[int]) -> list[int]:

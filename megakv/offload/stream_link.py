@@ -99,7 +99,7 @@ class _StreamTicket(QueuedTicket):
 
     def settle(self) -> None:
         self._made.wait()
-        if self.ended is not None:
+        if self.ended is not None and not self.done:
             self.ended.synchronize()
         self.join()
 

@@ -1,0 +1,19 @@
+"""Numbers of the host on the device that computes with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor on a device; the host goes on at once.
+
+    Out of pinned memory, which torch gives to nobody else before the copy is over: from any other, the host would wait
+    for all that the device has to do before it.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
