@@ -1,0 +1,285 @@
+"""A CUDA device without a GPU: what lies on it has shape, type and place but no content; who waits for it is noted.
+
+Torch's fake tensors know their device: an operation on tensors of two devices raises, as on a real one. Tensors on the
+processor stay real, so that what the library decides there is decided. What is read from the device is made up: ones,
+which are a mask without padding and a valid token, and for a truth whatever `FakeCuda.truth` says.
+
+The host waits for the device where it reads from it, where it copies to it from memory that is not pinned, or not with
+``non_blocking``, and where it synchronises a stream or an event. Each such place is noted with its line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map_only
+
+aten = torch.ops.aten
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = torch.device("cuda", 0)
+READS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
+"""Operations that give Python a number."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A place in which the host waits for the device.
+
+    Parameters
+    ----------
+    operation, place : str
+        What it did, and where.
+    """
+
+    operation: str
+    place: str
+
+
+def _place() -> str:
+    """The innermost line of the library or of transformers that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(f"{ROOT}/megakv/"):
+            return f"{Path(name).relative_to(ROOT)}:{frame.f_lineno}"
+        if "/site-packages/transformers/" in name:
+            return f"transformers/{name.rsplit('/transformers/', 1)[1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+class FakeCuda(TorchDispatchMode):
+    """Operations of this process while it stands.
+
+    Attributes
+    ----------
+    waits : list of Wait
+        In order.
+    truth : bool
+        What a truth value on the device is found to be.
+    """
+
+    def __init__(self, fake: FakeTensorMode):
+        super().__init__()
+        self.waits: list[Wait] = []
+        self.truth = False
+        self._fake = fake
+        self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._registered: list[tuple[int, int]] = []
+
+    def wait(self, operation: str) -> None:
+        """Note that the host waits here."""
+        self.waits.append(Wait(operation, _place()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        pin = bool(kwargs.pop("pin_memory", False))
+        if func is aten.is_pinned.default:
+            return self._is_pinned(args[0])
+        if func is aten._pin_memory.default:
+            with unset_fake_temporarily():
+                return self._pin(args[0].clone())
+        inside = tree_any(lambda value: isinstance(value, FakeTensor), (args, kwargs))
+        to = kwargs.get("device")
+        onto = to is not None and torch.device(to).type == "cuda"
+        if not inside and not onto:
+            with unset_fake_temporarily():
+                found = func(*args, **kwargs)
+                return self._pin(found) if pin else found
+        if func in READS:
+            self.wait(func._opname)
+            return self._number(args[0]) if func is aten._local_scalar_dense.default else True
+        if inside and to is not None and torch.device(to).type == "cpu":
+            return self._read(args[0], kwargs)
+        if func is aten.copy_.default:
+            return self._copy(*args, **kwargs)
+        if func is aten._to_copy.default and not inside:
+            if not (kwargs.get("non_blocking") and self._is_pinned(args[0])):
+                self.wait("copy to the device")
+        with self._fake:
+            return func(*self._known(args), **self._known(kwargs))
+
+    def _known(self, values: Any) -> Any:
+        """Values with a fake for each real tensor: torch would compute with the numbers in it."""
+
+        def fake(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor):
+                return tensor
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+        return tree_map_only(Tensor, fake, values)
+
+    def _number(self, tensor: Tensor) -> Any:
+        return self.truth if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _read(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """A real tensor in the place of one on the device."""
+        self.wait("copy to the host")
+        with unset_fake_temporarily():
+            dtype = kwargs.get("dtype") or tensor.dtype
+            return torch.full(tensor.shape, dtype != torch.bool, dtype=dtype)
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        there, here = isinstance(target, FakeTensor), isinstance(source, FakeTensor)
+        host = source if there else target
+        if there != here and not (non_blocking and self._is_pinned(host)):
+            self.wait("copy to the device" if there else "copy to the host")
+        if there:
+            with self._fake:
+                return aten.copy_.default(target, self._known(source), non_blocking)
+        with unset_fake_temporarily():
+            return target.fill_(1)
+
+    # Pinned memory
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._pinned[storage.data_ptr()] = storage
+        return tensor
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        first = tensor.data_ptr()
+        within = any(start <= first and first + tensor.nbytes <= end for start, end in self._registered)
+        return within or not tensor.numel() or tensor.untyped_storage().data_ptr() in self._pinned
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        """``cudaHostRegister``."""
+        self._registered.append((address, address + nbytes))
+        return 0
+
+
+class _Stream:
+    """A stream in which nothing takes any time."""
+
+    def __init__(self, cuda: FakeCuda):
+        self._cuda = cuda
+
+    def synchronize(self) -> None:
+        self._cuda.wait("Stream.synchronize")
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    wait_stream = wait_event
+
+
+class _Event:
+    """A moment in a stream: over at once, at the time at which it was recorded."""
+
+    def __init__(self, cuda: FakeCuda):
+        self._cuda = cuda
+        self._at = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self._cuda.wait("Event.synchronize")
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other._at - self._at) * 1e3
+
+
+def _all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+    """All ranks say what this one says. The real one goes through bytes on the device."""
+    values[:] = [value] * len(values)
+
+
+_tensor = torch.tensor
+
+
+def _new_tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+    """`torch.tensor`, which copies from the host in C++ where nobody sees it."""
+    found = _tensor(data, **options)
+    return found if device is None else found.to(device)
+
+
+def _move(module: nn.Module, device: Any = None, *args: Any, **options: Any) -> nn.Module:
+    """`Module.to`, which does not know tensors that change from real to fake."""
+    if device is not None and not isinstance(device, torch.dtype):
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(device)
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not isinstance(parameter, FakeTensor):
+                    part._parameters[name] = nn.Parameter(parameter.detach().to(device), requires_grad=False)
+    return module
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """A process with one CUDA device that does nothing."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    cuda = FakeCuda(fake)
+    stream = _Stream(cuda)
+    runtime = mock.Mock(cudaHostRegister=cuda.register, cudaHostUnregister=lambda address: 0)
+    properties = mock.Mock(total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+    properties.name = "no device"
+    answers = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: "no device",
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "is_bf16_supported": lambda *args, **options: True,
+        "mem_get_info": lambda device=None: (64 << 30, 80 << 30),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: cuda.wait("synchronize"),
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "Stream": lambda *args, **options: _Stream(cuda),
+        "Event": lambda *args, **options: _Event(cuda),
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "cudart": lambda: runtime,
+    }
+    with fake:
+        # Once on a machine without a GPU, torch takes a guard of devices that does nothing.
+        assert not torch.cuda.is_available()
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", _all_gather_object))
+        stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
+        stack.enter_context(mock.patch.object(nn.Module, "to", _move))
+        stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))
+        # Threads of their own have no modes: what they copy is noted and made all the same.
+        run = threading.Thread.run
+
+        def run_within(thread: threading.Thread) -> None:
+            with fake, cuda:
+                run(thread)
+
+        stack.enter_context(mock.patch.object(threading.Thread, "run", run_within))
+        stack.enter_context(fake)
+        stack.enter_context(cuda)
+        yield cuda
