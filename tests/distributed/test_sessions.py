@@ -19,7 +19,11 @@ def launch(folder: Path, mesh: str, stage: str, decoded: int) -> dict[str, Any]:
 
 
 def judge_turns(results: dict[str, Any], decoded: int) -> None:
-    assert results.pop("save")["equal"]
+    saved = results.pop("save")
+    assert saved["equal"]
+    for full, taken, left in saved["said"]:
+        assert "the session cannot be saved to" in full and "an earlier one there stays whole" in full
+        assert "exists and is no saved session" in taken and left == 2
     balance = results.pop("balance")
     assert balance["spread"] <= 1
     assert balance["tokens"] == 2 * (37 + decoded - 1)

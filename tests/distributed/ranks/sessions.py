@@ -7,6 +7,7 @@ Usage: sessions.py OUT.json WORK_DIR CPxTP STAGE DECODED, with STAGE ``quick`` o
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -119,11 +120,20 @@ def save(engine: Any, plain: PreTrainedModel, folder: Path) -> dict[str, Any]:
     session.save(folder)
     session.generate(ids_of(40, 2, seed=2), max_new_tokens=3, **GREEDY)
     session.save(folder)
+    # On the last rank alone the disk is full.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if last else limits[0], limits[1]))
+    full = refused(lambda: session.save(folder))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    taken = refused(lambda: session.save(folder.parent))
     history = session.input_ids
     assert history is not None
     expected = plain.generate(torch.cat([history, ids_of(9, 2, seed=3)], dim=1), max_new_tokens=12, **GREEDY)
     found = session.generate(ids_of(9, 2, seed=3), max_new_tokens=12, **GREEDY)
-    return {"equal": torch.equal(expected, found), "expected": expected.tolist()}
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (full, taken, len(list(folder.iterdir()))))
+    return {"equal": torch.equal(expected, found), "expected": expected.tolist(), "said": said}
 
 
 def refused(action: Any) -> str:
