@@ -1,14 +1,15 @@
 """Started on every rank: runs families over meshes against plain transformers and writes what it found as JSON.
 
 Usage: exactness.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `family`, `mesh` as CPxTP, `section` of
-``megakv.context_parallel``, the names of its `cases`, how many tokens are `decoded`, and perhaps ``megakv.offload``.
-One family's runs have the same `decoded`.
+``megakv.context_parallel``, the names of its `cases`, how many tokens are `decoded`, and perhaps ``megakv.offload``,
+whose tokens are divided by `even_costs` where the run asks for them. One family's runs have the same `decoded`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+from even_costs import even_costs
 from families import CONFIGS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -144,7 +146,8 @@ def run_mesh(folder: Path, run: dict[str, Any], cases: list[dict[str, Any]], ans
         engine = megakv.init_inference(str(folder), config)
     except ValueError as error:
         return str(error)
-    results = [compare(engine, case, answers[case["name"]], run["decoded"]) for case in cases]
+    with even_costs() if run.get("even_costs") else nullcontext():
+        results = [compare(engine, case, answers[case["name"]], run["decoded"]) for case in cases]
     engine.destroy()
     return results
 

@@ -1,6 +1,7 @@
 """Runs a benchmark as it is run by hand, but its ranks are forked: DeepSpeed's launcher takes longer than a tiny run.
 
 Usage: forked.py SCRIPT ARGUMENT ..., for the fork server. tests/unit/benchmarks/test_prefill.py has the launcher.
+With MEGAKV_TEST_EVEN_COSTS in the environment offloaded tokens are divided by `even_costs`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from tests.distributed.forkserver import fork_ranks, wait_for_ranks
+from tests.even_costs import even_costs
 
 SCRIPT, *WORDS = sys.argv[1:]
 
@@ -55,7 +58,8 @@ def main() -> None:
     import harness.ranks
 
     harness.ranks.start_ranks = start_forked
-    runpy.run_path(SCRIPT, run_name="__main__")
+    with even_costs() if "MEGAKV_TEST_EVEN_COSTS" in os.environ else nullcontext():
+        runpy.run_path(SCRIPT, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tests.distributed.launch import run_forked
 from tests.unit.benchmarks.running import BENCHMARKS, FORKED, fork_benchmark, run_benchmark
 
 run = partial(run_benchmark, "offload.py")
-fork = partial(fork_benchmark, "offload.py")
+fork = partial(fork_benchmark, "offload.py", env={"MEGAKV_TEST_EVEN_COSTS": "1"})
 LINK = 0.003
 TINY = [
     "--layers", "2", "--hidden", "32", "--heads", "4", "--batch", "2", "--group", "1", "--prompt", "33", "--new", "7",
@@ -163,6 +163,9 @@ def test_verdicts(rows: list[dict[str, Any]]) -> None:
     found = summarise(some, exact_type=True)
     assert found["auto_over_best"] == pytest.approx(1.2)
     assert found["same_twice_by_case"] == {}
+    # The best of fewer choices is no better than the best of all: a case without some of them counts, too.
+    fewer = [row for row in some if row["method"] != "chunked"]
+    assert summarise(fewer, exact_type=True)["auto_over_best"] == pytest.approx(0.6 / 0.51)
     chunked = next(row for row in some if row["method"] == "chunked")
     chunked |= {"again_seconds": [1.2 * seconds for seconds in chunked["seconds"][1:]], "again_from": 1}
     (twice,) = summarise(some, exact_type=True)["same_twice_by_case"].values()

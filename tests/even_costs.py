@@ -1,0 +1,35 @@
+"""A machine on which recomputing and attending cost as much as sending: tokens are divided by bytes, not by its load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from megakv.costmodel.offload import LayerCosts
+from megakv.offload.costs import OffloadCosts
+
+
+@contextmanager
+def even_costs() -> Iterator[None]:
+    """Engines that are used in here divide tokens by such costs, whatever this machine measures and its steps show."""
+    measured = OffloadCosts.layer
+
+    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+        found = measured(self, *args, **options)
+        return replace(
+            found,
+            recompute_s=found.kv_s,
+            launch_s=0.0,
+            # 0 stands for a host that cannot attend.
+            host_attend_s=found.kv_s if found.host_attend_s else 0.0,
+            host_fixed_s=0.0,
+            transfer_s=0.0,
+            disk_kv_s=found.kv_s,
+            disk_activation_s=found.activation_s,
+        )
+
+    with patch.multiple(OffloadCosts, layer=layer, learn=lambda self, *args: None):
+        yield
