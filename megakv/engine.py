@@ -24,6 +24,7 @@ from megakv.generation import (
     TokenClock,
     check_length,
     check_options,
+    given_option,
     keep_tokens,
     new_token_limit,
     open_call,
@@ -217,8 +218,9 @@ class MegaKVEngine(InferenceEngine):
             self.module, options, self._comm, self._agreement, self._record.clock, streamer, plans
         )
         self._runtime.planner.choice = None
-        use_cache = options.get("use_cache", getattr(self.module.generation_config, "use_cache", True)) is not False
         embeds = options.get("inputs_embeds")
+        # transformers caches after embeddings in any case.
+        use_cache = embeds is not None or given_option("use_cache", options, self.module) is not False
         prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
         with self._holding(cache if use_cache else None, prompt), keep_tokens(self._record.clock):
             # Beam search reorders whatever goes by that name, None too.

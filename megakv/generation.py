@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,10 +38,6 @@ REFUSED_OPTIONS = {
 }
 
 
-def _given(name: str, options: dict[str, Any], config: GenerationConfig) -> Any:
-    return options[name] if options.get(name) is not None else getattr(config, name, None)
-
-
 def _is_set(name: str, value: Any) -> bool:
     if name == "guidance_scale":
         return value is not None and value != 1
@@ -57,9 +52,8 @@ def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ValueError
         Naming the option, its value and the reason.
     """
-    config = options.get("generation_config") or model.generation_config
     for name, reason in REFUSED_OPTIONS.items():
-        value = _given(name, options, config)
+        value = given_option(name, options, model)
         if _is_set(name, value):
             shown = type(value).__name__ if isinstance(value, torch.nn.Module | Tensor) else repr(value)
             raise ValueError(f"generate({name}={shown}) is not supported with MegaKV: {reason}")
@@ -92,9 +86,8 @@ def check_length(
     ValueError
         Naming the lengths and the limit.
     """
-    config = options.get("generation_config") or model.generation_config
-    new = _given("max_new_tokens", options, config)
-    total = prompt + new if new is not None else max(prompt, _given("max_length", options, config) or 0)
+    new = given_option("max_new_tokens", options, model)
+    total = prompt + new if new is not None else max(prompt, given_option("max_length", options, model) or 0)
     if positions is not None and prompt > positions:
         raise ValueError(
             f"the prompt has {prompt} tokens but the model has positions for {positions} "
@@ -112,17 +105,18 @@ def check_length(
 
 
 def given_option(name: str, options: dict[str, Any], model: PreTrainedModel) -> Any:
-    """An option of a `generate` call: its own, or its configuration's, or the model's."""
-    return _given(name, options, options.get("generation_config") or model.generation_config)
+    """An option of a `generate` call: its own, or else its configuration's, or else the model's."""
+    configs: tuple[GenerationConfig | None, ...] = (options.get("generation_config"), model.generation_config)
+    values = (options.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 def new_token_limit(model: PreTrainedModel, options: dict[str, Any], prompt: int) -> int:
     """Tokens that a call may add to each row of its prompt; 0 for beams, which share most of theirs."""
-    config = options.get("generation_config") or model.generation_config
-    if (_given("num_beams", options, config) or 1) > 1:
+    if (given_option("num_beams", options, model) or 1) > 1:
         return 0
-    new = _given("max_new_tokens", options, config)
-    return int(new) if new is not None else max(0, (_given("max_length", options, config) or 0) - prompt)
+    new = given_option("max_new_tokens", options, model)
+    return int(new) if new is not None else max(0, (given_option("max_length", options, model) or 0) - prompt)
 
 
 def pad_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -357,12 +351,10 @@ def prepare_options(
 ) -> dict[str, Any]:
     """The options to hand to transformers: stops and plans decided by rank 0, tokens streamed from rank 0."""
     prepared = dict(options)
-    config = options.get("generation_config") or model.generation_config
-    max_time = _given("max_time", options, config)
-    prepared.pop("max_time", None)
-    if config.max_time is not None:
-        prepared["generation_config"] = copy.deepcopy(config)
-        prepared["generation_config"].max_time = None
+    max_time = given_option("max_time", options, model)
+    if max_time is not None:
+        # None as an option goes before what the configurations say: each rank's own clock must not decide.
+        prepared["max_time"] = None
     criteria = list(prepared.pop("stopping_criteria", None) or [])
     prepared["stopping_criteria"] = StoppingCriteriaList(
         [RankZeroStop(comm, agreement, criteria, max_time, clock, streamer, plans)]

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from families import FAMILIES, llama
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
@@ -159,11 +159,15 @@ def rank_zero_decides(context: Context) -> dict[str, Any]:
     torch.manual_seed(1000)
     expected = plain.generate(ids_of(30), **sampling)
     timed = engine.generate(ids_of(30), max_new_tokens=500, max_time=0.2 * (context.rank + 1), **GREEDY)
+    engine.module.generation_config.max_time = 0.2 * (context.rank + 1)
+    config = GenerationConfig(max_new_tokens=500, pad_token_id=0)
+    by_model = engine.generate(ids_of(30), generation_config=config)
+    engine.module.generation_config.max_time = None
     own = StoppingCriteriaList([Counted(4 + context.rank)])
     stopped = engine.generate(ids_of(30), max_new_tokens=50, stopping_criteria=own, **GREEDY)
     listener = Listener()
     engine.generate(ids_of(30), max_new_tokens=6, streamer=listener, **GREEDY)
-    lengths = engine._comm.gather_objects((timed.shape[1], stopped.shape[1], listener.tokens))
+    lengths = engine._comm.gather_objects((timed.shape[1], by_model.shape[1], stopped.shape[1], listener.tokens))
     engine.destroy()
     return {"sampled": torch.equal(sampled, expected), "lengths": lengths, "ended": listener.ended}
 
@@ -203,6 +207,9 @@ def other_inputs(context: Context) -> dict[str, Any]:
     beams = {"max_new_tokens": 4, "use_cache": False, "num_beams": 2, **GREEDY}
     both_beams = torch.equal(engine.generate(ids, **beams), plain.generate(ids, **beams))
     bare = engine(ids, use_cache=False, return_dict=False)
+    embedded = engine.generate(inputs_embeds=embeds, max_new_tokens=4, use_cache=False, **GREEDY)
+    uncached_config = GenerationConfig(max_new_tokens=4, use_cache=False, pad_token_id=0)
+    configured = engine.generate(ids, generation_config=uncached_config)
     chunked = engine.generate(ids, max_new_tokens=4, prefill_chunk_size=16, **GREEDY)
     four = plain.generate(ids, max_new_tokens=4, **GREEDY)
     other = context.engine(folder)
@@ -216,6 +223,8 @@ def other_inputs(context: Context) -> dict[str, Any]:
             "use_cache=False": torch.equal(uncached, four),
             "beams, use_cache=False": both_beams,
             "no cache in a tuple": len(bare) == 1,
+            "configured without a cache": torch.equal(configured, four),
+            "embeds, use_cache=False": torch.equal(embedded, four[:, 50:]),
             "prefill_chunk_size": torch.equal(chunked, four),
             "two engines": both,
         },
