@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -74,6 +74,8 @@ class Heard(BaseStreamer):
 def generate(action: Action, run: Callable[..., Any], *, rank: int = 0) -> Answer:
     """One call of `generate`; whatever is only rank 0's to say, the others say otherwise."""
     options, heard = dict(action["options"]), Heard()
+    if "configured" in action:
+        options = {"generation_config": GenerationConfig(**options)}
     if "stop_after" in action:
         options["stopping_criteria"] = StoppingCriteriaList([Countdown(action["stop_after"] + rank)])
     if "logits" in action:
@@ -139,6 +141,8 @@ class Plain:
         ids, mask = make_batch(action)
         answer = self._generate(action, *aligned(ids, mask))
         tokens = answer["tokens"]
+        if "embedded" in action:
+            return answer
         given = ids.repeat_interleave(len(tokens) // len(ids), dim=0)
         answer["tokens"] = torch.cat([given, tokens[:, ids.shape[1] :]], dim=1)
         return answer
@@ -146,7 +150,7 @@ class Plain:
     def _generate(self, action: Action, ids: Tensor, mask: Tensor) -> Answer:
         options = {name: value for name, value in action["options"].items() if name != "prefill_chunk_size"}
         asked = {name: value for name, value in action.items() if name not in ("raises", "inference_mode")}
-        run = partial(self.model.generate, ids, attention_mask=mask)
+        run = partial(self.model.generate, **prompt(action, ids, self.model), attention_mask=mask)
         return generate({**asked, "options": options}, run)
 
     def turn(self, action: Action) -> Answer:
@@ -203,7 +207,7 @@ class Asked:
     def forward(self, action: Action) -> Answer:
         """Logits of real tokens, from all ways to ask for them."""
         engine, (ids, mask) = self.engine, make_batch(action)
-        inputs = {"attention_mask": mask, **positions(action, mask, engine.module)}
+        inputs = {**as_mask(action, mask), **positions(action, mask, engine.module)}
         columns, split = wanted_columns(action, ids.shape[1]), action.get("split", ids.shape[1])
         if split < ids.shape[1]:
             half = engine(ids[:, :split], attention_mask=mask[:, :split], use_cache=True)
@@ -222,12 +226,14 @@ class Asked:
     def generate(self, action: Action) -> Answer:
         """Tokens of one call."""
         ids, mask = make_batch(action)
-        return generate(action, partial(self.engine.generate, ids, attention_mask=mask), rank=dist.get_rank())
+        inputs = {**prompt(action, ids, self.engine.module), **as_mask(action, mask)}
+        return generate(action, partial(self.engine.generate, **inputs), rank=dist.get_rank())
 
     def turn(self, action: Action) -> Answer:
         """Tokens of the whole conversation."""
         session = self.sessions.setdefault(action["name"], self.engine.session())
-        return generate(action, partial(session.generate, *make_batch(action)), rank=dist.get_rank())
+        ids, mask = make_batch(action)
+        return generate(action, partial(session.generate, ids, **as_mask(action, mask)), rank=dist.get_rank())
 
     def cut(self, action: Action) -> Answer:
         """What is left."""
@@ -264,6 +270,18 @@ def positions(action: Action, mask: Tensor, model: PreTrainedModel) -> dict[str,
     """`position_ids`, where they are given and the model takes them."""
     takes = "position_ids" in inspect.signature(type(model).forward).parameters
     return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if takes and "positions" in action else {}
+
+
+def prompt(action: Action, ids: Tensor, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Tokens, or their embeddings."""
+    return {"inputs_embeds": model.get_input_embeddings()(ids).detach()} if "embedded" in action else {"inputs": ids}
+
+
+def as_mask(action: Action, mask: Tensor) -> dict[str, Tensor]:
+    """The mask in one of the forms that it may have; none where nothing is masked."""
+    if action.get("mask") == "none" and bool(mask.all()):
+        return {}
+    return {"attention_mask": mask.bool() if action.get("mask") == "bool" else mask}
 
 
 def wanted_columns(action: Action, width: int) -> list[int]:

@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import deepspeed.ops
 import psutil
 import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -167,6 +168,8 @@ def main() -> None:
     """Serve until standard input ends."""
     # Nobody waits for the processes of requests.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # For this DeepSpeed runs the compiler; every rank would.
+    assert deepspeed.ops.__compatible_ops__
     gc.freeze()
     for line in sys.stdin:
         if os.fork() == 0:

@@ -158,11 +158,15 @@ class Script:
         lengths = [rng.choice((1, 2, 3, rng.randint(1, 9), rng.randint(1, longest))) for _ in range(batch)]
         lengths[rng.randrange(batch)] = rng.choice((1, rng.randint(1, 12), rng.randint(10, longest)))
         spare = rng.choice((0, 0, 0, 1, 5))
-        return {"rows": lengths, "side": rng.choice(("left", "left", "right", "holes")), "spare": spare}
+        side, mask = rng.choice(("left", "left", "right", "holes")), rng.choice(("long", "bool", "none"))
+        return {"rows": lengths, "side": side, "spare": spare, "mask": mask}
 
     def _forward(self) -> Action:
         rng = self._rng
         action = {"do": "forward", **self._rows(), "seed": rng.getrandbits(31)}
+        if not self._turns and action["side"] == "right":
+            # Columns that are padding alone count in the plain model's length.
+            action["spare"] = 0
         width = max(action["rows"]) + action["spare"]
         kind = rng.choice(("whole", "keep", "columns", "embeds", "tuple", "positions", "continued"))
         if kind == "keep":
@@ -186,6 +190,10 @@ class Script:
             options["num_return_sequences"] = rng.randint(1, options["num_beams"])
         if "prefill_chunk_size" not in options and rng.random() < 0.1:
             options["use_cache"] = False
+        if "prefill_chunk_size" not in options and rng.random() < 0.15:
+            action |= {"embedded": True, "side": "left"}
+        elif rng.random() < 0.15:
+            options["max_length"] = max(action["rows"]) + action["spare"] + options.pop("max_new_tokens")
         return action
 
     def _how(self, batch: int, spare: bool) -> Action:
@@ -215,6 +223,8 @@ class Script:
             how["stop_after"] = rng.randint(1, 6)
         if "beams" not in kind and rng.random() < 0.3:
             how["logits"] = True
+        if rng.random() < 0.2:
+            how["configured"] = True
         if batch == 1 and "beams" not in kind and rng.random() < 0.3:
             how["streamed"] = True
         if 9 not in KNOWN and rng.random() < 0.1:
