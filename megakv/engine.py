@@ -264,9 +264,16 @@ class MegaKVEngine(InferenceEngine):
         with self._agreement.call():
             self._agreement.together(action)
 
-    def gather(self, value: T) -> list[T]:
-        """One small object of every rank, on every rank."""
-        return self._comm.gather_objects(value)
+    def decide(self, action: Callable[[], T]) -> T:
+        """What rank 0 makes of it, on every rank; the others do not call it. Where it fails, all do.
+
+        Raises
+        ------
+        MegaKVError, ValueError
+            Rank 0's own error there; elsewhere what it says.
+        """
+        with self._agreement.call():
+            return self._agreement.decide(action)
 
     def report(self) -> RunReport:
         """What the last `generate` did on every rank. Every rank must call it.

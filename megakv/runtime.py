@@ -131,9 +131,9 @@ class Runtime:
         kind = q_BHSD.device.type
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
             return self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-        tensors = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
+        q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
         with torch.autocast(kind, enabled=False):
-            return self._attend(layer, *tensors, scoring, sinks).to(q_BHSD.dtype)
+            return self._attend(layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
 
     def _attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None

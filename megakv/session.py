@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,8 +30,6 @@ from megakv.session_folder import PendingSave
 
 if TYPE_CHECKING:
     from megakv.engine import MegaKVEngine
-
-T = TypeVar("T")
 
 
 class Session:
@@ -182,7 +179,7 @@ class Session:
                 write_tokens(data, ids, mask)
                 pending[0].commit(asdict(meta))
 
-            data = _of_first(engine, begin)
+            data = engine.decide(begin)
             engine.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank))
             engine.together(lambda: lead() if first else None)
 
@@ -192,7 +189,7 @@ class Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
         session, device = cls(engine, cache), engine.mesh.device
         # Another job may save to the folder meanwhile.
-        meta = _of_first(engine, lambda: read_meta(folder))
+        meta = engine.decide(lambda: read_meta(folder))
 
         def read() -> None:
             check_meta(
@@ -238,10 +235,3 @@ class Session:
         if len(input_ids) != len(self.input_ids):
             raise ValueError(f"this session holds {len(self.input_ids)} sequences, input_ids has {len(input_ids)}")
         return torch.cat([self.input_ids, input_ids], dim=1), torch.cat([self.attention_mask, mask], dim=1)
-
-
-def _of_first(engine: MegaKVEngine, action: Callable[[], T]) -> T:
-    """What something gives that rank 0 does, on every rank; where it fails, all do."""
-    given: list[T] = []
-    engine.together(lambda: given.append(action()) if engine.mesh.rank == 0 else None)
-    return engine.gather(given)[0][0]
