@@ -143,7 +143,8 @@ class Recomputation:
         self._seen[layer] = _Seen(args[1:], {name: kwargs[name] for name in kwargs if name not in CACHES})
         embeddings = kwargs.get("position_embeddings")
         if embeddings is not None:
-            self._learn(layer, embeddings)
+            # Sines and cosines, or complex numbers that are both.
+            self._learn(layer, (embeddings,) if isinstance(embeddings, Tensor) else embeddings)
         self._entered(layer, hidden[0])
 
     def _learn(self, layer: int, embeddings: tuple[Tensor, ...]) -> None:
@@ -175,7 +176,8 @@ class Recomputation:
         if isinstance(kwargs.get("position_ids"), Tensor):
             kwargs["position_ids"] = self._on_device(positions, x_LE.device).unsqueeze(0)
         if kwargs.get("position_embeddings") is not None:
-            kwargs["position_embeddings"] = self._embeddings(layer, positions, x_LE.device)
+            found = self._embeddings(layer, positions, x_LE.device)
+            kwargs["position_embeddings"] = found[0] if isinstance(kwargs["position_embeddings"], Tensor) else found
         args = () if "hidden_states" in kwargs else (x_LE.unsqueeze(0), *seen.args)
         try:
             with self._stopping(module):
@@ -202,6 +204,7 @@ class Recomputation:
     def _stopping(self, module: nn.Module) -> Any:
         runtime = getattr(module, RUNTIME_ATTRIBUTE)
         queries: Any = module._modules.get(QUERY_PROJECTION)
+        queries = queries if hasattr(queries, "weight") else None
         setattr(module, RUNTIME_ATTRIBUTE, _Stop())
         if queries is not None:
             module._modules[QUERY_PROJECTION] = _NoQueries(queries.weight.shape[0])

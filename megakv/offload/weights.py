@@ -16,11 +16,12 @@ from megakv.placement.plan import decoder_layers
 
 ALIGNMENT = 64
 """Bytes that each weight's memory begins at a multiple of; transfers are cut into rows of that size."""
-NOT_FOR_KEYS = frozenset(
-    ("q_proj", "q_a_proj", "q_b_proj", "q_a_layernorm", "q_norm", "o_proj", "out_proj", "dense", "c_proj")
+KEYS_AND_VALUES = frozenset(
+    ("k_proj", "v_proj", "kv_proj", "kv_a_proj_with_mqa", "kv_b_proj", "key", "value", "Wk", "Wv")
+    + ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 )
-"""Parts of attention modules that keys and values can be computed without. A name that is missing here only comes
-earlier than it must."""
+"""Parts of attention modules that keys and values are computed with, and that nobody needs once attention was called:
+what comes next may overwrite them then. A name that is missing here only comes later than it might."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _turn(path: str, layer: nn.Module) -> int:
     attention = [depth for depth, owner in enumerate(owners) if "Attention" in type(owner).__name__]
     if not attention:
         return 2
-    return 1 if NOT_FOR_KEYS & set(names[attention[0] + 1 :]) else 0
+    return 0 if KEYS_AND_VALUES & set(names[attention[0] + 1 :]) else 1
 
 
 def _places(

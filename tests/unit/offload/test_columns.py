@@ -11,6 +11,7 @@ import megakv
 from megakv.offload.weight_stream import WeightStream, _Passage
 from megakv.offload.weights import ALIGNMENT, HostWeights
 from tests.families import CONFIGS, FAMILIES
+from tests.tiny_configs import tiny_config
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 NAMED = ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma")
@@ -159,3 +160,18 @@ def test_weights_for_keys_and_values_come_first() -> None:
             late = [place.name for place in places.places if place.offset >= places.attention_rows * ALIGNMENT]
             assert late and all("mlp" in name for name in late)
         weights.close()
+
+
+# Fused, separate and latent projections; gates, and experts of queries and outputs, inside attention.
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("family", ["afmoe", "bert", "deepseek_v2", "gpt2", "jetmoe", "laguna", "phi3"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_come_in_time_whatever_their_names(family: str, groups: int, offloaded: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
+    ids = torch.randint(3, 90, (4, 23), generator=torch.Generator().manual_seed(5))
+    expected = generate(model, ids, torch.ones_like(ids), use_cache=False)
+    engine = offloaded(
+        copy.deepcopy(model), method="stream", weights=True, num_gpu_batches=groups, emulated_link_gb_s=SLOW_GB_S
+    )
+    assert torch.equal(generate(engine, ids, torch.ones_like(ids)), expected)
