@@ -22,6 +22,7 @@ from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.shares import PERIOD, HeadShares
 from megakv.fairkv.store import RaggedStore
 from megakv.session_files import FORMAT, SessionMeta, first_fingerprint, read_cache, write_shard
+from megakv.session_folder import PendingSave
 from megakv.sharding import TokenBlock, balanced
 from megakv.tensor_files import StreamedTensor, write_tensors
 from tests.families import llama
@@ -119,6 +120,25 @@ def test_what_others_put_into_a_session(engine: Any, tmp_path: Path) -> None:
     assert (mixed / "thesis.txt").read_text() == (target / "notes.txt").read_text() == "mine"
     assert not left.exists() and not list(target.glob("*.lock"))
     assert goes_on(engine, target, session)
+
+
+def test_a_save_that_is_under_way_is_left_alone(engine: Any, tmp_path: Path) -> None:
+    first, second, target = talk(engine, 20), talk(engine, 33), tmp_path / "session"
+    first.save(target)
+    meta = json.loads((target / "session.json").read_text())
+    under_way = PendingSave(target)
+    for file in (target / meta["data"]).iterdir():
+        if file.name != "session.json":
+            shutil.copy(file, under_way.data)
+    second.save(target)
+    assert goes_on(engine, target, second)
+    under_way.commit(meta)
+    assert goes_on(engine, target, first)
+    under_way.close()
+    assert goes_on(engine, target, first) and len(list(target.iterdir())) == 2
+    given_up = PendingSave(target)
+    given_up.close()
+    assert goes_on(engine, target, first) and len(list(target.iterdir())) == 2
 
 
 @pytest.mark.parametrize("present", [True, False])
