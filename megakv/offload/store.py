@@ -60,6 +60,7 @@ class TieredStore(RowFormat, UniformStore):
         self._late: dict[int, tuple[int, Tensor]] = {}
         self._began: dict[int, int] = {}
         self._grown: set[int] = set()
+        self._moved: dict[int, int] = {}
         self._outgoing = OutgoingRows()
 
     # As a KVStore
@@ -186,7 +187,7 @@ class TieredStore(RowFormat, UniformStore):
         for inputs, length in zip(self._inputs, lengths, strict=True):
             if inputs is not None:
                 inputs.truncate(length)
-        for rows in (self._fresh, self._late, self._began, self._offered, self._grown):
+        for rows in (self._fresh, self._late, self._began, self._offered, self._grown, self._moved):
             rows.clear()
 
     def reorder(self, index: list[int]) -> None:
@@ -195,6 +196,7 @@ class TieredStore(RowFormat, UniformStore):
         self.flush()
         self.version += 1
         self._fresh.clear()
+        self._moved.clear()
         self._resident = [self._resident[source] for source in index]
         for rows in (self._rows, self._inputs):
             present = list(rows)
@@ -249,13 +251,14 @@ class TieredStore(RowFormat, UniformStore):
             if staged.streamed is not None:
                 self._offloader.await_streamed(staged)
             first, end = staged.away[sequence], self.rows(sequence)
+            self._moved[sequence] = end
             rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, end)]
             ResidentRows.moved(self._resident, sequence, self._offloader.residents, self.layer, rows, first)
 
     def _left_behind(self, sequence: int, length: int) -> bool:
-        """Whether more tokens have come one by one behind those that are resident than these are."""
+        """Whether more tokens than are resident have come one by one, since those were or could not be moved."""
         rows = self._resident[sequence]
-        return rows is not None and length - rows.end > len(rows.rows)
+        return rows is not None and length - max(rows.end, self._moved.get(sequence, 0)) > len(rows.rows)
 
     def with_inputs(self) -> list[int]:
         """Leading tokens of every sequence whose activations are kept, up to those that are resident."""
