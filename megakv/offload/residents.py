@@ -27,10 +27,10 @@ class ResidentBudget:
         """Bytes in use."""
         return sum(self._used)
 
-    def tokens(self, layer: int, row_bytes: int, batch: int) -> int:
-        """Tokens that one of a batch's sequences may keep in a layer."""
+    def tokens(self, layer: int, row_bytes: int, batch: int, *, shared: bool = False) -> int:
+        """Tokens that one of a batch's sequences may keep in a layer; `shared` says that others keep some of its own."""
         fair = self._share // batch
-        if fair > self._share - self._used[layer]:
+        if fair > self._share - self._used[layer] and not shared:
             # Caches that nobody holds any more may still wait for the garbage collector.
             gc.collect()
         return max(0, min(fair, self._share - self._used[layer]) // row_bytes)
@@ -69,13 +69,14 @@ class ResidentRows:
 
     @classmethod
     def of_prompt(
-        cls, budget: ResidentBudget, layer: int, rows: Tensor, batch: int, *, first: int = 0
+        cls, budget: ResidentBudget, layer: int, rows: Tensor, batch: int, *, first: int = 0, shared: bool = False
     ) -> ResidentRows | None:
         """The last rows ``[n, W]`` of a sequence, as many as are its share; None where nothing fits.
 
-        The first ones are left to the host and to recomputation. `first` is the index of the first row given.
+        The first ones are left to the host and to recomputation. `first` is the index of the first row given;
+        `shared` as for `ResidentBudget.tokens`.
         """
-        count = min(len(rows), budget.tokens(layer, rows.shape[1] * rows.element_size(), batch))
+        count = min(len(rows), budget.tokens(layer, rows.shape[1] * rows.element_size(), batch, shared=shared))
         return cls(budget, layer, first + len(rows) - count, rows[len(rows) - count :].clone()) if count else None
 
     @classmethod
@@ -97,7 +98,7 @@ class ResidentRows:
         # Its memory is free now, unless others hold it.
         del before
         present = None if shared is None else shared()
-        after = cls.of_prompt(budget, layer, rows, len(held), first=first)
+        after = cls.of_prompt(budget, layer, rows, len(held), first=first, shared=present is not None)
         kept = 0 if after is None else len(after.rows)
         held[sequence] = present if present is not None and kept < len(present.rows) else after
 
