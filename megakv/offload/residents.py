@@ -28,7 +28,7 @@ class ResidentBudget:
         return sum(self._used)
 
     def tokens(self, layer: int, row_bytes: int, batch: int, *, shared: bool = False) -> int:
-        """Tokens that one of a batch's sequences may keep in a layer; `shared` says that others keep some of its own."""
+        """Tokens that one of a batch's sequences may keep in a layer; with `shared`, a copy keeps some of them."""
         fair = self._share // batch
         if fair > self._share - self._used[layer] and not shared:
             # Caches that nobody holds any more may still wait for the garbage collector.

@@ -77,7 +77,15 @@ def restore(engine: Any, folder: Path, expected: dict[str, Any]) -> dict[str, An
     if dist.get_rank() == 0:
         shutil.copytree(folder, broken)
         meta = broken / "session.json"
-        meta.write_text(json.dumps({**json.loads(meta.read_text()), "compressed": [[[0, 10**6]], []]}))
+        values = json.loads(meta.read_text())
+        # As earlier versions wrote it: all sequences were compressed alike.
+        assert values["compressed"][0] == values["compressed"][1]
+        meta.write_text(json.dumps({**values, "format": 1, "compressed": values["compressed"][0]}))
+    dist.barrier()
+    earlier = go_on(engine.restore_session(broken)) == found
+    dist.barrier()
+    if dist.get_rank() == 0:
+        meta.write_text(json.dumps({**values, "compressed": [[[0, 10**6]], []]}))
     dist.barrier()
     message = ""
     try:
@@ -89,7 +97,7 @@ def restore(engine: Any, folder: Path, expected: dict[str, Any]) -> dict[str, An
         shutil.rmtree(broken)
     dist.barrier()
     return {"equal": found == expected["expected"], "first": found[0] == expected["expected"][0], "kept": kept,
-            "message": message}  # fmt: skip
+            "earlier": earlier, "message": message}  # fmt: skip
 
 
 def main() -> None:
