@@ -38,15 +38,15 @@ class Transfer:
     operation: str
     layer: int | None
     peers: tuple[int, ...]
-    posted: float
+    posted: Any
 
     def count_from_now(self) -> None:
         """Let its time begin here: it was posted ahead, or is only waited for to use its buffer again."""
-        self.posted = self.comm.ledger.now()
+        self.posted = self.comm.ledger.mark()
 
     def wait(self) -> None:
         """Block until what was received may be read and what was sent may be overwritten."""
-        waited = self.comm.ledger.now()
+        waited = self.comm.ledger.mark()
         with self.comm.guard(self.peers, self.operation, self.layer):
             for work in self.works:
                 work.wait()
@@ -140,7 +140,7 @@ class Communicator:
 
     def _timed(self, operation: str, layer: int | None, peers: Sequence[int], sent: int, call: Callable[[], T]) -> T:
         self.ledger.leave_dense()
-        posted = self.ledger.now()
+        posted = self.ledger.mark()
         self.ledger.sent(operation, layer, sent)
         with self.guard(peers, operation, layer):
             result = call()
@@ -161,7 +161,7 @@ class Communicator:
         mesh = self.mesh
         following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
         previous = mesh.cp_ranks[(mesh.cp_rank - 1) % mesh.cp_size]
-        posted = self.ledger.now()
+        posted = self.ledger.mark()
         self.ledger.sent(operation, layer, nbytes(send))
         peers = (previous, following)
         with self.guard(peers, operation, layer):
@@ -188,7 +188,7 @@ class Communicator:
         """
         mesh = self.mesh
         peer = mesh.cp_ranks[source]
-        posted = self.ledger.now()
+        posted = self.ledger.mark()
         with self.guard((peer,), operation, layer):
             work = dist.irecv(buffer, peer, mesh.edge_group(source))
         assert work is not None
@@ -206,7 +206,7 @@ class Communicator:
         """
         mesh = self.mesh
         peer = mesh.cp_ranks[destination]
-        posted = self.ledger.now()
+        posted = self.ledger.mark()
         self.ledger.sent(operation, layer, nbytes(buffer))
         with self.guard((peer,), operation, layer):
             work = dist.isend(buffer, peer, mesh.edge_group(destination))

@@ -41,6 +41,7 @@ from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
+from megakv.upload import on_device
 from megakv.weights.fingerprint import check_same_weights
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class MegaKVEngine(InferenceEngine):
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor):
             self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
-        with self._agreement.call():
+        with self._agreement.call(), on_device(self.mesh.device):
             return self.module(*args, **kwargs)
 
     @without_autograd
@@ -345,6 +346,7 @@ class MegaKVEngine(InferenceEngine):
         """Keep a cache attached during a `generate` call: some models drop it on the way."""
         self._runtime.cache, self._runtime.prompt = cache, None if cache is None else prompt
         try:
-            yield
+            with on_device(self.mesh.device):
+                yield
         finally:
             self._runtime.cache = self._runtime.prompt = None

@@ -299,7 +299,6 @@ class RankZeroStop(StoppingCriteria):
         self._streamer = streamer
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self._clock.times.append(self._clock.now())
         self._clock.latest = input_ids
         tokens, device = input_ids[:, -1:].t(), self._comm.mesh.device
         failure = None if self._streamer is None else self._streamer.failure
@@ -315,6 +314,7 @@ class RankZeroStop(StoppingCriteria):
         self._comm.broadcast(agreed, 0, operation="control")
         # All that is to be known of a step is read at once: the host waits for the device here, and nowhere else.
         own, found, stop, plan, failed = torch.cat([tokens.to(device), agreed]).cpu()
+        self._clock.times.append(self._clock.now())
         if failed[0]:
             self._agreement.decide(lambda: _raise(failure))
         if not torch.equal(found, own):

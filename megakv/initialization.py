@@ -26,6 +26,7 @@ from megakv.groups import check_mesh, check_same_settings, make_mesh, start_dist
 from megakv.injection.ownership import check_unused, own_config
 from megakv.ledger import Ledger
 from megakv.loading import LoadedModel, build_model
+from megakv.offload.cuda_link import clock_of
 from megakv.placement import HeadMap, head_counts
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def init_inference(
     with ExitStack() as owned:
         mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
         owned.enter_context(mesh)
-        comm = Communicator(mesh, Ledger())
+        comm = Communicator(mesh, Ledger(clock=clock_of(mesh.device)))
         # From here on the communicator knows whether the mesh can be ended.
         owned.pop_all()
         owned.enter_context(comm)

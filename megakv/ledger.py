@@ -1,13 +1,22 @@
-"""What a rank sent, how long it waited, and when: the one place where communication and time are counted."""
+"""What a rank sent, how long it waited, and when: the one place where communication and time are counted.
+
+Times are those of the device that computes. A CUDA device comes to a moment long after the host has asked for it: what
+lies between two moments is added up when both have passed, and nobody waits for that.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from megakv.offload.clock import Clock, HostClock
 from megakv.tracking.metrics import Event
+
+Kind = Literal["compute", "communication", "wait"]
 
 
 @dataclass
@@ -40,33 +49,60 @@ class Ledger:
     ----------
     timeline : bool
         Whether to keep every span, for drawing; totals are always kept.
+    clock : Clock
+        Of the device that computes.
 
     Attributes
     ----------
     decoding : bool
         Whether the pass under way computes single tokens.
     computed : dict
-        Seconds of computation by name, layer and `decoding`. On an accelerator those in which kernels were started.
+        Seconds of computation by name, layer and `decoding`.
     """
 
     timeline: bool = False
-    zero: float = field(default_factory=time.perf_counter)
+    clock: Clock = field(default_factory=HostClock)
     tallies: dict[tuple[str, int | None], Tally] = field(default_factory=dict)
     spans: list[Event] = field(default_factory=list)
     decoding: bool = False
     computed: dict[tuple[str, int | None, bool], float] = field(default_factory=dict)
-    _dense_since: float | None = None
+    _dense_since: Any = None
+    # Moments that are not known to have passed, with what then is to be counted.
+    _coming: deque[tuple[Any, Callable[[], None]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
         """Start counting anew; the present moment becomes the zero of the timeline."""
+        self._coming.clear()
         self.tallies.clear()
         self.computed.clear()
         self.spans.clear()
-        self.zero = time.perf_counter()
+        self._started = time.perf_counter()
+        self._zero = self.clock.mark()
 
     def now(self) -> float:
-        """Seconds since the last reset."""
-        return time.perf_counter() - self.zero
+        """Seconds since the last reset, by the host."""
+        return time.perf_counter() - self._started
+
+    def mark(self) -> Any:
+        """The present moment of the device."""
+        return self.clock.mark()
+
+    def read(self) -> None:
+        """Count what has passed."""
+        while self._coming and self.clock.passed(self._coming[0][0]):
+            self._coming.popleft()[1]()
+
+    def _when_passed(self, mark: Any, count: Callable[[], None]) -> None:
+        self._coming.append((mark, count))
+        self.read()
+
+    def _span(self, name: str, kind: Kind, first: Any, last: Any, layer: int | None = None) -> None:
+        if self.timeline:
+            begin, end = (self.clock.seconds(self._zero, mark) for mark in (first, last))
+            self.spans.append(Event(name, kind, begin, end, layer))
 
     def tally(self, operation: str, layer: int | None) -> Tally:
         """The totals of an operation in a layer (None: outside the layers)."""
@@ -78,51 +114,60 @@ class Ledger:
         tally.calls += 1
         tally.bytes_sent += nbytes
 
-    def transfer(self, operation: str, layer: int | None, posted: float, waited: float) -> None:
-        """Count the time of a transfer that was posted and waited for at these times and has just ended."""
-        end = self.now()
-        tally = self.tally(operation, layer)
-        tally.seconds += end - posted
-        tally.seconds_exposed += end - waited
-        if self.timeline:
-            self.spans.append(Event(operation, "communication", posted, end, layer))
-            self.spans.append(Event(operation, "wait", waited, end, layer))
+    def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any) -> None:
+        """Count the time of a transfer that was posted and waited for at these moments and has just ended."""
+        end, tally = self.mark(), self.tally(operation, layer)
+
+        def count() -> None:
+            tally.seconds += self.clock.seconds(posted, end)
+            tally.seconds_exposed += self.clock.seconds(waited, end)
+            self._span(operation, "communication", posted, end, layer)
+            self._span(operation, "wait", waited, end, layer)
+
+        self._when_passed(end, count)
 
     def enter_dense(self) -> None:
         """From here on the rank computes what needs no other rank: projections, feed-forward layers, norms."""
-        self._dense_since = self.now() if self.timeline else None
+        self._dense_since = self.mark() if self.timeline else None
 
     def leave_dense(self) -> None:
         """End of such a stretch; nothing if none began."""
         if self._dense_since is not None:
-            self.spans.append(Event("dense", "compute", self._dense_since, self.now()))
+            begin, end = self._dense_since, self.mark()
             self._dense_since = None
+            self._when_passed(end, lambda: self._span("dense", "compute", begin, end))
 
     @contextmanager
     def compute(self, name: str, layer: int | None = None) -> Iterator[None]:
         """Count a stretch of computation."""
         self.leave_dense()
-        start = self.now()
+        start = self.mark()
         try:
             yield
         finally:
-            end, key = self.now(), (name, layer, self.decoding)
-            self.computed[key] = self.computed.get(key, 0.0) + end - start
-            if self.timeline:
-                self.spans.append(Event(name, "compute", start, end, layer))
+            end, key = self.mark(), (name, layer, self.decoding)
+
+            def count() -> None:
+                self.computed[key] = self.computed.get(key, 0.0) + self.clock.seconds(start, end)
+                self._span(name, "compute", start, end, layer)
+
+            self._when_passed(end, count)
 
     def decode_seconds(self, name: str) -> list[float]:
         """``[layer]`` seconds of a computation in passes over single tokens; empty where there were none."""
+        self.read()
         found = {layer: s for (key, layer, decoding), s in self.computed.items() if key == name and decoding}
         layers = [layer for layer in found if layer is not None]
         return [found.get(layer, 0.0) for layer in range(max(layers) + 1)] if layers else []
 
     def waited_s(self) -> float:
         """Seconds in which this rank did nothing but wait for others."""
+        self.read()
         return sum(tally.seconds_exposed for tally in self.tallies.values())
 
     def by_operation(self) -> dict[str, Tally]:
         """Totals per operation, summed over the layers."""
+        self.read()
         totals: dict[str, Tally] = {}
         for (operation, _), tally in self.tallies.items():
             total = totals.setdefault(operation, Tally())

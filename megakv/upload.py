@@ -1,7 +1,8 @@
-"""Numbers of the host on the device that computes with them."""
+"""The device that computes, as the host sees it: what it is given, and whose memory is pinned."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,3 +18,8 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Whatever thread calls: a new one is on the first device, where what it pins would take a context of its own."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.offload.stream_link import StreamLink
+from megakv.offload.clock import Clock, HostClock
+from megakv.offload.stream_link import StreamClock, StreamLink
 from megakv.offload.tiers import in_units
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class CudaStreams:
                 # Memory that is given back meanwhile goes to nobody else before the copy is over.
                 (target if target.is_cuda else source).record_stream(stream)
 
+    def enter_thread(self) -> None:
+        # A new thread is on the first device, where memory that it pins would take a context of its own.
+        torch.cuda.set_device(self._device)
+
     def bounce(self, nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -55,6 +60,11 @@ class CudaStreams:
                 str(error).partition("\n")[0],
             )
             return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Moments of what a device computes."""
+    return StreamClock(CudaStreams(device)) if device.type == "cuda" else HostClock()
 
 
 class CudaLink(StreamLink):

@@ -78,7 +78,10 @@ def _make(ticket: AnyTicket, make: Callable[[AnyTicket], None]) -> None:
     ticket.end(error)
 
 
-def _work(tickets: queue.SimpleQueue[AnyTicket | None], make: Callable[[AnyTicket], None]) -> None:
+def _work(
+    tickets: queue.SimpleQueue[AnyTicket | None], make: Callable[[AnyTicket], None], prepare: Callable[[], None]
+) -> None:
+    prepare()
     # Threads have modes of their own: outside of this one, tensors of a caller who is in it may not be written to.
     with torch.inference_mode():
         while (ticket := tickets.get()) is not None:
@@ -101,10 +104,12 @@ class Lane(Generic[AnyTicket]):
         Of the thread.
     make : callable
         Makes one transfer; what it raises belongs to the ticket.
+    prepare : callable, optional
+        What the thread does first.
     """
 
-    def __init__(self, name: str, make: Callable[[AnyTicket], None]):
-        self._name, self._make = name, make
+    def __init__(self, name: str, make: Callable[[AnyTicket], None], prepare: Callable[[], None] = lambda: None):
+        self._name, self._make, self._prepare = name, make, prepare
         self._queue: queue.SimpleQueue[AnyTicket | None] = queue.SimpleQueue()
         self._latest: AnyTicket | None = None
         self._end: weakref.finalize[..., Lane[AnyTicket]] | None = None
@@ -117,7 +122,9 @@ class Lane(Generic[AnyTicket]):
     def put(self, ticket: AnyTicket) -> None:
         """Queue a transfer behind all earlier ones."""
         if self._end is None:
-            thread = threading.Thread(target=_work, args=(self._queue, self._make), name=self._name, daemon=True)
+            thread = threading.Thread(
+                target=_work, args=(self._queue, self._make, self._prepare), name=self._name, daemon=True
+            )
             thread.start()
             # An interpreter that ends while a thread is in the middle of a copy aborts the process.
             self._end = weakref.finalize(self, _finish, self._queue, thread, EXIT_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megakv.offload.link import Link, Move, Ticket
-from megakv.offload.pages import PagedRows, mark_written
+from megakv.offload.pages import PagedRows, mark_written, unread
 from megakv.offload.pool import Page
 
 
@@ -32,7 +32,7 @@ class OutgoingRows:
         """Begin to send what was added; None where nothing was."""
         if not self._moves:
             return None
-        ticket = link.start("out", self._moves)
+        ticket = link.start("out", self._moves, after=unread(self._pages))
         mark_written(self._pages, ticket)
         self._moves, self._pages = [], []
         return ticket

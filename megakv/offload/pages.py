@@ -102,9 +102,9 @@ class PagedRows:
         """A page of one's own in the place of a shared last page that is partly filled."""
         index = self.length // self._per_page
         shared, own = self._pages[index], self._pool.take(self._layer, self._only)
-        for page in (shared, own):
-            if page.written is not None:
-                page.written.settle()
+        # The host itself writes at once, whatever the link has queued.
+        for ticket in (*shared.busy, *own.busy):
+            ticket.settle()
         buffer = torch.empty(rows, self.width, dtype=self._dtype)
         shared.tier.rows(shared.offset, rows, self.width, self._dtype).read_into(buffer)
         own.tier.rows(own.offset, rows, self.width, self._dtype).write_from(buffer)
@@ -196,6 +196,18 @@ def mark_written(pages: list[Page], ticket: Ticket) -> None:
     """Note the transfer that writes to pages, so that whoever reads them waits for it."""
     for page in pages:
         page.written = ticket
+
+
+def mark_read(pages: list[Page], ticket: Ticket) -> None:
+    """Note the transfer that reads pages, so that whoever writes to them next waits for it."""
+    for page in pages:
+        page.read = ticket
+
+
+def unread(pages: list[Page]) -> list[Ticket]:
+    """Transfers out of pages that have not ended yet."""
+    reads = {id(page.read): page.read for page in pages if page.read is not None}
+    return [ticket for ticket in reads.values() if not ticket.done]
 
 
 def unwritten(pages: list[Page]) -> list[Ticket]:

@@ -30,6 +30,8 @@ class Page:
         Sequences that share it; one with several is copied before it is written to.
     written : Ticket, optional
         The last transfer into it, perhaps its user's before.
+    read : Ticket, optional
+        The last one out of it, which whoever writes to it waits for.
     layer : int
         Whose share of the tier it is counted in.
     """
@@ -38,7 +40,13 @@ class Page:
     offset: int
     users: int = 1
     written: Ticket | None = None
+    read: Ticket | None = None
     layer: int = 0
+
+    @property
+    def busy(self) -> list[Ticket]:
+        """Transfers into it and out of it that have not ended."""
+        return [ticket for ticket in (self.written, self.read) if ticket is not None and not ticket.done]
 
 
 @dataclass
@@ -46,7 +54,7 @@ class _Free:
     """Unused pages of a tier: those given back, lowest first, then those never used."""
 
     returned: list[int] = field(default_factory=list)
-    written: dict[int, Ticket] = field(default_factory=dict)
+    busy: dict[int, tuple[Ticket | None, Ticket | None]] = field(default_factory=dict)
     fresh: int = 0
 
 
@@ -147,9 +155,9 @@ class PagePool:
             free = self._free[index]
             self._held[index][page.layer] -= 1
             heapq.heappush(free.returned, page.offset)
-            if page.written is not None and not page.written.done:
-                # Rows that nobody wants any more may still be on their way: the next user must know.
-                free.written[page.offset] = page.written
+            if page.busy:
+                # A freed page may still have a copy in flight: its next user waits for it.
+                free.busy[page.offset] = page.written, page.read
 
     def _take(self, layer: int, only: Tier | None) -> Page | None:
         # Once the last tier is full, shares count no more.
@@ -173,7 +181,8 @@ class PagePool:
         tier, free = self.tiers[index], self._free[index]
         if free.returned:
             offset = heapq.heappop(free.returned)
-            return Page(tier, offset, written=free.written.pop(offset, None), layer=layer)
+            written, read = free.busy.pop(offset, (None, None))
+            return Page(tier, offset, written=written, read=read, layer=layer)
         if free.fresh < self._capacity[index]:
             free.fresh += 1
             return Page(tier, (free.fresh - 1) * self.page_bytes, layer=layer)

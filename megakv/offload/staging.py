@@ -14,7 +14,8 @@ from torch import Tensor
 from megakv.costmodel.memory import grown_bytes
 from megakv.offload.division import Division, spread
 from megakv.offload.link import Link, Move, Ticket
-from megakv.offload.pages import unwritten
+from megakv.offload.pages import mark_read, unwritten
+from megakv.offload.pool import Page
 from megakv.offload.tiers import host_memory
 from megakv.upload import upload
 
@@ -247,6 +248,7 @@ def bring(
         packed = buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
     moves: list[Move] = []
     pending: dict[int, Ticket] = {}
+    read: list[Page] = []
     for sequence, count in enumerate(cached):
         begin = away[sequence] + splits[sequence]
         spans = [(begin, count)]
@@ -266,9 +268,11 @@ def bring(
                     target, filled = staged.packed[-1][0], filled + last - first
                 found, pages = store.row_moves(sequence, first, target)
                 moves += found
+                read += pages
                 pending.update((id(ticket), ticket) for ticket in unwritten(pages))
     if moves:
         staged.streamed = link.start("in", moves, after=list(pending.values()))
+        mark_read(read, staged.streamed)
     return staged
 
 
@@ -293,10 +297,14 @@ def _bring_inputs(staged: StagedLayer, link: Link, total: int, size: int) -> Non
 def _send_inputs(store: TieredStore, link: Link, inputs: Tensor, pieces: tuple[Piece, ...]) -> Chunk:
     moves: list[Move] = []
     pending: dict[int, Ticket] = {}
+    read: list[Page] = []
     at = 0
     for piece in pieces:
         found, pages = store.input_moves(piece.sequence, piece.first, inputs[at : at + piece.count])
         moves += found
+        read += pages
         pending.update((id(ticket), ticket) for ticket in unwritten(pages))
         at += piece.count
-    return Chunk(inputs, pieces, link.start("in", moves, after=list(pending.values())))
+    ticket = link.start("in", moves, after=list(pending.values()))
+    mark_read(read, ticket)
+    return Chunk(inputs, pieces, ticket)

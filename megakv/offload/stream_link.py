@@ -46,6 +46,9 @@ class Streams(Protocol):
     def bounce(self, nbytes: int) -> Tensor:
         """Host memory that is copied fast and beside computation."""
 
+    def enter_thread(self) -> None:
+        """Called once by every thread of the link before it works: its device is this one."""
+
 
 class StreamClock:
     """Moments in the stream that a thread computes in."""
@@ -138,7 +141,7 @@ class StreamLink:
         self._traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
         self._streams = streams
         self._own: dict[Direction, Any] = {name: streams.stream() for name in self._traffic}
-        self._lanes = {name: Lane(f"link-{name}", self._make) for name in self._traffic}
+        self._lanes = {name: Lane(f"link-{name}", self._make, streams.enter_thread) for name in self._traffic}
         self._bounces: dict[Direction, _Bounces] = {}
         self._untimed: dict[Direction, deque[_StreamTicket]] = {name: deque() for name in self._traffic}
 

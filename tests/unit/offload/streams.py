@@ -77,6 +77,7 @@ class ThreadStreams:
     def __init__(self, compute: Any = None):
         self.compute = compute or AtOnce()
         self.copied: list[int] = []
+        self.entered: list[threading.Thread] = []
 
     def stream(self) -> Any:
         return Ahead()
@@ -95,4 +96,9 @@ class ThreadStreams:
             stream.put(lambda target=target, source=source: target.copy_(source))
 
     def bounce(self, nbytes: int) -> Tensor:
+        # Pinned for the device of the thread that asks.
+        assert threading.current_thread() in self.entered
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def enter_thread(self) -> None:
+        self.entered.append(threading.current_thread())

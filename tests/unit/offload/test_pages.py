@@ -10,7 +10,8 @@ from torch import Tensor
 from megakv.errors import MegaKVError
 from megakv.offload import tiers
 from megakv.offload.disk import DiskTier
-from megakv.offload.pages import PagedRows, mark_written, unwritten
+from megakv.offload.outgoing import OutgoingRows
+from megakv.offload.pages import PagedRows, mark_read, mark_written, unwritten
 from megakv.offload.pool import PagePool
 from megakv.offload.thread_link import ThreadLink
 from megakv.offload.tiers import HostTier, available_memory, check_host_budget
@@ -37,6 +38,29 @@ def read(link: ThreadLink, paged: PagedRows, first: int, count: int) -> Tensor:
     moves, pages = paged.moves(first, target)
     link.start("in", moves, after=unwritten(pages)).wait()
     return target
+
+
+def test_a_freed_page_is_written_to_when_it_was_read() -> None:
+    """Reads are queued behind others; its next user's rows go another way, which is free."""
+    pool, link = make_pool(2), ThreadLink(bytes_s=PAGE / 0.3)
+    rows = torch.randn(2, 7, WIDTH)
+    first, second = (PagedRows(pool, WIDTH, torch.float32) for _ in range(2))
+    for paged, each in zip((first, second), rows, strict=True):
+        write(link, paged, each)
+    targets = torch.empty(2, 7, WIDTH)
+    for paged, target in zip((first, second), targets, strict=True):
+        moves, pages = paged.moves(0, target)
+        ticket = link.start("in", moves, after=unwritten(pages))
+        mark_read(pages, ticket)
+    second.truncate(0)
+    following, outgoing = PagedRows(pool, WIDTH, torch.float32), OutgoingRows()
+    outgoing.add(following, torch.randn(7, WIDTH))
+    sent = outgoing.send(link)
+    assert sent is not None
+    for each in (sent, ticket):
+        each.settle()
+    assert torch.equal(targets, rows)
+    link.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
