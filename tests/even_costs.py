@@ -1,4 +1,4 @@
-"""A machine on which recomputing and attending cost what sending does: tokens are divided by bytes, not by its load."""
+"""A machine where recomputing and attending cost as much as sending: bytes divide tokens, not what else is running."""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
     exact = [row for row in rows if not row["lossy"]]
     apart = [row for row in rows if row["lossy"]]
     auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
+    judged = [name for name, found in auto.items() if found["auto"]["processes"] == 1]
     regrets = {name: regret(found) for name, found in auto.items()}
     twice = {name: same_twice(found) for name, found in cases.items()}
-    judged = [name for name, found in auto.items() if found["auto"]["processes"] == 1 and set(CHOICES) <= set(found)]
     return {
         "link": ", ".join(sorted({row["link"] for row in rows})),
         "tokens_equal": all(row["tokens_equal"] for row in exact) if exact_type else None,

@@ -52,6 +52,15 @@ def test_every_config_has_a_purpose(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
+def test_runs_are_named_for_what_they_are(name: str) -> None:
+    for run in load_recipe(name).runs:
+        section = load_config(RECIPES / name / run.config).megakv
+        # FairKV maps heads; KVR-S takes partitions that were searched.
+        assert ("fairkv" in run.config) == (section.fairkv.mapping is not None), run.config
+        assert "KVR-S" not in run.purpose or section.runahead.table is not None, run.config
+
+
+@pytest.mark.parametrize("name", names())
 def test_planned_configs_are_what_the_planner_says(name: str) -> None:
     runs = [run for run in load_recipe(name).runs if accelerators(run) is not None]
     assert runs
