@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
 
 from .cores import threads_on
 from .models import DTYPES, random_ids
 from .offload_disk import disk_figures
+from .offload_forecast import add_forecasts
 from .offload_plan import CHOICES, IN_MEMORY, Case, Shape, shape_of, variant
 from .offloads import Decoder, Sample, random_model
 
@@ -67,6 +69,7 @@ class CaseBench:
         self._stays = device.type == "cpu"
         self._ready_made: dict[str, Decoder] = {}
         self._kept_bytes: dict[str, tuple[int, int]] = {}
+        self._profiles: dict[str, OffloadProfile | None] = {}
         self._busy: dict[str, float | None] = {}
         self._warm_up_s: dict[str, float] = {}
         self._tokens: Tensor | None = None
@@ -105,6 +108,7 @@ class CaseBench:
             for decoder in self._ready_made.values():
                 decoder.close()
         rows = [self._row(name, turns[name], expected) for name in self._case.methods]
+        add_forecasts(rows, self._case, self._profiles, layers=self._shape.layers, chunk=self._arguments.chunk)
         for row in rows:
             if row["method"] == self._again and AGAIN in turns:
                 row |= {"again_seconds": [step_seconds(turn) for turn in turns[AGAIN]], "again_from": least}
@@ -138,6 +142,7 @@ class CaseBench:
             with threads_on(self._cores):
                 turn = [decoder.generate(share, new) for share in self._shares(name)]
             self._kept_bytes[name], self._busy[name] = decoder.kept_bytes(), decoder.busy
+            self._profiles[name] = decoder.profile()
         finally:
             if not self._stays:
                 decoder.close()

@@ -138,7 +138,12 @@ def predictions(rows: Sequence[Row]) -> dict[str, Any]:
             part: _median(abs(errors[f"{case_of(row)}, {row['method']}"]) for row in known if row["part"] == part)
             for part in dict.fromkeys(row["part"] for row in known)
         },
-        # Without what the steps before showed of each plan.
+        # From what was measured before the first step, and a step in memory.
+        "forecasts": sum("forecast_s" in row for row in known),
+        "forecast_median_error": _median(
+            abs(row["forecast_s"] / step_s(row) - 1) for row in known if "forecast_s" in row
+        ),
+        # Without the scheduler's correction, but with what the plan's own steps showed.
         "cost_model_median_error": _median(error for row in known for error in row["cost_model_errors"]),
     }
 

@@ -231,6 +231,7 @@ def show(found: Sequence[Table], summary: Mapping[str, Any]) -> None:
         f"{_percent(summary['lossy_token_agreement'])} of them); auto over the best of its choices, at worst: "
         f"{'-' if auto is None else f'{auto:.3f}'}\n"
         f"predictions: median error of a step {'-' if error is None else f'{error:.1%}'}, "
+        f"{_percent(near['forecast_median_error'])} forecast before the first, "
         f"{near['within_10_percent']} of {near['cases']} cases within 10%; order right for {order['right']} of "
         f"{order['pairs']} pairs of methods"
     )

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import megakv
+from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
 from megakv.offload.thread_link import ThreadLink
 
@@ -269,6 +270,11 @@ class Decoder:
     def _kv_bytes(self, tokens: Tensor) -> int:
         """Of the keys and values of a generation's tokens."""
         return tokens.numel() * self._shape.layers * self._shape.row_elements * self._element_bytes
+
+    def profile(self) -> OffloadProfile | None:
+        """What the engine measured before its first step; None where nothing is offloaded."""
+        offloader = None if self._engine is None else self._engine._offloader
+        return None if offloader is None else offloader.costs.measured
 
     def kept_bytes(self) -> tuple[int, int]:
         """Of a token in one layer off the accelerator: keys and values, and activations; 0 where there are none."""

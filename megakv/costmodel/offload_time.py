@@ -152,7 +152,9 @@ def placements(
     return [placed([tokens], share_bytes, row_bytes=row, input_bytes=each) for each in sorted(kept)]
 
 
-def planned_division(name: str, costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> Division:
+def planned_division(
+    name: str, costs: LayerCosts, tokens: int, lots: Sequence[Lot], *, chunk: int = CHUNK_TOKENS
+) -> Division:
     """Of a group's tokens by a plan; `lots` say which of them lie on disk, where any do."""
     most = sum(lot.inputs for lot in lots) if lots else tokens
     host = sum(lot.rows_in_memory for lot in lots) if lots else tokens
@@ -163,7 +165,7 @@ def planned_division(name: str, costs: LayerCosts, tokens: int, lots: Sequence[L
     return divide(
         costs,
         tokens,
-        chunk=CHUNK_TOKENS,
+        chunk=chunk,
         recompute=name != "cpu_rank",
         host=0 if name == "chunked" else host,
         most=most,

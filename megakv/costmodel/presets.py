@@ -16,8 +16,8 @@ GB = 10**9
 RECOMPUTED = 0.053
 """What part of an A100's peak KVPR's times imply for recomputing keys and values; assumed of other GPUs, too."""
 
-# What is reached of the data sheet is what benchmarks/validate_papers.py finds in the papers' own times. Guesses are what
-# these cannot tell: launches on H100s, where decoding is replayed as a CUDA graph; NVLink, which is fast enough in
+# What is reached of the data sheet is what benchmarks/validate_papers.py finds in the papers' own times. Guesses are
+# what these cannot tell: launches on H100s, where decoding is replayed as a CUDA graph; NVLink, which is fast enough in
 # KV-Runahead to be any; flash attention on A100s. Hosts are taken to have the memory that such hosts are sold with.
 _H100 = MachineSpec(
     name="h100-rdma",

@@ -63,6 +63,7 @@ def test_rows_of_a_real_run(results: Path, rows: list[dict[str, Any]]) -> None:
         assert len(row["seconds"]) == 1 and row["cache_bytes"] == 2 * 2 * 40 * token[shape]
         assert row["device_bytes"] > 0 and (row["bytes_in"] > 0) == (method != "in_memory")
         assert 0 < row["compute_utilisation"] <= 1
+        assert ("forecast_s" in row) == ("predicted_s" in row and not row["lossy"])
         if method in ("stream", "cpu_rank"):
             # New tokens only: two sequences, two layers.
             assert row["bytes_out"] == pytest.approx(2 * 2 * token[shape], rel=0.01)
@@ -173,6 +174,11 @@ def test_verdicts(rows: list[dict[str, Any]]) -> None:
     (speedups,) = found["speedup_over_transformers"].values()
     assert speedups["chunked"] == pytest.approx(4)
     assert found["predictions"]["within_10_percent"] == found["predictions"]["cases"] == 6
+    for row in some:
+        if "forecast_s" in row:
+            row["forecast_s"] = 0.93 * times[row["method"]]
+    forecasts = summarise(some, exact_type=True)["predictions"]
+    assert forecasts["forecasts"] == 5 and forecasts["forecast_median_error"] == pytest.approx(0.07)
     # All pairs of the six but chunked and cpu_rank, which differ by 2%.
     assert found["ordering"] == {"pairs": 14, "right": 14, "wrong": []}
     next(row for row in some if row["method"] == "kvpr")["predicted_s"] = 0.3
