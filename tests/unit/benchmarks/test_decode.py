@@ -35,7 +35,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     assert [(row["batch"], row["method"]) for row in report["rows"]] == [(b, name) for b in (1, 2) for name in names]
     for row in report["rows"]:
         assert (row["ranks"], row["context"], row["tokens_per_sample"]) == (2, 101, 3)
-        assert len(row["seconds"]) == 3 and all(0 < value < 10 for value in row["seconds"])
+        assert len(row["seconds"]) == 3 and all(value > 0 for value in row["seconds"])
         assert 0 < row["predicted_s"] < 1
         # The same cached tokens and weights everywhere.
         assert row["max_logit_difference"] <= 1e-5

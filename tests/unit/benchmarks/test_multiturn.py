@@ -34,7 +34,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     ]
     for row in report["rows"]:
         assert (row["ranks"], row["context"], row["rate"]) == (2, 300, "free")
-        assert len(row["seconds"]) == 3 and all(0 < value < 60 for value in row["seconds"])
+        assert len(row["seconds"]) == 3 and all(value > 0 for value in row["seconds"])
         assert row["seconds"] == [max(values) for values in row["rank_seconds"]]
         assert row["max_logit_difference"] <= 1e-5
         # The file's policy without a profile goes by the bytes: 2 of 8 heads, and the partial results that return.

@@ -52,7 +52,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     assert list(rows) == methods
     for name, row in rows.items():
         assert (row["ranks"], row["context"]) == (2, 128)
-        assert len(row["seconds"]) == 3 and all(0 < value < 60 for value in row["seconds"])
+        assert len(row["seconds"]) == 3 and all(value > 0 for value in row["seconds"])
         assert row["seconds"] == [max(values) for values in row["rank_seconds"]]
         assert len(row["peak_bytes"]) == len(row["working_bytes"]) == 2
         assert all(0 <= work < peak for work, peak in zip(row["working_bytes"], row["peak_bytes"], strict=True))

@@ -48,7 +48,7 @@ def test_tiny_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert set(found) == {(64, name) for name in names if name != "kvr_p"} | {(96, name) for name in names}
     for (context, name), row in found.items():
         assert (row["ranks"], row["kv_heads"], row["rate"], row["noise"]) == (2, 2, "free", "quiet")
-        assert len(row["seconds"]) == 2 and all(0 < value < 60 for value in row["seconds"])
+        assert len(row["seconds"]) == 2 and all(value > 0 for value in row["seconds"])
         assert 0 < row["predicted_s"] < 10
         silent = name == "kvr_silent"
         assert (row["max_logit_difference"] is None) == silent

@@ -33,7 +33,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     whole = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) * 4 + (2 * 300 * 64 + 64) * 4
     for row in report["rows"]:
         assert len(row["seconds"]) == len(row["ttit_seconds"]) == 2
-        assert all(0 < value < 60 for value in row["seconds"] + row["ttit_seconds"])
+        assert all(value > 0 for value in row["seconds"] + row["ttit_seconds"])
         assert row["max_logit_difference"] <= 1e-5 and len(row["weight_bytes"]) == row["ranks"]
         assert 0 < row["predicted_ttit_s"] < 10 and 0 < row["predicted_s"] < 10
         if row["method"] == "cp":
