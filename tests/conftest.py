@@ -16,6 +16,8 @@ SEED = "MEGAKV_TEST_SEED"
 # Files that take longest, of ten seconds and more. They begin first: a long one at the end would be waited for alone.
 LONG_FILES = (
     "distributed/test_exactness.py",
+    "distributed/test_random_engines.py",
+    "distributed/test_kill.py",
     "distributed/test_fairkv.py",
     "distributed/test_runahead.py",
     "hosts/test_main_job.py",
