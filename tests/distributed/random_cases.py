@@ -199,7 +199,6 @@ class Script:
     def _how(self, batch: int, spare: bool) -> Action:
         """Options of `generate`, and what listens or interferes."""
         rng = self._rng
-        # Not 0: where beams end early, transformers takes that for none.
         options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 7), "pad_token_id": 2, "do_sample": False}
         kind = rng.choice(("greedy", "greedy", "sampled", "beams", "sampled beams"))
         if "sampled" in kind:
@@ -219,7 +218,8 @@ class Script:
         if self._turns and rng.random() < 0.35 and not (spare and 13 in KNOWN):
             options["prefill_chunk_size"] = rng.choice((1, 2, 3, 5, 16, 33, 100))
         how: Action = {"options": options}
-        if rng.random() < 0.2:
+        # Without an end token transformers fills beams that were stopped with tokens that do not exist.
+        if rng.random() < 0.2 and ("beams" not in kind or "eos_token_id" in options):
             how["stop_after"] = rng.randint(1, 6)
         if "beams" not in kind and rng.random() < 0.3:
             how["logits"] = True
