@@ -45,7 +45,10 @@ def test_random_engines_are_the_plain_model(
         out = folder / f"{ranks}-{start}.jsonl"
         result = run_ranks(SCRIPT, out, folder, ",".join(map(str, seeds)), ranks=ranks, timeout=20 * len(seeds) + 120)
         lines += [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        assert result.returncode == 0, f"{(folder / 'running').read_text()}: {replay(lines, ranks)}\n{result}"
+        assert result.returncode == 0, (
+            f"{result.returncode} at, or in plain transformers after, {(folder / 'running').read_text()}\n"
+            f"{replay(lines, ranks)}\n{result.stderr[-6000:]}"
+        )
         result.check()
     kinds = Counter(next((kind for kind in ("failure", "tie", "refused") if kind in line), "equal") for line in lines)
     print(f"{len(lines)} cases on {ranks} ranks: {dict(kinds)}; actions:", sum(x.get("actions", 0) for x in lines))

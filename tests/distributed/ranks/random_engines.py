@@ -85,7 +85,7 @@ def resources() -> tuple[int, int]:
 
 def leaks(before: tuple[int, int]) -> str | None:
     """What a closed engine did not give back."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 15
     while any(now > then for now, then in zip(resources(), before, strict=True)):
         if time.monotonic() > deadline:
             threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
