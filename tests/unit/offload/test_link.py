@@ -122,7 +122,7 @@ def test_the_pace_is_kept() -> None:
         ticket.wait()
     taken = time.perf_counter() - begun
     # A busy machine may be slower, never faster.
-    assert 0.1 <= taken < 2
+    assert taken >= 0.1
     assert link.traffic["in"].busy_s >= 0.09
     link.close()
 

@@ -202,9 +202,8 @@ def test_a_step_of_a_long_sequence_is_divided_at_once() -> None:
     )
     took = []
     for tokens in range(131072, 131092):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         found = divide(costs, tokens, chunk=256, host=tokens, most=tokens)
-        took.append(time.perf_counter() - begun)
+        took.append(time.thread_time() - begun)
         assert found.recomputed and found.on_host and found.streamed
-    # The fastest one: others are held up by what else runs.
     assert min(took) < 1e-3
