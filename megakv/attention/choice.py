@@ -103,7 +103,7 @@ def plan_prefill(
     planner: PrefillPlanner | None = None,
     compressed: bool = False,
 ) -> PrefillChoice:
-    """How a pass is spread: as was asked for, or as `auto` has it. Every rank must call it.
+    """How a pass is spread: as was asked for, or as `auto` has it.
 
     Parameters
     ----------

@@ -1,14 +1,15 @@
 """What the cost model says about a pass before its layers run: partitions, and seconds by prefill method.
 
-Answers are kept by workload, lengths rounded to a few per cent: a prompt of any length is planned in no time once one
-like it has been.
+It speaks for one rank: hosts of different make may round differently, so rank 0's answers are everybody's
+(`PassPlanner`). They are kept by workload, lengths rounded to a few per cent: a prompt of any length is planned in no
+time once one like it has been.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from deepspeed.accelerator import get_accelerator
 
@@ -55,9 +56,6 @@ class PrefillPlanner:
         As ``megakv.runahead.chunk_tokens``.
     alone_tokens : int
         Tokens of a whole prompt that one rank may take.
-    share : callable
-        Lets rank 0 compute something and gives the result to all: hosts of different make may round differently, and
-        ranks that planned differently would wait for each other for ever.
     """
 
     profile: HardwareProfile
@@ -67,7 +65,6 @@ class PrefillPlanner:
     kv: str = "sharded"
     chunk_tokens: int = CHUNK_TOKENS
     alone_tokens: int = 0
-    share: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
     _partitions: dict[tuple[int, int], Partition] = field(default_factory=dict)
     _seconds: dict[Workload, dict[str, float]] = field(default_factory=dict)
 
@@ -79,10 +76,6 @@ class PrefillPlanner:
         mesh = comm.mesh
         free = min(comm.gather_objects(int(get_accelerator().available_memory())))
         room = int(MEMORY_SHARE * free) // token_bytes(model, tp_size=mesh.tp_size)
-
-        def share(compute: Callable[[], Any]) -> Any:
-            return comm.gather_objects(compute() if mesh.rank == 0 else None)[0]
-
         return cls(
             profile,
             model,
@@ -91,11 +84,10 @@ class PrefillPlanner:
             kv=kv,
             chunk_tokens=chunk_tokens,
             alone_tokens=room,
-            share=share,
         )
 
     def partition(self, new: int, cached: int = 0) -> Partition:
-        """The fastest partition of a sequence, as far as the cost model knows. Every rank must call it."""
+        """The fastest partition of a sequence, as far as the cost model knows."""
         known = rounded(new), rounded(cached)
 
         def search() -> Partition:
@@ -114,7 +106,7 @@ class PrefillPlanner:
         return from_fractions(partition, new)
 
     def seconds(self, workload: Workload, sizes: Callable[[int, int], Sequence[int]]) -> dict[str, float]:
-        """TTFT of a pass by every method that may serve it. Every rank must call it.
+        """TTFT of a pass by every method that may serve it.
 
         Parameters
         ----------
@@ -149,5 +141,5 @@ class PrefillPlanner:
         if key not in store:
             if len(store) >= KEPT:
                 store.clear()
-            store[key] = self.share(compute)
+            store[key] = compute()
         return store[key]
