@@ -46,8 +46,8 @@ class ForwardPass:
         The attention method of all layers; None where each layer chooses by its shape.
     batch, slots : int
         Rows of the input, and slots of the sequence after this pass.
-    workload : Workload
-        Its new and cached tokens.
+    workload : Workload, optional
+        Its new and cached tokens, if it has new ones.
     turn : Turn, optional
         What its tokens belong to, where some of it may be compressed at its end; else None.
     compress : tuple of int
@@ -64,7 +64,7 @@ class ForwardPass:
     method: str | None
     batch: int
     slots: int
-    workload: Workload
+    workload: Workload | None
     turn: Turn | None = None
     compress: tuple[int, ...] = ()
     complete: bool = False
@@ -76,6 +76,11 @@ class ForwardPass:
         if name not in self._uploads:
             self._uploads[name] = upload(rows, device)
         return self._uploads[name]
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no new token, as where a piece of a prompt is nothing but padding."""
+        return not any(len(block) for block in self.layout.tokens)
 
     @property
     def stays(self) -> bool:
@@ -178,6 +183,9 @@ class PassPlanner:
             If the partition that was asked for does not fit the prompt.
         """
         size = self.comm.mesh.cp_size
+        if not len(new):
+            # There is nothing to attend to; a stand-in row on every rank goes through the layers.
+            return ForwardPass(balanced(new, size), cache, "local", new.batch, slots, workload=None)
         held = cache.table.counts() if cache.length else None
         lengths = np.diff(new.bounds)
         cached = np.zeros_like(lengths) if held is None else held.sum(0)
@@ -226,6 +234,7 @@ class PassPlanner:
             kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",
         )
         if shape not in step.chosen:
+            assert step.workload is not None
             chosen = choose_prefill(self.config, self.evidence, step.workload, shape)
             if self.config.prefill == "auto":
                 index = self.comm.device_tensor([PREFILL.index(chosen)])

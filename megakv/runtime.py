@@ -98,7 +98,7 @@ class Runtime:
             self._forget()
         self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
         turn, compress = self._turn(new, cache, slots)
-        asked = None if self.last_layer is None else wanted
+        asked = None if self.last_layer is None or not len(wanted) else wanted
         return self.planner.plan(new, cache, slots, turn=turn, compress=compress, wanted=asked)
 
     def _turn(self, new: TokenBlock, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...]]:
@@ -164,6 +164,10 @@ class Runtime:
         wanted = step.layout.wanted if layer == self.last_layer else None
         index = None if wanted is None else step.uploaded("wanted", wanted[rank], q_BHSD.device)
         store = step.cache.store(layer)
+        if step.empty:
+            # Nothing begins, nor ends, in a store.
+            store.release()
+            return q_BHSD.new_zeros((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
         if isinstance(store, RaggedStore | DividedStore):
             store.begin(complete=step.complete, turn=step.turn is not None, ends=step.ends_turn)
         if not step.layout.gathered:

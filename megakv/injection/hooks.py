@@ -89,6 +89,7 @@ class ForwardHooks:
         self._ignores_positions = not self._takes_positions or bool(getattr(model.config, "alibi", False))
         self.length_dependent = depends_on_length(model)
         self._wanted: _Wanted | None = None
+        self._picked: NDArray[np.int64] | None = None
         self._local: NDArray[np.int64] | None = None
         self._options: tuple[bool, bool] = (True, True)
         self._last_layer = LastLayerRows(model)
@@ -132,9 +133,11 @@ class ForwardHooks:
             mask = self._mask(inputs.get("attention_mask"), batch, length, past)
             positions = self._positions(inputs, mask, length, past)
         new = new_tokens(mask[:, -length:], positions, past)
-        if len(new) == 0:
+        # A piece of a longer prompt may be nothing but padding, as the first of those that transformers cuts it into.
+        held, prompt = cache.length > 0 and bool(cache.table.counts().any()), self._runtime.prompt
+        if len(new) == 0 and not held and (prompt is None or past + length >= prompt.stop):
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
-        self._wanted = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
+        self._wanted, self._picked = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         step = self._runtime.plan(new, cache, past + length, self._wanted.tokens(batch))
         cache.begin(step.layout, batch, stays=step.stays)
         self._runtime.current = step
@@ -202,19 +205,34 @@ class ForwardHooks:
         return np.broadcast_to(positions, (mask.shape[0], length))
 
     @staticmethod
-    def _choose_logits(keep: Any, new: NDArray[np.bool_], past: int) -> _Wanted:
-        length = new.shape[1]
+    def _choose_logits(keep: Any, new: NDArray[np.bool_], past: int) -> tuple[_Wanted, NDArray[np.int64] | None]:
+        """The tokens whose logits are asked for, and which of their columns in which order; None for each once.
+
+        Raises
+        ------
+        ValueError
+            If columns are asked for that there are not.
+        """
+        every = np.arange(new.shape[1])
+        picked: NDArray[np.int64] | None = None
         if isinstance(keep, Tensor):
-            columns = np.unique(keep.detach().cpu().numpy() % length)
+            if keep.dim() != 1:
+                raise ValueError(
+                    f"logits_to_keep has shape {list(keep.shape)}; MegaKV takes a number, or a tensor of one dimension"
+                )
+            try:
+                columns, picked = np.unique(every[keep.detach().cpu().numpy()], return_inverse=True)
+            except IndexError as error:
+                raise ValueError(f"logits_to_keep = {keep.tolist()} does not fit {len(every)} new tokens") from error
         else:
-            columns = np.arange(length - keep if 0 < keep < length else 0, length)
-        if len(columns) == 1 and columns[0] == length - 1:
+            columns = every[-keep:]
+        if len(columns) == 1 and columns[0] == len(every) - 1:
             # The last real token of each row: what follows it is asked for, also where padding is on the right.
-            last = length - 1 - np.argmax(new[:, ::-1], axis=1)
+            last = len(every) - 1 - np.argmax(new[:, ::-1], axis=1)
             rows = np.flatnonzero(new.any(axis=1))
-            return _Wanted(rows, last[rows] + past, np.zeros(len(rows), dtype=np.int64), 1)
+            return _Wanted(rows, last[rows] + past, np.zeros(len(rows), dtype=np.int64), 1), picked
         rows, index = np.nonzero(new[:, columns])
-        return _Wanted(rows, columns[index] + past, index, len(columns))
+        return _Wanted(rows, columns[index] + past, index, len(columns)), picked
 
     def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, past: int, embedded: bool) -> None:
         """Replace the global inputs by this rank's packed ones."""
@@ -286,4 +304,4 @@ class ForwardHooks:
             piece = mine.contiguous() if owner == mesh.cp_rank else logits.new_empty((len(rows), logits.shape[-1]))
             comm.broadcast(piece, owner * mesh.tp_size, operation="logits")
             shared[upload(wanted.sequence[rows], logits.device), upload(wanted.column[rows], logits.device)] = piece
-        return shared
+        return shared if self._picked is None else shared[:, upload(self._picked, logits.device)]

@@ -30,6 +30,7 @@ class _Recorder:
         self.compressor = None
         self.replicas = None
         self.current = None
+        self.prompt = 0
         self.positions: list[int] = []
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: TokenBlock) -> None:

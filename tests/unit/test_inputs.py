@@ -1,0 +1,111 @@
+"""What a call may ask for, against plain transformers: `logits_to_keep` in any form, prompts in pieces of any size."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import megakv
+from tests.families import FAMILIES
+
+LENGTH = 23
+OFFLOAD = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def pair(alone: None) -> Iterator[tuple[Any, Any]]:
+    """A plain model and an engine of it."""
+    plain = AutoModelForCausalLM.from_config(FAMILIES["llama"](), dtype=torch.float32).eval()
+    engine = megakv.init_inference(copy.deepcopy(plain), {"dtype": "fp32"})
+    yield plain, engine
+    engine.destroy()
+
+
+def prompt(*padding: int, right: bool = False) -> tuple[Tensor, Tensor]:
+    """Rows with so much padding each."""
+    ids = torch.randint(3, 190, (len(padding), LENGTH))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        mask[row, LENGTH - count : LENGTH] = 0
+        mask[row] = mask[row] if right else mask[row].flip(0)
+    return ids * mask, mask
+
+
+def wishes() -> list[int | Tensor]:
+    """Numbers, and columns in any order, more than once, from either end, none, or by a mask."""
+    found: list[int | Tensor] = [random.choice([0, 1, 2, LENGTH - 1, LENGTH, LENGTH + 9, -1, -LENGTH, -LENGTH - 3])]
+    found += [torch.randint(-LENGTH, LENGTH, (random.randrange(12),)) for _ in range(3)]
+    return [*found, torch.rand(LENGTH) < random.random(), torch.tensor([4, 4, 2, -1, 4]), torch.tensor([], dtype=int)]
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("case", range(12))
+def test_logits_are_kept_as_transformers_keeps_them(case: int, right: bool, pair: tuple[Any, Any]) -> None:
+    plain, engine = pair
+    ids, mask = prompt(0, random.randrange(1, LENGTH), random.randrange(LENGTH), right=right)
+    columns = torch.arange(LENGTH)
+    for keep in wishes():
+        with torch.no_grad():
+            wanted = plain(ids, attention_mask=mask, logits_to_keep=keep).logits
+        found = engine(ids, attention_mask=mask, logits_to_keep=keep).logits
+        assert found.shape == wanted.shape
+        kept = columns[-keep:] if isinstance(keep, int) else columns[keep]
+        real = mask[:, kept].bool()
+        assert torch.allclose(found[real], wanted[real], atol=2e-5)
+        if len(set(kept.tolist())) != 1:
+            assert not found[~real].any()
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (torch.tensor([0, LENGTH]), rf"logits_to_keep = \[0, {LENGTH}\] does not fit {LENGTH} new tokens"),
+        (torch.tensor([-LENGTH - 1]), "does not fit"),
+        (torch.ones(LENGTH - 1, dtype=torch.bool), "does not fit"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"logits_to_keep has shape \[2, 3\]"),
+        (torch.tensor(3), r"logits_to_keep has shape \[\]"),
+    ],
+)
+def test_wishes_that_cannot_be_granted(keep: Tensor, message: str, pair: tuple[Any, Any]) -> None:
+    ids, mask = prompt(0, 3)
+    with pytest.raises(ValueError, match=message):
+        pair[1](ids, attention_mask=mask, logits_to_keep=keep)
+    assert torch.isfinite(pair[1](ids, attention_mask=mask).logits).all()
+
+
+@pytest.mark.parametrize("section", [{}, {"offload": OFFLOAD}, {"offload": {**OFFLOAD, "method": "chunked"}}])
+@pytest.mark.parametrize("padding", [(11, 11, 11), (10, 22, 13), (22, 21, 20), (0, 22, 5)])
+def test_pieces_of_a_prompt_may_be_nothing_but_padding(
+    padding: tuple[int, ...], section: dict[str, Any], pair: tuple[Any, Any]
+) -> None:
+    plain, _ = pair
+    engine = megakv.init_inference(copy.deepcopy(plain), {"dtype": "fp32", "megakv": section})
+    ids, mask = prompt(*padding)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    wanted = plain.generate(ids, attention_mask=mask, **options)
+    try:
+        for size in (1, 2, 5, 10, 11, 22, 40):
+            found = engine.generate(ids, attention_mask=mask, prefill_chunk_size=size, **options)
+            assert torch.equal(found, wanted), size
+        session = engine.session()
+        history, seen = ids[:, :0], mask[:, :0]
+        for turn in range(2):
+            ids, mask = prompt(*(padding if turn == 0 else (7, 22, 0)))
+            history, seen = torch.cat([history, ids], dim=1), torch.cat([seen, mask], dim=1)
+            history = plain.generate(history, attention_mask=seen, **options)
+            seen = torch.cat([seen, torch.ones(3, 5, dtype=seen.dtype)], dim=1)
+            assert torch.equal(session.generate(ids, mask, prefill_chunk_size=6, **options), history)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            engine.generate(ids, attention_mask=torch.zeros_like(ids), prefill_chunk_size=6, **options)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            engine(ids, attention_mask=torch.zeros_like(ids))
+        assert torch.equal(session.fork().input_ids, history)
+    finally:
+        engine.destroy()
