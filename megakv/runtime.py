@@ -131,8 +131,8 @@ class Runtime:
         kind = q_BHSD.device.type
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
             return self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-        q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
         with torch.autocast(kind, enabled=False):
+            q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
             return self._attend(layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
 
     def _attend(

@@ -18,6 +18,7 @@ from tests.families import FAMILIES
 SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
 TOLERANCE = 1e-4
 AUTOCAST = ("autocast 65",)
+PADDED = ("padded 50",)
 # Root mean square error under autocast over transformers' own. TP rounds sums once more.
 AUTOCAST_TOLERANCE = 2.0
 MESHES = {4: ("4x1", "2x2", "1x4"), 3: ("3x1",), 2: ("2x1",)}
@@ -75,8 +76,8 @@ def method_runs(mesh: str, cases: tuple[str, ...], decoded: int) -> list[Run]:
 
 def quick_runs() -> list[Run]:
     """Llama on every mesh, every other family on one with context parallelism."""
-    runs = [Run("llama", mesh, (*ALL_CASES, *AUTOCAST), decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
-    runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams", *AUTOCAST), decoded=4)
+    runs = [Run("llama", mesh, (*ALL_CASES, *AUTOCAST, *PADDED), decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
+    runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams", *AUTOCAST, *PADDED), decoded=4)
     others = [family for family in FAMILIES if family != "llama"]
     for index, family in enumerate(others):
         cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES

@@ -56,6 +56,13 @@ def tokens(vocabulary: int, batch: int, length: int, seed: int) -> Tensor:
 def make_case(name: str, vocabulary: int) -> dict[str, Any]:
     """A prompt and generation options, from a name such as ``greedy 64``, ``autocast 64`` or ``ragged beams``."""
     kind, size = name.split()
+    if kind == "padded":
+        ids = tokens(vocabulary, 3, int(size), int(size))
+        mask = torch.ones_like(ids)
+        # The first piece has no token at all, the second none of the last row.
+        mask[:, : CHUNK + 2] = 0
+        mask[2, : 2 * CHUNK + 1] = 0
+        return {"name": name, "ids": ids * mask, "mask": mask, "options": {"prefill_chunk_size": CHUNK}}
     if kind != "ragged":
         options = {"prefill_chunk_size": CHUNK} if kind == "chunked" else {}
         return {"name": name, "ids": tokens(vocabulary, 1, int(size), int(size)), "mask": None, "options": options}
