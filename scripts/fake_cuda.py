@@ -156,6 +156,11 @@ class FakeCuda(TorchDispatchMode):
         within = any(start <= first and first + tensor.nbytes <= end for start, end in self._registered)
         return within or not tensor.numel() or tensor.untyped_storage().data_ptr() in self._pinned
 
+    def gather(self, values: list[Any], value: Any, group: Any = None) -> None:
+        """``all_gather_object``, which goes through bytes on the device: all ranks say what this one says."""
+        self.wait("all_gather_object")
+        values[:] = [value] * len(values)
+
     def register(self, address: int, nbytes: int, flags: int) -> int:
         """``cudaHostRegister``."""
         self._registered.append((address, address + nbytes))
@@ -198,11 +203,6 @@ class _Event:
 
     def elapsed_time(self, other: _Event) -> float:
         return (other._at - self._at) * 1e3
-
-
-def _all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
-    """All ranks say what this one says. The real one goes through bytes on the device."""
-    values[:] = [value] * len(values)
 
 
 _tensor = torch.tensor
@@ -268,7 +268,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None))
-        stack.enter_context(mock.patch.object(dist, "all_gather_object", _all_gather_object))
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", cuda.gather))
         stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))

@@ -123,6 +123,28 @@ def test_batch_operations() -> None:
     assert np.array_equal(cache.table.slots(1, 0), cache.table.slots(1, 1))
 
 
+def test_what_every_rank_holds_follows_the_table() -> None:
+    """Messages are made and read by it."""
+    cache = grown(3, 0, 2)
+
+    def check() -> None:
+        ends = np.zeros(cache.table.batch, dtype=np.int64)
+        for rank, block in enumerate(cache.table.tokens()):
+            for sequence in range(cache.table.batch):
+                run = block.run(sequence)
+                assert np.array_equal(block.slot[run], cache.table.slots(rank, sequence))
+                assert np.array_equal(block.position[run], cache.table.positions(rank, sequence))
+                ends[sequence] = max(ends[sequence], 1 + block.position[run].max(initial=-1))
+        assert np.array_equal(cache.table.next_positions(), ends)
+
+    check()
+    cache.reorder_cache(torch.tensor([1, 1, 0]))
+    check()
+    for slots in (20, 9, 0):
+        cache.cut_back(slots)
+        check()
+
+
 def test_another_batch_is_refused() -> None:
     cache = grown(2, 0, 2)
     with pytest.raises(ValueError, match="input_ids has 3 rows but the cache holds 2 sequences"):
