@@ -170,6 +170,8 @@ class Plain:
 
     def cut(self, action: Action) -> Answer:
         """What is left."""
+        if action["name"] not in self.sessions:
+            return {}
         before = self.sessions[action["name"]]
         slots = int(action["share"] * before.ids.shape[1])
         left = Conversation(before.ids[:, :slots], before.mask[:, :slots], min(before.cached, slots))
@@ -178,11 +180,15 @@ class Plain:
 
     def fork(self, action: Action) -> Answer:
         """The fork's tokens."""
+        if action["name"] not in self.sessions:
+            return {}
         self.sessions[action["as"]] = self.sessions[action["name"]]
         return {"tokens": self.sessions[action["as"]].ids}
 
     def save(self, action: Action) -> Answer:
         """Nothing; a session of which nothing is cached is not saved."""
+        if action["name"] not in self.sessions:
+            return {}
         if self.sessions[action["name"]].cached:
             self.saved[action["name"]] = self.sessions[action["name"]]
         return {}
@@ -237,17 +243,23 @@ class Asked:
 
     def cut(self, action: Action) -> Answer:
         """What is left."""
+        if action["name"] not in self.sessions:
+            return {}
         session = self.sessions[action["name"]]
         session.cut_back(int(action["share"] * session.input_ids.shape[1]))
         return {"tokens": session.input_ids}
 
     def fork(self, action: Action) -> Answer:
         """The fork's tokens."""
+        if action["name"] not in self.sessions:
+            return {}
         twin = self.sessions[action["as"]] = self.sessions[action["name"]].fork()
         return {"tokens": twin.input_ids}
 
     def save(self, action: Action) -> Answer:
         """Nothing; a session of which nothing is cached cannot be saved."""
+        if action["name"] not in self.sessions:
+            return {}
         session = self.sessions[action["name"]]
         try:
             session.save(self._saved(action))
