@@ -17,6 +17,7 @@ from tqdm import tqdm
 import megakv
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
+from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.shape import ModelShape
@@ -42,6 +43,8 @@ from megakv.runahead.table import ChainIdentity, LookupTable, TableEntry, load_t
 from megakv.runahead.trials import SearchResult, Trial
 
 FINALISTS, ROUNDS = 4, 3
+MOST_PREDICTED = 1000
+"""Points of a cell that the cost model predicts, up to 5 ranks; beyond, that takes longer than to measure some."""
 
 
 class Desk:
@@ -73,8 +76,10 @@ class Desk:
         self._shape = shape
         self._passes = passes
         self._profile: HardwareProfile | None = None
+        self._costs: Chain | None = None
         if arguments.profile is not None:
             self._profile = load_profile(arguments.profile, setting="--profile")
+            self._costs = Chain(self._profile, shape, tp_size=chain.tp, kv=chain.kv, chunk_tokens=chain.chunk_tokens)
         self._journal = JournalFile(journal_path(arguments), chain)
         self._table: LookupTable | None = None
         if Path(arguments.table).exists():
@@ -116,10 +121,13 @@ class Desk:
                     bar.update(1)
                     bar.set_postfix_str(f"best {best:.3f} s, stride {trial.stride}")
 
+            ranks = self._chain.ranks
+            grid = Grid(context, ranks, self._arguments.step or default_unit(context, ranks))
             return PartitionSearch(
-                Grid(context, self._chain.ranks, self._arguments.step or default_unit(context, self._chain.ranks)),
+                grid,
                 self._passes.seconds,
                 seeds=known.seeds,
+                predict=self._predicted if self._costs and grid.points_around <= MOST_PREDICTED else None,
                 full_grid=self._arguments.full_grid,
                 patience=self._arguments.patience,
                 finalists=FINALISTS,
@@ -127,6 +135,10 @@ class Desk:
                 known=known.trials,
                 record=record,
             ).run()
+
+    def _predicted(self, partition: Partition) -> float:
+        assert self._costs is not None
+        return self._costs.predict((partition,), (0,)).seconds
 
     def _seeds(self, context: int) -> tuple[Partition, ...]:
         """Where the best is expected: by the cost model, and by the neighbours that the table has."""

@@ -15,7 +15,8 @@ MOST_BINARIES = 1_000
 """Above, the solver finds nothing in its time that smaller steps have not found."""
 SECONDS, NODES = 2.0, 20_000
 """For one program; the nodes end it at the same place on every machine that is not slow."""
-GAP = 1e-7
+EXACT, GAP = 150, (1e-7, 1e-4)
+"""Up to so many binary variables the first gap between what is found and what is proven ends it, then the second."""
 INFEASIBLE = 2
 """Of the solver's states."""
 
@@ -79,7 +80,8 @@ def solve(
     binaries = len(budgets) * heads * size * len(counts)
     mean = sum(map(sum, budgets)) / size
     start = sum(least) if cap is not None else mean
-    if not mean or placed is None and binaries > MOST_BINARIES:
+    gap = GAP[0] if placed is not None or binaries <= EXACT else GAP[1]
+    if not mean or best <= start * (1 + gap) or placed is None and binaries > MOST_BINARIES:
         return None, start
     columns = _Columns()
     held: dict[tuple[int, int, int, int], int] = {}
@@ -125,7 +127,7 @@ def solve(
         columns.row({**total, objective[0]: -1.0} if cap is None else total, high=0 if cap is None else cap / mean)
         for slowest, layer in zip(objective if cap is not None else [], loads, strict=False):
             columns.row({**layer[rank], slowest: -1.0}, high=0)
-    values, bound = _solved(columns, objective)
+    values, bound = _solved(columns, objective, gap)
     bound *= mean
     if values is None:
         # None better: what has been found is the best.
@@ -141,7 +143,7 @@ def solve(
     return mappings, max(start, min(bound, best))
 
 
-def _solved(columns: _Columns, objective: list[int]) -> tuple[np.ndarray | None, float]:
+def _solved(columns: _Columns, objective: list[int], gap: float) -> tuple[np.ndarray | None, float]:
     """Values of all columns, or None, and the proven bound of the sum of the objective's; infinite if infeasible."""
     from scipy.optimize import LinearConstraint, milp
     from scipy.sparse import coo_array
@@ -160,7 +162,7 @@ def _solved(columns: _Columns, objective: list[int]) -> tuple[np.ndarray | None,
         ),
         integrality=np.array(columns.whole, dtype=int),
         bounds=(np.array(columns.lowest), np.array(columns.highest)),
-        options={"mip_rel_gap": GAP, "time_limit": SECONDS, "node_limit": NODES},
+        options={"mip_rel_gap": gap, "time_limit": SECONDS, "node_limit": NODES},
     )
     if found.status == INFEASIBLE:
         return None, np.inf

@@ -6,7 +6,7 @@ import numpy as np
 
 from megakv.runahead.grid import Bounds, Grid
 from megakv.runahead.partition import Partition
-from megakv.runahead.trend import Floats, Trend
+from megakv.runahead.prediction import Floats, Prediction
 from megakv.runahead.trials import Trials
 
 DEVIATIONS = 4.0
@@ -22,15 +22,16 @@ class Ranking:
     ----------
     grid : Grid
     trials : Trials
+    prediction : Prediction
     noisy : bool
         Whether a partition is worth what all measurements together say of it, instead of its own time.
     """
 
-    def __init__(self, grid: Grid, trials: Trials, *, noisy: bool):
+    def __init__(self, grid: Grid, trials: Trials, prediction: Prediction, *, noisy: bool):
         self._grid = grid
         self._trials = trials
         self._noisy = noisy
-        self._trend = Trend(grid.tokens, grid.size)
+        self._prediction = prediction
         self._values: dict[Partition, float] = {}
         self._judged = (0, 0)
 
@@ -41,12 +42,12 @@ class Ranking:
         self._judged, seconds = known, self._trials.seconds
         measured = np.array([self._grid.bounds(partition) for partition in seconds])
         counts = [len(self._trials.times[partition]) for partition in seconds]
-        self._trend.fit(measured, list(seconds.values()), counts=counts, noise=self.noise)
+        self._prediction.fit(measured, list(seconds.values()), counts=counts, noise=self.noise)
         own = worth = np.array(list(seconds.values()))
         if self._noisy:
             most = DEVIATIONS * self.noise / np.sqrt(counts)
             least = np.where(np.array(counts) == 1, np.maximum(most, INTERFERENCE), most)
-            worth = np.clip(self._trend.smoothed(stride), own * (1 - np.minimum(least, 0.9)), own * (1 + most))
+            worth = np.clip(self._prediction.smoothed(stride), own * (1 - np.minimum(least, 0.9)), own * (1 + most))
         self._values = dict(zip(seconds, worth.tolist(), strict=True))
 
     @property
@@ -71,4 +72,4 @@ class Ranking:
 
     def promised(self, bounds: Bounds, stride: int) -> Floats:
         """``[m]`` seconds that partitions ``[m, N - 1]`` promise."""
-        return self._trend.predict(bounds, stride)
+        return self._prediction.predict(bounds, stride)

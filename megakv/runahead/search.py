@@ -3,7 +3,7 @@
 A hierarchical grid search: the best of a coarse grid, then the cell around it at half the stride, and so on down to the
 unit. As published it measures every point of every cell (``full_grid``), 5^(N-1) a level, which is more than a machine
 can afford from 8K tokens on. By default a cell is pruned: its points are measured in the order of what the measurements
-so far promise (`megakv.runahead.trend`), and the cell is left when nothing in it promises to be better.
+so far promise (`megakv.runahead.prediction`), and the cell is left when nothing in it promises to be better.
 
 Times of a machine are noisy, and the shortest of many was lucky too. So with ``rounds`` a partition is worth what all
 measurements together say of it, its own and those near it, and the best are measured again in turn at the end.
@@ -19,8 +19,8 @@ import numpy as np
 
 from megakv.runahead.grid import Bounds, Grid
 from megakv.runahead.partition import Partition, even
+from megakv.runahead.prediction import Floats, Prediction
 from megakv.runahead.ranking import Ranking
-from megakv.runahead.trend import Floats
 from megakv.runahead.trials import SearchResult, Trial, Trials
 
 MARGIN = 0.1
@@ -38,7 +38,7 @@ itself at most."""
 MOST_PER_BOUND = 32
 """Partitions that a pruned search measures at most for each bound: where there is nothing but noise it would go on."""
 FEW_UNITS = 16
-"""Where ranks have no more units than this, one more or less changes their times by more than the trend is sure of."""
+"""Where ranks have no more units than this, one more or less changes their times by more than predictions know."""
 FINE_STRIDES, COARSE_PATIENCE = 2, 0.5
 """Before the last strides half the patience will do: what they overlook the finer ones find."""
 
@@ -55,6 +55,8 @@ class PartitionSearch:
     seeds : sequence of Partition
         Where the best is expected: of a cost model, of neighbouring prompts. They are measured as they are, on the
         grid or not, also with empty parts.
+    predict : callable, optional
+        A cost model's seconds of a partition, which order and prune what is measured; by default an equation's.
     full_grid : bool
         Measure every point of every cell first, as published.
     patience : int
@@ -72,6 +74,7 @@ class PartitionSearch:
     grid: Grid
     evaluate: Callable[[Partition], float]
     seeds: Sequence[Partition] = ()
+    predict: Callable[[Partition], float] | None = None
     full_grid: bool = False
     patience: int | None = None
     finalists: int = 0
@@ -81,7 +84,7 @@ class PartitionSearch:
 
     def __post_init__(self) -> None:
         self._trials = Trials(self.evaluate, self.known, self.record)
-        self._ranking = Ranking(self.grid, self._trials, noisy=self.rounds > 0)
+        self._ranking = Ranking(self.grid, self._trials, Prediction(self.grid, self.predict), noisy=self.rounds > 0)
         self._broken: list[float] = []
         self._most = 0
         self._calm = 4 * (self.grid.size - 1) if self.patience is None else self.patience
@@ -211,7 +214,7 @@ class PartitionSearch:
             calm = 0 if self._ranking.seconds < (1 - GAIN) * before else calm + 1
 
     def _patience(self) -> float:
-        """More where promises have lately been broken by more than noise: then the trend does not know this chain."""
+        """More where promises have lately been broken by more than noise: then they do not know this chain."""
         recent = self._broken[-RECENT:]
         off = sum(recent) / max(1, len(recent)) - self._ranking.noise
         return self._calm * (1 + min(MOST_DISTRUST, DISTRUST * max(0.0, off)))

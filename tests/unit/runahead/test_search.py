@@ -1,6 +1,8 @@
 """The search finds what measuring everything finds, in a fraction of the evaluations, and can be stopped anywhere."""
 
+import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +48,19 @@ def test_pruned_it_needs_a_tenth_of_the_evaluations() -> None:
         anyone = SimulatedChain.any(96, random.Random(seed))
         slower.append(excess(anyone, PartitionSearch(PAPER, anyone.evaluator()).run(), EVERY))
     assert np.median(slower) < 0.01
+
+
+def test_a_cost_model_that_is_off_leads_to_the_best_all_the_same() -> None:
+    """Its constants are all wrong by some 20%, each by its own part."""
+    for _ in range(2):
+        rng = random.Random(seed := random.randrange(10**9))
+        chain = SimulatedChain.usual(96, rng)
+        names = ("before", "after", "pair", "carry", "message", "receive")
+        off = {name: getattr(chain, name) * math.exp(0.2 * rng.gauss(0, 1)) for name in names}
+        predict = replace(chain, **off).evaluator()
+        result = PartitionSearch(PAPER, chain.evaluator(), predict=predict).run()
+        assert result.evaluations <= MOST_EVALUATIONS // 10 and excess(chain, result, EVERY) <= 0.01, seed
+        assert len(predict.asked) == len(set(predict.asked)), "a prediction is asked for once"
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

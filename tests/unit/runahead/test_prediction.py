@@ -1,4 +1,4 @@
-"""The trend knows a chain from few measurements, and what noise did to them."""
+"""The prediction knows a chain from few measurements, and what noise did to them."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megakv.runahead.grid import Grid
-from megakv.runahead.trend import Trend
+from megakv.runahead.prediction import Prediction
 from tests.unit.runahead.chains import SimulatedChain
 
 GRID = Grid(8192, 4, 64)
@@ -30,24 +30,24 @@ def test_all_measurements_together_say_more_than_each() -> None:
         noisy = truth * (1 + NOISE * rng.standard_normal(len(truth)))
         # Something else ran on the machine.
         noisy[rng.integers(len(noisy))] *= 1.3
-        trend = Trend(GRID.tokens, GRID.size)
-        trend.fit(bounds, noisy.tolist(), noise=NOISE)
+        prediction = Prediction(GRID)
+        prediction.fit(bounds, noisy.tolist(), noise=NOISE)
         near = truth <= 1.1 * truth.min()
         alone.append(np.abs(noisy / truth - 1)[near].mean())
-        together.append(np.abs(trend.smoothed(GRID.unit) / truth - 1)[near].mean())
+        together.append(np.abs(prediction.smoothed(GRID.unit) / truth - 1)[near].mean())
     assert np.mean(together) < 0.7 * np.mean(alone)
 
 
 def test_exact_times_are_believed() -> None:
     bounds, truth = measured(SimulatedChain.usual(8192, random.Random()), np.random.default_rng())
-    trend = Trend(GRID.tokens, GRID.size)
-    trend.fit(bounds, truth.tolist())
-    assert trend.smoothed(1) == pytest.approx(truth, rel=0.1)
+    prediction = Prediction(GRID)
+    prediction.fit(bounds, truth.tolist())
+    assert prediction.smoothed(1) == pytest.approx(truth, rel=0.1)
     # A time that was taken often counts for more than one that was taken once.
     apart = []
     for counts in ([], [1000] + [1] * (len(truth) - 1)):
         shifted = truth.copy()
         shifted[0] *= 1.2
-        trend.fit(bounds, shifted.tolist(), counts=counts)
-        apart.append(abs(trend.smoothed(1)[0] / shifted[0] - 1))
+        prediction.fit(bounds, shifted.tolist(), counts=counts)
+        apart.append(abs(prediction.smoothed(1)[0] / shifted[0] - 1))
     assert apart[1] < apart[0]
