@@ -142,7 +142,7 @@ class MegaKVEngine(InferenceEngine):
         -------
         ModelOutput
             With ``logits`` ``[B, S, V]`` in input order on every rank (zero at padding), or the last
-            ``logits_to_keep`` of them.
+            ``logits_to_keep`` of them, or those of the columns in it, in its order.
 
         Raises
         ------
