@@ -121,8 +121,10 @@ def _uncounted(model: PreTrainedModel) -> str | None:
     except Exception as error:
         if not _needs_values(error):
             return f"its forward pass fails with MegaKV's attention and cache ({type(error).__name__}: {error})"
-        # Experts that are chosen by values, on the host: the layers up to them have been seen, the others are alike.
-        for layer in {module.layer_idx for module in attention_modules(model)} - calls.of.keys():
+        # Experts that are chosen by values, on the host. Layers whose attention is of a class that called are alike.
+        modules = attention_modules(model)
+        seen = {type(module) for module in modules if calls.of[module.layer_idx]}
+        for layer in {module.layer_idx for module in modules if type(module) in seen} - calls.of.keys():
             calls.of[layer] = 1
     silent = [layer for layer in expected if not calls.of[layer]]
     if silent:

@@ -38,7 +38,7 @@ _REASONS = {
     "its forward takes no ": """
         bart bigbird_pegasus blenderbot blenderbot-small cpmant falcon_mamba gemma4_unified_assistant mamba mamba2
         marian mbart mvp openai-gpt pegasus plbart prophetnet reformer roformer rwkv trocr xlm xlnet xlstm""",
-    "do not use transformers' attention interface": "codegen gpt_neox_japanese megatron-bert rembert xglm",
+    "do not use transformers' attention interface": "codegen gpt_neox_japanese jetmoe megatron-bert rembert xglm",
     "attention is called 6 times for 3 decoder layers": "diffllama",
     "the model's attention mask is not a function of slots alone": "gemma4_unified llama4 llama4_text",
     "its forward pass fails with MegaKV's attention and cache": "doge hrm_text longcat_flash minimax xmod",
