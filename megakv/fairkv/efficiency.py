@@ -1,4 +1,7 @@
-"""How busy a mapping keeps the ranks: at every layer's barrier, and by the paper's Equation 5."""
+"""How busy a mapping keeps the ranks: at every layer's barrier, and by the paper's Equation 5.
+
+Loads are of shape [layers, ranks]; others, negative or infinite ones are a `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,6 @@ def barrier_utilisation(loads: ArrayLike) -> float:
 
     Every layer ends in an all-reduce, at which the ranks wait for the slowest: this is the part of the attention time
     in which a rank works. A layer without any load counts as 1.
-
-    Parameters
-    ----------
-    loads : array of shape [layers, ranks]
-
-    Raises
-    ------
-    ValueError
-        If the loads are not of that shape, negative or not finite.
     """
     return float(_shares(_loads(loads)).mean(axis=1).mean())
 
@@ -44,31 +38,12 @@ def efficiency(loads: ArrayLike) -> float:
 
     It is what would count if ranks met once per token and not in every layer, and what memory is like: a mapping whose
     slowest rank is another one in every layer has an efficiency of 1 and keeps the ranks waiting all the same.
-
-    Parameters
-    ----------
-    loads : array of shape [layers, ranks]
-
-    Raises
-    ------
-    ValueError
-        If the loads are not of that shape, negative or not finite.
     """
     return float(_shares(_loads(loads).sum(axis=0)).mean())
 
 
 def busy_rates(loads: ArrayLike) -> list[float]:
-    """For each rank, its load over the sum of the slowest ranks' loads: what part of the attention time it works.
-
-    Parameters
-    ----------
-    loads : array of shape [layers, ranks]
-
-    Raises
-    ------
-    ValueError
-        If the loads are not of that shape, negative or not finite.
-    """
+    """For each rank, its load over the sum of the slowest ranks' loads: what part of the attention time it works."""
     found = _loads(loads)
     slowest = found.max(axis=1).sum()
     return [float(total / slowest) if slowest > 0 else 1.0 for total in found.sum(axis=0)]

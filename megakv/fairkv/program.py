@@ -112,8 +112,8 @@ def solve(
             if limits.copied_heads is not None and limits.copies:
                 copied.append(columns.add(whole=True))
                 columns.row({**mine, copied[-1]: 1.0 - limits.replicas}, high=1)
-        here = {column: 1.0 for (at, *_), column in held.items() if at == layer}
-        columns.row(here, high=heads + limits.copies)
+        replicas = {column: 1.0 for (at, *_), column in held.items() if at == layer}
+        columns.row(replicas, high=heads + limits.copies)
         columns.row(dict.fromkeys(copied, 1.0), high=np.inf if limits.copied_heads is None else limits.copied_heads)
         for rank in range(size):
             columns.row({held[layer, head, n, rank]: 1.0 for head in range(heads) for n in counts}, low=1)
@@ -123,10 +123,10 @@ def solve(
         objective = [columns.add(low / mean, np.inf) for low in least]
         columns.row(dict.fromkeys(objective, 1.0), high=best / mean)
     for rank in range(size):
-        total = {column: value for layer in loads for column, value in layer[rank].items()}
+        total = {column: value for by_rank in loads for column, value in by_rank[rank].items()}
         columns.row({**total, objective[0]: -1.0} if cap is None else total, high=0 if cap is None else cap / mean)
-        for slowest, layer in zip(objective if cap is not None else [], loads, strict=False):
-            columns.row({**layer[rank], slowest: -1.0}, high=0)
+        for slowest, by_rank in zip(objective if cap is not None else [], loads, strict=False):
+            columns.row({**by_rank[rank], slowest: -1.0}, high=0)
     values, bound = _solved(columns, objective, gap)
     bound *= mean
     if values is None:
