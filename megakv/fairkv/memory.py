@@ -271,11 +271,12 @@ def map_layers(
         if not steps.excess:
             steps.quicken()
             found.append(steps)
-    if not found:
+    best = min(found, key=lambda steps: steps.time, default=None)
+    reached = inf if best is None else best.time
+    better, bound = program.solve(budgets, limits, split, least=least, cap=memory_cap, best=reached)
+    if better is None and best is None:
         check_cap(memory_cap, total, size)
-    best = min(found, key=lambda steps: steps.time)
-    better, bound = program.solve(budgets, limits, split, least=least, cap=memory_cap, best=best.time)
-    return better or best.mappings(), bound
+    return better or (best.mappings() if best else total.mappings), bound
 
 
 def check_cap(cap: float | None, least: TotalSolution, size: int) -> None:
