@@ -23,6 +23,7 @@ from megakv.fairkv.limits import CopyLimits
 Weights = Sequence[Sequence[float]]
 
 STEPS = 500
+KICKS = 8
 CLOSE = 5e-7
 """Relative: totals that near to a cap or to a bound meet it. What a solver calls feasible is as close."""
 
@@ -209,9 +210,17 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
             largest = max(memory_of(mappings, budgets, size))
         if again or largest <= bound * (1 + CLOSE):
             break
-        steps = _Steps(mappings, budgets, size, bound, split)
-        steps.repair(timed=False)
-        mappings, largest = steps.mappings(), float(steps.loads.sum(axis=0).max())
+        start = mappings
+        for kick in range(KICKS):
+            # Steps may end where none helps: then from there with one layer's ranks turned.
+            at = kick * 7 % len(start)
+            turned = [*start[:at], start[at].renumbered([*range(1, size), 0]), *start[at + 1 :]] if kick else start
+            steps = _Steps(turned, budgets, size, bound, split)
+            steps.repair(timed=False)
+            if (reached := float(steps.loads.sum(axis=0).max())) < largest:
+                mappings, largest = steps.mappings(), reached
+            if largest <= bound * (1 + CLOSE):
+                break
     if largest > bound * (1 + CLOSE):
         better, proven = program.solve(budgets, limits, split, least=least, cap=None, best=largest)
         bound = max(bound, proven)
