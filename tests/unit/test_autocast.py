@@ -61,7 +61,7 @@ def test_a_session_may_have_turns_in_autocast_and_out_of_it(
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 session.generate(ids, mask, **options)
         session.save(tmp_path / "saved")
-        (shard,) = (tmp_path / "saved").glob("cp*.safetensors")
+        (shard,) = (tmp_path / "saved").rglob("cp*.safetensors")
         cached = [tensor for tensor in load_file(shard).values() if tensor.is_floating_point()]
         assert {tensor.dtype for tensor in cached} == {torch.float32}
         assert session.input_ids is not None and session.input_ids.shape == (3, 3 * (41 + 4))
