@@ -277,7 +277,12 @@ class ForwardHooks:
             # The model raised: leave the cache as it was before.
             step.cache.cut_back(step.cache.length)
             return None
-        logits = self._share(step, output.logits)
+        try:
+            logits = self._share(step, output.logits)
+        except BaseException:
+            # Another rank's model did.
+            step.cache.cut_back(step.cache.length)
+            raise
         self._runtime.comm.ledger.leave_dense()
         step.cache.commit(step.slots, compressed=step.compress, first=None if step.turn is None else step.turn.first)
         self._runtime.comm.failures.inside = False
