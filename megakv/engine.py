@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,9 +153,9 @@ class MegaKVEngine(InferenceEngine):
         """
         self.check_open()
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(ids, Tensor):
-            self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
-        with self._agreement.call(), on_device(self.mesh.device):
+        with self.call(), on_device(self.mesh.device):
+            if isinstance(ids, Tensor):
+                self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
             return self.module(*args, **kwargs)
 
     @without_autograd
@@ -198,7 +198,7 @@ class MegaKVEngine(InferenceEngine):
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any:
         """`generate` on top of what a cache holds; `ids` are all tokens, cached ones included."""
         self.check_open()
-        with self._agreement.call():
+        with self.call():
             return self._generate_into(cache, ids, options)
 
     def _generate_into(self, cache: ShardedCache, ids: Tensor | None, options: dict[str, Any]) -> Any:
@@ -227,8 +227,8 @@ class MegaKVEngine(InferenceEngine):
             # Beam search reorders whatever goes by that name, None too.
             held = {"past_key_values": cache} if use_cache else {}
             output = self.module.generate(ids, **held, **prepared)
-            if streamer is not None:
-                self._agreement.together(streamer.check)
+            # A rank that fails at the last token fails all; rank 0's streamer has seen the end by now.
+            self._agreement.together(lambda: None if streamer is None else streamer.check())
         self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
         if self._offloader is not None:
             self._record.offload = [step.report() for step in self._offloader.steps]
@@ -252,7 +252,12 @@ class MegaKVEngine(InferenceEngine):
         MegaKVError
             If a file is missing or broken, or the session is of another model, type or tensor-parallel degree.
         """
-        return Session.restore(self, self._new_cache(), Path(folder))
+        with self.call():
+            return Session.restore(self, self._new_cache(), Path(folder))
+
+    def call(self) -> AbstractContextManager[None]:
+        """Around what all ranks do: an error on one of them ends it on all; see `Agreement.call`."""
+        return self._agreement.call()
 
     def together(self, action: Callable[[], None]) -> None:
         """Do something on every rank that may fail on some; then it fails on all.
@@ -262,7 +267,7 @@ class MegaKVEngine(InferenceEngine):
         MegaKVError, ValueError
             This rank's own error, or that of the first rank that failed.
         """
-        with self._agreement.call():
+        with self.call():
             self._agreement.together(action)
 
     def decide(self, action: Callable[[], T]) -> T:
@@ -273,7 +278,7 @@ class MegaKVEngine(InferenceEngine):
         MegaKVError, ValueError
             Rank 0's own error there; elsewhere what it says.
         """
-        with self._agreement.call():
+        with self.call():
             return self._agreement.decide(action)
 
     def report(self) -> RunReport:
@@ -285,7 +290,7 @@ class MegaKVEngine(InferenceEngine):
             If a peer is lost.
         """
         self.check_open()
-        with self._agreement.call():
+        with self.call():
             return self._record.run_report(self._comm, self._config, self._name, self._mapping)
 
     @without_autograd

@@ -84,6 +84,12 @@ class Session:
             was.
         """
         engine = self._open()
+        with engine.call():
+            return self._generate(engine, input_ids, attention_mask, options)
+
+    def _generate(
+        self, engine: MegaKVEngine, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    ) -> Any:
         returned = given_option("num_return_sequences", options, engine.module) or 1
         if returned > 1:
             raise ValueError(f"num_return_sequences = {returned} is not supported in a session; use 1")
@@ -167,7 +173,7 @@ class Session:
             placement=engine.placement,
         )
         ids, mask = self.input_ids, self.attention_mask
-        with ExitStack() as saving:
+        with engine.call(), ExitStack() as saving:
             pending: list[PendingSave] = []
 
             def begin() -> Path:
