@@ -92,10 +92,12 @@ class Communicator:
                 "make a new engine with megakv.init_inference on all of them"
             )
         apart = self.failures.apart
+        # First: a rank that makes its next call later is waited for, whatever became of the groups before.
+        self.watch.renew(life=apart)
         if apart:
-            with self.watch.waiting("making groups anew"):
+            with self.guard(range(self.mesh.world_size), "making groups anew", None):
                 self.mesh.renew()
-        self.watch.renew(self._peer_connections() if apart else None, life=apart)
+                self.watch.connections = self._peer_connections()
 
     def _peer_connections(self) -> PeerConnections:
         return PeerConnections(self.mesh.connections, self.mesh.rank, self._gathered(own_endpoints()))

@@ -25,7 +25,7 @@ def broke(error: BaseException) -> bool:
     """Whether an exchange failed because of a connection, or of a peer that did not answer: nothing else is a loss."""
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, dist.DistNetworkError) or any(mark in str(error) for mark in MARKS)
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(mark in str(error) for mark in MARKS)
 
 
 def own_endpoints() -> list[Endpoint]:

@@ -222,4 +222,6 @@ class Failures:
         return firsts
 
     def _missed(self) -> set[int]:
-        return {rank for failure in self._firsts().values() for rank in failure.absent} - {self.rank}
+        """Ranks that somebody takes for lost; of those that take this one for lost, they themselves."""
+        firsts = self._firsts().values()
+        return {told.rank if rank == self.rank else rank for told in firsts for rank in told.absent} - {self.rank}

@@ -34,10 +34,13 @@ class HealthChannel:
     rank : int
     links : mapping of int to socket
         On rank 0 to every other rank, elsewhere to rank 0; empty where they could not be had.
+    deaf : bool
+        Whether some rank, this one or another, could not be connected.
     """
 
-    def __init__(self, rank: int, links: Mapping[int, socket.socket]):
+    def __init__(self, rank: int, links: Mapping[int, socket.socket], *, deaf: bool = False):
         self._rank = rank
+        self.deaf = deaf
         self._links = dict(links)
         self._rest = {peer: b"" for peer in links}
         self._ended: set[int] = set()
@@ -121,8 +124,9 @@ def connect(
     port, token, name = gather(offer)[0]
     link = None if rank == 0 else _reach([*hosts, name], port, f"{token} {rank}\n".encode())
     reached = [other for other, success in enumerate(gather(link is not None)) if success]
+    deaf = len(reached) < world_size - 1
     if listener is None:
-        return HealthChannel(rank, {} if link is None else {0: link})
+        return HealthChannel(rank, {} if link is None else {0: link}, deaf=deaf)
     with listener:
         links = _accept(listener, token, len(reached))
     if missing := sorted(set(range(1, world_size)) - links.keys()):
@@ -132,7 +136,7 @@ def connect(
             ", ".join(map(str, missing)),
             port,
         )
-    return HealthChannel(rank, links)
+    return HealthChannel(rank, links, deaf=deaf)
 
 
 def _listen(world_size: int) -> socket.socket:

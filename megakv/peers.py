@@ -213,11 +213,12 @@ class PeerWatch:
         message = self.failures.fail(error)
         if self.channel is not None:
             self.channel.tell(message)
-        # Who waits for this rank is told; what waits for others in C++ may be deaf to it.
-        if not self.failures.settle(DRAIN_SECONDS):
+        # Who waits for this rank, and is told, ends its own wait; one that has not come so far may yet fail alike.
+        deaf = self.channel is None or self.channel.deaf
+        if deaf and not self.failures.settle(DRAIN_SECONDS):
             self.sever()
-            if not self.failures.settle(self._timeout_s):
-                self.failures.give_up()
+        if not self.failures.settle(self._timeout_s):
+            self.failures.give_up()
 
     def sever(self) -> None:
         """End the connections of the mesh's groups, once in their life."""
@@ -225,11 +226,11 @@ class PeerWatch:
             self._severed = True
             self._sever()
 
-    def renew(self, connections: PeerConnections | None, *, life: bool) -> None:
-        """All ranks have given up, and go on; in a new `life` of the groups with these connections."""
+    def renew(self, *, life: bool) -> None:
+        """All ranks have given up, and go on; in a new `life` of the groups, whose connections are not there yet."""
         self.failures.renew(life=life)
         if life:
-            self.connections, self._severed = connections, False
+            self.connections, self._severed = None, False
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
         if (own := self.failures.own) is not None:

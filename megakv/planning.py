@@ -242,6 +242,10 @@ class PassPlanner:
             step.chosen[shape] = chosen
         return step.chosen[shape]
 
+    def forget(self) -> None:
+        """A call failed in the middle: of what rank 0 said, ranks may have heard different parts."""
+        self._decode_methods.clear()
+
     def decode_method(self, workload: Workload) -> str:
         """The choice for a step of decoding; `auto` is rank 0's, made anew every `DECODE_STEPS` cached tokens."""
         if self.config.decode != "auto":

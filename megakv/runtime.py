@@ -96,6 +96,7 @@ class Runtime:
         if self._life != self.comm.failures.life:
             # What was under way in a pass that failed went with its groups.
             self._forget()
+            self.planner.forget()
         self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
         turn, compress = self._turn(new, cache, slots)
         asked = None if self.last_layer is None or not len(wanted) else wanted

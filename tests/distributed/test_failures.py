@@ -77,11 +77,14 @@ def test_a_failing_rank_ends_the_call_on_all_and_the_next_one_works(folder: Path
     assert len({*said("wrong input on all")}) == 1 and "labels is not supported" in said("wrong input on all")[0]
     for rank in range(len(ranks)):
         judge(said(f"wrong option, {rank}"), r"ValueError: .*num_return_sequences.*", rank)
+        judge(said(f"wrong turn, {rank}"), r"ValueError: .*num_return_sequences.*", rank)
+        judge(said(f"wrong shape, {rank}"), r"ValueError: the prompt is empty.*", rank)
         judge(said(f"wrong input, {rank}"), r"ValueError: labels is not supported.*", rank)
         judge(said(f"processor, {rank}, True"), "ZeroDivisionError: in a processor", rank)
-        for call in ("generate", "forward", "session"):
+        for call in ("generate", "forward", "session", "logits", "late"):
             judge(said(f"memory, {rank}, {call}"), "OutOfMemoryError: no memory left", rank)
         assert all("chose other tokens than rank 0" in text for text in said(f"processor, {rank}, False"))
+        assert all("chose other tokens than rank 0" in text for text in said(f"last token, {rank}"))
         assert all("called with other input_ids than rank 0" in text for text in said(f"other prompt, {rank}"))
 
 

@@ -99,3 +99,15 @@ def test_a_rank_that_ended_in_good_order_is_not_lost() -> None:
     assert one.lost == [] and one.quiet and one.missing == [1]
     tell({"kind": "lost", "rank": 2}, one)
     assert one.lost == [2] and not one.quiet
+
+
+def test_a_rank_that_others_take_for_lost_goes_on_with_none_of_them() -> None:
+    here, slow = world(2)
+    here.begin_step()
+    here.miss([1])
+    told = here.fail(PeerLostError("rank 0: rank 1 did not answer"))
+    tell(told, slow)
+    tell(slow.fail(ValueError("late")), here)
+    assert here.settle(0.0) and slow.settle(0.0)
+    # Were only one of them to refuse, the other would wait for it.
+    assert here.missing == [1] and slow.missing == [0]

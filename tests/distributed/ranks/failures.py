@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 import megakv
+import megakv.peers
 import megakv.planning
 from megakv.attention.choice import PrefillChoice
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
+PATIENCE_S = 0.5
+"""After which ranks end what waits for a connection that is over."""
 TIMEOUT_S = 600.0
 """Of no effect here: a rank that waits for it is a failure of the test."""
 IDS = torch.randint(3, 100, (1, 77), generator=torch.Generator().manual_seed(3))
@@ -82,8 +85,10 @@ class Rank:
     def tokens(output: Tensor) -> list[int]:
         return output[0, IDS.shape[1] :].tolist()
 
-    def fails(self, name: str, action: Callable[[], Any], own: BaseException | None = None) -> None:
-        """Note how a call ends, and whether the next one is as before."""
+    def fails(
+        self, name: str, action: Callable[[], Any], own: BaseException | None = None, *, late: int | None = None
+    ) -> None:
+        """Note how a call ends, and whether the next one, which one rank may make late, is as before."""
         begun = time.monotonic()
         try:
             action()
@@ -93,18 +98,20 @@ class Rank:
             if own is not None:
                 said += ", the same" if error is own else ", another"
         seconds = time.monotonic() - begun
+        if self.rank == late:
+            time.sleep(4 * PATIENCE_S)
         after = self.tokens(self.generate()) == self.expected
         self.found[name] = {"said": said, "after": after, "seconds": seconds}
 
     @contextmanager
-    def out_of_memory(self, rank: int) -> Iterator[None]:
-        """In the middle of every pass of one rank."""
+    def out_of_memory(self, rank: int, module: str = "model.layers.1.mlp") -> Iterator[None]:
+        """In the middle of every pass of one rank, or at its end."""
 
         def hook(*_: Any) -> None:
             if rank == self.rank:
                 raise torch.OutOfMemoryError("no memory left")
 
-        handle = self.engine.module.model.layers[1].mlp.register_forward_pre_hook(hook)
+        handle = self.engine.module.get_submodule(module).register_forward_pre_hook(hook)
         try:
             yield
         finally:
@@ -140,7 +147,24 @@ def one_rank(r: Rank, rank: int) -> None:
     for raises in (True, False):
         processor = Processor(mine, raises)
         r.fails(f"processor, {rank}, {raises}", lambda p=processor: r.generate(logits_processor=[p]))
+    wrong: dict[str, Any] = {"num_return_sequences": 3} if mine else {}
+    r.fails(f"wrong turn, {rank}", lambda: r.session.generate(IDS[:, :5], **OPTIONS, **wrong))
+    r.fails(f"wrong shape, {rank}", lambda: r.engine(IDS[0] if mine else IDS))
+    r.fails(f"last token, {rank}", lambda: r.generate(logits_processor=[Processor(mine, False)], max_new_tokens=3))
+    held = r.engine(IDS[:, :40]).past_key_values
+
+    def short(module: str) -> None:
+        with r.out_of_memory(rank, module):
+            r.engine(IDS[:, 40:], past_key_values=held)
+
+    r.fails(f"memory, {rank}, logits", lambda: short("lm_head"))
+    whole, rest = r.engine(IDS).logits[:, 40:], r.engine(IDS[:, 40:], past_key_values=held).logits
+    r.found[f"rest, {rank}"] = {"after": torch.allclose(whole, rest, atol=1e-4)}
+    r.fails(f"memory, {rank}, late", lambda: short("model.layers.1.mlp"), late=rank)
     with r.out_of_memory(rank):
+        if mine:
+            # As where it was told less than others before a failure.
+            r.engine._runtime.planner._decode_methods.clear()
         # The next call fails as well, and so does a pass by itself.
         for name, action in (("generate", r.generate), ("forward", lambda: r.engine(IDS))):
             try:
@@ -160,6 +184,9 @@ def all_alike(r: Rank) -> None:
     lives = r.engine._comm.failures.life
     r.fails("wrong on all", lambda: r.generate(num_return_sequences=3))
     r.fails("wrong input on all", lambda: r.engine(IDS, labels=IDS))
+    if r.rank == 1:
+        time.sleep(4 * PATIENCE_S)
+    r.fails("wrong on all, one late", lambda: r.generate(num_return_sequences=3))
     r.found["lives"] = r.engine._comm.failures.life - lives
 
 
@@ -226,6 +253,7 @@ def main() -> None:
     out, folder, mesh, method, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5]
     cp, tp = (int(part) for part in mesh.split("x"))
     torch.set_num_threads(1)
+    megakv.peers.UNHEARD_SECONDS = PATIENCE_S
     quiet_libraries()
     section = {"context_parallel": {"size": cp, "prefill": method}, "load": "random", "timeout_s": TIMEOUT_S}
     config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
