@@ -20,7 +20,7 @@ from megakv.fairkv.session_spans import is_dense, read_spans
 from megakv.fairkv.store import RaggedStore
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.sharding import Layout, TokenBlock, balanced
-from megakv.tensor_files import StreamedTensor, read_tensors, write_tensors
+from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
 
 FORMAT = 2
 """The latest; in format 1 all sequences were compressed alike, and there was no subfolder."""
@@ -226,6 +226,9 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
         If a file is missing, truncated or does not fit.
     """
     files = [folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)]
+    for path in files:
+        # Which is that of the engine, as `check_meta` found.
+        check_types(path, getattr(torch, meta.dtype.removeprefix("torch.")))
     names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
     saved = [_block(read_tensors(path, names), meta, path) for path in files]
     everything, _ = TokenBlock.joined(saved)

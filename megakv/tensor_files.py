@@ -88,6 +88,21 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in names}
 
 
+def check_types(path: Path, dtype: torch.dtype) -> None:
+    """Refuse a file whose keys and values are of another type, or whose coordinates are no integers.
+
+    Raises
+    ------
+    MegaKVError
+        If the file is missing or broken, with the first tensor of another type.
+    """
+    with _opened(path) as file:
+        for name in file.keys():
+            expected, found = DTYPES[dtype if name.endswith((".k", ".v")) else torch.int64], file.get_slice(name)
+            if found.get_dtype() != expected:
+                raise MegaKVError(f"{path} is broken: {name} is {found.get_dtype()}, not {expected}")
+
+
 def read_where_present(files: list[Path], names: list[str]) -> Iterator[dict[str, Tensor]]:
     """The named tensors of every file that has the first of them.
 

@@ -280,3 +280,15 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     name = "cp00000_tp00000.safetensors"
     assert (folder / name).read_bytes() == (write_again / name).read_bytes()
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(("name", "other"), [("0.1.k", torch.float16), ("1.positions", torch.float32)])
+def test_rows_and_coordinates_of_another_type_are_refused(
+    engine: Any, tmp_path: Path, name: str, other: torch.dtype
+) -> None:
+    talk(engine, 20).save(tmp_path / "session")
+    (file,) = (tmp_path / "session").glob("save-*/cp*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(other)}, file)
+    with pytest.raises(MegaKVError, match=f"broken: {name} is F"):
+        engine.restore_session(tmp_path / "session")
