@@ -154,10 +154,18 @@ def read_meta(folder: Path) -> SessionMeta:
 def _ascending(ranges: Any, length: int) -> bool:
     """Whether ranges of slots are such, and lie behind one another."""
     try:
-        edges = np.array(ranges, dtype=np.int64).reshape(-1, 2).reshape(-1)
-    except (TypeError, ValueError):
+        found = np.array(ranges)
+    except ValueError:
         return False
-    return not len(edges) or bool(0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= length)
+    if found.shape == (0,):
+        return True
+    edges = found.reshape(-1)
+    return (
+        found.ndim == 2
+        and found.shape[1] == 2
+        and found.dtype == np.int64
+        and bool(0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= length)
+    )
 
 
 def check_meta(

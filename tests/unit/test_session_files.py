@@ -172,8 +172,15 @@ def test_the_first_format(engine: Any, tmp_path: Path) -> None:
     for file in data.iterdir():
         file.rename(target / file.name)
     data.rmdir()
-    (target / "session.json").write_text(json.dumps({**meta, "format": 1}))
+    # Of all sequences alike.
+    assert meta["compressed"] == [[], []]
+    (target / "session.json").write_text(json.dumps({**meta, "compressed": [], "format": 1}))
     assert goes_on(engine, target, session)
+    for ranges in ([[]], [0, 5], [[0.0, 5.0]], [[0, 5], [3, 9]], "no", [[0, 5], 7]):
+        (target / "session.json").write_text(json.dumps({**meta, "compressed": ranges, "format": 1}))
+        with pytest.raises(MegaKVError, match="compressed must be ascending ranges"):
+            engine.restore_session(target)
+    (target / "session.json").write_text(json.dumps({**meta, "compressed": [], "format": 1}))
     later = talk(engine, 31)
     later.save(target)
     assert goes_on(engine, target, later) and len(list(target.iterdir())) == 2
