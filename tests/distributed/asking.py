@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import megakv
+from megakv.errors import MegaKVError
 from megakv.session import Session
 from tests.distributed.random_cases import Action, Case
 
@@ -59,13 +61,17 @@ class Countdown(StoppingCriteria):
 
 
 class Heard(BaseStreamer):
-    """Keeps what is streamed."""
+    """Keeps what is streamed, or raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, raises: int = 0) -> None:
         self.tokens: list[int] = []
+        self.raises = raises
 
     def put(self, value: Tensor) -> None:
         self.tokens += value.flatten().tolist()
+        self.raises -= 1
+        if self.raises == 0:
+            raise KeyError("of the user's")
 
     def end(self) -> None:
         self.tokens.append(-1)
@@ -84,11 +90,15 @@ def generate(action: Action, run: Callable[..., Any], *, rank: int = 0) -> Answe
         options["streamer"] = heard
     torch.manual_seed(action["seed"] + rank)
     if "raises" in action:
-        criteria = StoppingCriteriaList([Countdown(1000, action["raises"] if rank == 0 else 0)])
-        try:
-            run(**{**options, "stopping_criteria": criteria, "max_new_tokens": 8})
-        except Exception as error:
-            assert rank or isinstance(error, KeyError), repr(error)
+        last = action["raises"] if rank == 0 else 0
+        # Whatever is chosen, it goes on for long enough.
+        endless: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "stopping_criteria": None}
+        if "streamed" in action:
+            endless["streamer"] = Heard(last)
+        else:
+            endless["stopping_criteria"] = StoppingCriteriaList([Countdown(1000, last)])
+        with pytest.raises(KeyError if rank == 0 else MegaKVError, match="of the user's"):
+            run(**options | endless)
         torch.manual_seed(action["seed"] + rank)
     with torch.inference_mode() if "inference_mode" in action else nullcontext():
         output = run(**options)
