@@ -192,7 +192,7 @@ def test_promises_of_all_engines(tmp_path: Path, kv: str) -> None:
     (found,) = launch(tmp_path, [{"check": "promises", "mesh": "4x1", "runahead": section, "checks": checks}], 4, 300)
     inputs, decided = found["other_inputs"], found["rank_zero_decides"]
     assert len(inputs["errors"]) == 7 and max(inputs["errors"].values()) <= 1e-5, inputs
-    assert len(inputs["equal"]) == 4 and all(inputs["equal"].values()), inputs
+    assert len(inputs["equal"]) == 8 and all(inputs["equal"].values()), inputs
     assert decided["sampled"] and decided["ended"]
     if kv == "sharded":
         engine, single = (
