@@ -176,7 +176,7 @@ class Compressor:
             keys = call.q_HLD.new_empty((call.kv_heads, 0, call.key_dim))
             values = call.q_HLD.new_empty((call.kv_heads, 0, call.value_dim))
         positions = call.table.positions(call.rank, sequence)[starts[call.rank] :]
-        return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank)
+        return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank, sorted_slots)
 
     def _budgets(self, layer: int, length: int) -> HeadBudgets:
         tokens = tokens_per_head(self._budget, length, self.method.least)

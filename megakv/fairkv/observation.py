@@ -138,6 +138,8 @@ def _add_mass(
     group = heads // kv_heads
     q = queries[..., :-1].transpose(0, 1).reshape(kv_heads, group * rows, -1) * scoring.scale
     lse = queries[..., -1].t().reshape(kv_heads, group * rows, 1)
+    # Counted in tokens: padding may lie between those of a turn.
+    q_orders, k_orders = np.searchsorted(segment.all_slots, q_slots), segment.orders[segment.rank]
     tile = max(1, SCORE_ELEMENTS // (heads * rows))
     for a in range(0, count, tile):
         keys = slice(a, min(a + tile, count))
@@ -152,12 +154,11 @@ def _add_mass(
             bias = scoring.alibi_slopes.to(scores)[:, None, None] * distance
             scores = scores + bias.reshape(kv_heads, group * rows, -1)
         weights = scores.sub_(lse).exp_()
-        # The last slot that every query looks at from afar.
-        far = q_slots[0] - near - 1 if near else q_slots[0]
-        if slots[-1] > far or (scoring.window is not None and slots[0] <= q_slots[-1] - scoring.window):
+        close = near > 0 and k_orders[keys][-1] >= q_orders[0] - near
+        if close or slots[-1] > q_slots[0] or (scoring.window is not None and slots[0] <= q_slots[-1] - scoring.window):
             counts = visible_pairs(q_slots, slots, scoring.window)
             if near:
-                counts &= q_slots[:, None] - slots[None, :] > near
+                counts &= q_orders[:, None] - k_orders[None, keys] > near
             unseen = upload(~counts, weights.device)
             weights.view(kv_heads, group, rows, -1).masked_fill_(unseen, 0.0)
         if reduce == "mean":

@@ -32,6 +32,8 @@ class Segment:
         Per context-parallel rank, the index of each of its tokens among the segment's tokens on all ranks.
     rank : int
         This rank's index.
+    all_slots : IntArray
+        Slots of the segment's tokens on all ranks, ascending.
     """
 
     sequence: int
@@ -41,11 +43,12 @@ class Segment:
     positions: IntArray
     orders: tuple[IntArray, ...]
     rank: int
+    all_slots: IntArray
 
     @property
     def length(self) -> int:
         """Tokens on all ranks."""
-        return sum(map(len, self.orders))
+        return len(self.all_slots)
 
     @property
     def order(self) -> Tensor:

@@ -91,6 +91,7 @@ class ForwardHooks:
         self._wanted: _Wanted | None = None
         self._picked: NDArray[np.int64] | None = None
         self._local: NDArray[np.int64] | None = None
+        self._earlier: Tensor | None = None
         self._options: tuple[bool, bool] = (True, True)
         self._last_layer = LastLayerRows(model)
         runtime.last_layer = self._last_layer.attention
@@ -278,7 +279,7 @@ class ForwardHooks:
             step.cache.cut_back(step.cache.length)
             return None
         try:
-            logits = self._share(step, output.logits)
+            logits = self._after_pieces(step, self._share(step, output.logits))
         except BaseException:
             # Another rank's model did.
             step.cache.cut_back(step.cache.length)
@@ -291,6 +292,23 @@ class ForwardHooks:
         values = {**output, "logits": logits, "past_key_values": step.cache if use_cache else None}
         output = type(output)(**values)
         return output if return_dict else output.to_tuple()
+
+    def _after_pieces(self, step: ForwardPass, logits: Tensor) -> Tensor:
+        """``[B, C, V]`` logits where a prompt comes in pieces, of which the last may have nothing but padding of a row.
+
+        What follows the row's last token, as where the prompt is read whole, was then known after an earlier piece.
+        """
+        prompt, wanted = self._runtime.prompt, self._wanted
+        assert wanted is not None
+        if prompt is None or step.slots > prompt.stop or wanted.columns > 1:
+            return logits
+        if self._earlier is not None and step.cache.length > prompt.first:
+            absent = np.setdiff1d(np.arange(step.batch), wanted.sequence)
+            if len(absent):
+                rows = upload(absent, logits.device)
+                logits[rows] = self._earlier[rows]
+        self._earlier = logits if step.slots < prompt.stop else None
+        return logits
 
     def _share(self, step: ForwardPass, logits: Tensor) -> Tensor:
         """``[B, C, V]`` the wanted logits on every rank, bit for bit those of the rank that computed them."""
