@@ -83,7 +83,6 @@ class PeerWatch:
         All ranks, this one included.
     timeout_s : float
         How long a silent peer is waited for.
-
     sever : callable, optional
         Ends the connections of the mesh's groups, and with them whatever waits for its peers.
 

@@ -27,7 +27,6 @@ from megakv.upload import upload
 DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
 
-
 QUERIES_TRAVEL = ("pass_q", "replicated", "local")
 """Methods in which no cached key and value leaves its rank."""
 

@@ -12,7 +12,7 @@ from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.models import POSITIONS, prose, save_model
 
 MODEL = ROOT / "recipes" / "passkey" / "model"
-SCRIPT = ROOT / "launcher" / "budgets.py"
+SCRIPT = ROOT / "launcher" / "budget_ranks.py"
 
 
 @pytest.fixture

@@ -83,7 +83,9 @@ def kept_slots(engine: Any, cache: Any) -> Kept:
                         own.append((layer, sequence, head, slots[np.concatenate(rows)].tolist()))
     count = engine.module.config.num_key_value_heads
     result: Kept = [[[[] for _ in range(count)] for _ in range(cache.table.batch)] for _ in range(len(cache))]
-    for found in engine._comm.gather_objects(own):
+    with engine._agreement.call():
+        everyone = engine._comm.gather_objects(own)
+    for found in everyone:
         for layer, sequence, head, slots in found:
             result[layer][sequence][head] = sorted({*result[layer][sequence][head], *slots})
     return result

@@ -27,6 +27,7 @@ from megakv.errors import MegaKVError
 from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
+from megakv.session_files import first_fingerprint
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 FAIRKV = {"method": "ada_snapkv", "budget": 0.3, "window": 8, "min_tokens": 64}
@@ -80,7 +81,8 @@ def restore(engine: Any, folder: Path, expected: dict[str, Any]) -> dict[str, An
         values = json.loads(meta.read_text())
         # As earlier versions wrote it: all sequences were compressed alike.
         assert values["compressed"][0] == values["compressed"][1]
-        meta.write_text(json.dumps({**values, "format": 1, "compressed": values["compressed"][0]}))
+        first = {"format": 1, "model": first_fingerprint(engine.module), "weights": None}
+        meta.write_text(json.dumps({**values, **first, "compressed": values["compressed"][0]}))
     dist.barrier()
     earlier = go_on(engine.restore_session(broken)) == found
     dist.barrier()
