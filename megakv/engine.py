@@ -42,7 +42,7 @@ from megakv.runahead.source import PartitionSource
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
 from megakv.upload import on_device
-from megakv.weights.fingerprint import check_same_weights
+from megakv.weights.fingerprint import check_same_config, check_same_weights
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ class MegaKVEngine(InferenceEngine):
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
         self._runtime = make_runtime(loaded, config, comm, mapping)
+        check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded, comm)
         owned.callback(detach, model)
         layers = attach(model, self._runtime, self._policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -171,15 +171,33 @@ def check_same_settings(settings: Mapping[str, Any]) -> None:
     ValueError
         On every rank, naming the first key that differs and its values.
     """
-    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, dict(_flat(settings)))
-    first = everywhere[0]
-    for rank, own in enumerate(everywhere):
+    everywhere: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, dict(settings))
+    refuse_difference(everywhere, "configuration")
+
+
+def refuse_difference(everywhere: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Refuse what ranks were given where it differs.
+
+    Parameters
+    ----------
+    everywhere : sequence of mapping
+        Per rank, what it was given, nested mappings included.
+    what : str
+        What every rank should be given the same of.
+
+    Raises
+    ------
+    ValueError
+        Naming the first key that differs and its values.
+    """
+    first, *others = (dict(_flat(settings)) for settings in everywhere)
+    for rank, own in enumerate(others, start=1):
         for key in sorted(first.keys() | own.keys()):
             if first.get(key) != own.get(key):
                 raise ValueError(
                     f"{key} is {first.get(key)!r} on rank 0 but {own.get(key)!r} on rank {rank}: give every rank the "
-                    "same configuration"
+                    f"same {what}"
                 )
 
 

@@ -21,10 +21,10 @@ from megakv.fairkv.store import RaggedStore
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.sharding import Layout, TokenBlock, balanced
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
+from megakv.weights.fingerprint import settings_of
 
 FORMAT = 2
 """The latest; in format 1 all sequences were compressed alike, and there was no subfolder."""
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def first_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _config_text(model: PreTrainedModel) -> bytes:
-    config = {key: value for key, value in model.config.to_dict().items() if key not in VOLATILE}
-    return json.dumps(config, sort_keys=True, default=str).encode()
+    return json.dumps(settings_of(model.config), sort_keys=True, default=str).encode()
 
 
 def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:

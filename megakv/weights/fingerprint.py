@@ -1,14 +1,18 @@
-"""Digests of weights, to tell models apart: cheap, for no more than samples of each tensor are read."""
+"""Configs and digests of weights, to tell models apart: cheap, for no more than samples of each tensor are read."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.comm import Communicator
+from megakv.groups import refuse_difference
 from megakv.loading import LoadedModel
 from megakv.placement import WHOLE
 
@@ -16,7 +20,27 @@ SAMPLES = 1024
 """Elements read of each tensor; all of a smaller one."""
 STRIDE = 2654435761
 """Between samples, around the end of the tensor. It is prime, so that none is read twice, and no column is left out."""
+VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
+"""Keys of a config that do not count."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a model's config says of its results."""
+    return {key: value for key, value in config.to_dict().items() if key not in VOLATILE}
+
+
+def check_same_config(model: PreTrainedModel, comm: Communicator) -> None:
+    """Refuse ranks whose models have different configs: with equal weights they compute different things. Collective.
+
+    Raises
+    ------
+    ValueError
+        On every rank, naming the first key that differs, its values and the ranks.
+    """
+    # Values as text: a config may hold what cannot be sent or compared.
+    own = json.loads(json.dumps({"the model's config": settings_of(model.config)}, default=str))
+    refuse_difference(comm.gather_objects(own), "config.json")
 
 
 def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES, llama
 from torch import Tensor
-from transformers import AutoModelForCausalLM, RwkvConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
@@ -81,6 +81,8 @@ def failing_starts(work: Path) -> dict[str, Callable[[], Any]]:
         "tracking": lambda: start(str(good), config_of(tracking={"json_path": f"{nowhere}/report.json"})),
         "other weights": lambda: start(differing("model.layers.1.self_attn.v_proj.weight"), config_of()),
         "other norms": lambda: start(differing("model.layers.0.post_attention_layernorm.weight"), config_of(2)),
+        "other config": lambda: start(make_model(config=llama(rms_norm_eps=0.01 * (1 + rank))), config_of()),
+        "other rotation": lambda: start(make_model(config=turning(100 * (1 + rank))), config_of(2)),
         "given module": lambda: start(make_model(config=rwkv()), config_of()),
     }
 
@@ -90,6 +92,11 @@ def differing(name: str) -> Any:
     model = make_model()
     model.get_parameter(name).data *= 1 + 0.01 * dist.get_rank()
     return model
+
+
+def turning(theta: int) -> LlamaConfig:
+    """A model whose weights do not show how fast positions turn."""
+    return llama(rope_parameters={"rope_type": "default", "rope_theta": theta})
 
 
 def rwkv() -> RwkvConfig:
