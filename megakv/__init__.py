@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
     from megakv.engine import MegaKVEngine
+    from megakv.errors import MegaKVError, PeerLostError
     from megakv.groups import stop_distributed
     from megakv.initialization import init_inference
 
-__all__ = ["MegaKVConfig", "MegaKVEngine", "init_inference", "stop_distributed"]
+__all__ = ["MegaKVConfig", "MegaKVEngine", "MegaKVError", "PeerLostError", "init_inference", "stop_distributed"]
 
 _HOMES = {
     "MegaKVConfig": "config",
     "MegaKVEngine": "engine",
+    "MegaKVError": "errors",
+    "PeerLostError": "errors",
     "init_inference": "initialization",
     "stop_distributed": "groups",
 }

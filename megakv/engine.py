@@ -208,6 +208,9 @@ class MegaKVEngine(InferenceEngine):
             self._check_prompt(ids, None, options)
             if cache.length >= ids.shape[1]:
                 raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
+            mask = options.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
+                raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
         streams = open_call(self._agreement, self.mesh.device, ids, options.get("streamer"))
         streamer = RankZeroStreamer(options.get("streamer") if self.mesh.rank == 0 else None) if streams else None
         reset_peak_memory(self.mesh.device)
@@ -333,7 +336,9 @@ class MegaKVEngine(InferenceEngine):
         return self._hooks.new_cache()
 
     def _check_prompt(self, ids: Tensor, past: Any, options: dict[str, Any]) -> None:
-        if ids.dim() != 2 or ids.numel() == 0:
+        if ids.dim() != 2:
+            raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
+        if ids.numel() == 0:
             raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
         given = "max_out_tokens" in self._config.model_fields_set
         length = ids.shape[1] + (past.get_seq_length() if past is not None else 0)

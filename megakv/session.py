@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,9 +119,12 @@ class Session:
         Raises
         ------
         ValueError
-            If the session is shorter.
+            If the session is shorter, or `slots` is no whole number. The session stays as it was.
         """
         self._open()
+        if not isinstance(slots, Integral):
+            raise ValueError(f"cannot cut back to {slots!r} tokens: a whole number is needed")
+        slots = int(slots)
         total = 0 if self.input_ids is None else self.input_ids.shape[1]
         if not 0 <= slots <= total:
             raise ValueError(f"cannot cut back to {slots} tokens: the session has {total}")

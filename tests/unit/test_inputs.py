@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -109,3 +110,35 @@ def test_pieces_of_a_prompt_may_be_nothing_but_padding(
         assert torch.equal(session.fork().input_ids, history)
     finally:
         engine.destroy()
+
+
+def test_shapes_that_are_refused(pair: tuple[Any, Any]) -> None:
+    ids, mask = prompt(0, 3)
+    for call in (pair[1], pair[1].generate):
+        for wrong in (ids[0], ids[None]):
+            with pytest.raises(ValueError, match=r"^input_ids must be \[B, S\], not"):
+                call(wrong)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            call(ids[:, :0])
+        for wrong in (mask[:, 1:], torch.cat([mask, mask], dim=1)):
+            with pytest.raises(ValueError, match="attention_mask has shape"):
+                call(ids, attention_mask=wrong)
+
+
+@pytest.mark.parametrize("slots", [2.5, "9", None, torch.tensor(2.5)])
+def test_cutting_back_to_no_number_leaves_a_session_whole(slots: Any, pair: tuple[Any, Any]) -> None:
+    plain, engine = pair
+    ids, mask = prompt(0, 3)
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    session = engine.session()
+    history = session.generate(ids, mask, **options)
+    with pytest.raises(ValueError, match="cannot cut back to .* a whole number is needed"):
+        session.cut_back(slots)
+    session.cut_back(np.int64(LENGTH + 1))
+    history, more = torch.cat([history[:, : LENGTH + 1], ids], dim=1), mask.new_ones(2, 1)
+    wanted = plain.generate(history, attention_mask=torch.cat([mask, more, mask], dim=1), **options)
+    assert torch.equal(session.generate(ids, mask, **options), wanted)
+
+
+def test_errors_can_be_caught_by_the_name_that_documents_say() -> None:
+    assert issubclass(megakv.PeerLostError, megakv.MegaKVError)
