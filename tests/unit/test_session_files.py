@@ -229,7 +229,7 @@ def fill(cache: ShardedCache, *, compressed: bool = False) -> int:
             keep[0] = True
             store.compress(0, keep)
         store.release()
-    cache.commit(TOKENS, compressed=compressed)
+    cache.commit(TOKENS, compressed=(0,) if compressed else ())
     return cache.nbytes()
 
 
