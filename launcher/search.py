@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 import megakv
+from megakv.agreement import Agreement
 from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.costmodel.chain import Chain
@@ -209,14 +210,7 @@ def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argpars
     section = config.megakv.runahead
     chain = ChainIdentity.of(comm, shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
     passes = TimedPasses(engine, comm, arguments.repeats)
-    desk: Desk | None = None
-    failure: Exception | None = None
-    if own_rank() == 0:
-        try:
-            desk = Desk(arguments, chain, shape, passes)
-        except ValueError as error:
-            failure = error
-    comm.agree(failure)
+    desk = Agreement(comm).together(lambda: Desk(arguments, chain, shape, passes) if own_rank() == 0 else None)
     if desk is None:
         passes.follow()
         return

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megakv.compat import inference_all_reduce, store_hosts
+from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
 from megakv.connections import PeerConnections, broke, own_endpoints
 from megakv.errors import MegaKVError, PeerLostError
 from megakv.failures import Failures
@@ -233,7 +233,7 @@ class Communicator:
             layer,
             mesh.cp_ranks,
             sent,
-            lambda: dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), mesh.cp_group),
+            lambda: all_gather_single(gathered.view(-1), tensor.reshape(-1), mesh.cp_group),
         )
         return gathered
 

@@ -21,6 +21,9 @@ from megakv.errors import MegaKVError
 
 logger = logging.getLogger(__name__)
 
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""By its name since torch 2.13, which warns of the one before."""
+
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 LOCK_S = 15.0
 """Age from which the lock of a build that nobody works at is left over."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megakv.agreement import Agreement
 from megakv.allocator import settle_allocator
 from megakv.attention.compiled import load_kernel
 from megakv.autograd import without_autograd
@@ -97,10 +98,8 @@ def _make_engine(
                 "cannot be had: %s (a C++ compiler that knows OpenMP is needed, c++ or the one in CXX)",
                 reason,
             )
-    failure: Exception | None = None
-    loaded: LoadedModel | None = None
-    mapping: HeadMapping | None = None
-    try:
+
+    def load() -> tuple[LoadedModel, HeadMapping | None]:
         mapping = read_mapping(section.fairkv, tp_size)
         if isinstance(model, PreTrainedModel):
             check_unused(model)
@@ -121,10 +120,9 @@ def _make_engine(
         )
         if loaded.host_weights is not None:
             owned.callback(loaded.host_weights.close)
-    except Exception as error:
-        failure = error
-    comm.agree(failure)
-    assert loaded is not None
+        return loaded, mapping
+
+    loaded, mapping = Agreement(comm).together(load)
     if mapping is not None:
         check_same_mapping(mapping, comm)
         if section.load != "random":

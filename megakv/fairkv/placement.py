@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megakv.agreement import Agreement
 from megakv.comm import Communicator
 from megakv.errors import MegaKVError
 from megakv.fairkv.config import FairKVConfig
@@ -71,14 +72,14 @@ def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicat
     ValueError, MegaKVError
         On this rank, or on another one.
     """
-    if mapping.identity is not None:
-        failure: Exception | None = None
-        try:
+    identity = mapping.identity
+    if identity is not None:
+
+        def check() -> None:
             with _named(mapping):
-                mapping.identity.check_weights(model)
-        except ValueError as error:
-            failure = error
-        comm.agree(failure)
+                identity.check_weights(model)
+
+        Agreement(comm).together(check)
     elif comm.mesh.rank == 0:
         logger.warning(
             "%s of %r does not say by more than this name which model it was made for, so nobody can check that it is "
