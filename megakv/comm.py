@@ -97,7 +97,8 @@ class Communicator:
         if apart:
             with self.guard(range(self.mesh.world_size), "making groups anew", None):
                 self.mesh.renew()
-                self.watch.connections = self._peer_connections()
+                connections = self._peer_connections()
+            self.watch.follow(connections)
 
     def _peer_connections(self) -> PeerConnections:
         return PeerConnections(self.mesh.connections, self.mesh.rank, self._gathered(own_endpoints()))

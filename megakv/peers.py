@@ -212,24 +212,31 @@ class PeerWatch:
         message = self.failures.fail(error)
         if self.channel is not None:
             self.channel.tell(message)
-        # Who waits for this rank, and is told, ends its own wait; one that has not come so far may yet fail alike.
+        # Who waits for this rank, and is told, ends its own wait; one that has not come so far may yet fail alike, and
+        # then all go on with the same connections. What was exchanged by halves ends them at once.
         deaf = self.channel is None or self.channel.deaf
-        if deaf and not self.failures.settle(DRAIN_SECONDS):
+        if (deaf or message["inside"]) and not self.failures.settle(DRAIN_SECONDS):
             self.sever()
         if not self.failures.settle(self._timeout_s):
             self.failures.give_up()
 
-    def sever(self) -> None:
-        """End the connections of the mesh's groups, once in their life."""
-        if not self._severed:
+    def sever(self, life: int | None = None) -> None:
+        """End the connections of the mesh's groups, once in their life: the present one, or none if that is over."""
+        if not self._severed and life in (None, self.failures.life):
             self._severed = True
             self._sever()
 
     def renew(self, *, life: bool) -> None:
-        """All ranks have given up, and go on; in a new `life` of the groups, whose connections are not there yet."""
-        self.failures.renew(life=life)
+        """All ranks have given up, and go on; in a new `life` of the groups, which are to be made now, however long."""
         if life:
-            self.connections, self._severed = None, False
+            # What made them give up must not end the new ones.
+            self.sever()
+            self.connections = None
+        self.failures.renew(life=life)
+
+    def follow(self, connections: PeerConnections) -> None:
+        """Watch over the connections of new groups."""
+        self.connections, self._severed = connections, False
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
         if (own := self.failures.own) is not None:
@@ -298,7 +305,7 @@ class PeerWatch:
             self._end_spin(spin)
 
     def _end_wait(self) -> None:
-        now, wait = time.monotonic(), self._wait
+        now, wait, life = time.monotonic(), self._wait, self.failures.life
         verdict, lost = self.failures.verdict(), self.failures.lost
         # Whatever does hear of it ends the wait, and says more.
         over = self.connections.over() if wait is not None and self.connections else []
@@ -309,7 +316,7 @@ class PeerWatch:
             self._since = wait, now
         after = now - self._since[1]
         if after >= DRAIN_SECONDS and verdict is not None or after >= LOST_SECONDS and lost:
-            self.sever()
+            self.sever(life)
         if wait is not None and after > UNHEARD_SECONDS and wait is self._wait:
             if verdict is not None:
                 self._leave(verdict.says)

@@ -187,7 +187,31 @@ def all_alike(r: Rank) -> None:
     if r.rank == 1:
         time.sleep(4 * PATIENCE_S)
     r.fails("wrong on all, one late", lambda: r.generate(num_return_sequences=3))
+
+    def late() -> None:
+        time.sleep(0.8 * r.rank)
+        r.engine(IDS, labels=IDS)
+
+    r.fails("wrong input on all, at other times", late)
     r.found["lives"] = r.engine._comm.failures.life - lives
+
+
+def new_groups(r: Rank) -> None:
+    """Groups that take long to make anew are not ended by the failure before."""
+    mesh = r.engine.mesh
+    renew = mesh.renew
+
+    def slowly() -> None:
+        renew()
+        time.sleep(0.8)
+
+    def fail() -> None:
+        with r.out_of_memory(r.rank):
+            r.engine(IDS)
+
+    object.__setattr__(mesh, "renew", slowly)
+    r.fails("memory on all", fail)
+    object.__delattr__(mesh, "renew")
 
 
 def threads(r: Rank) -> None:
@@ -267,6 +291,7 @@ def main() -> None:
     else:
         user_code(r)
         all_alike(r)
+        new_groups(r)
         for rank in range(r.size):
             one_rank(r, rank)
         threads(r)
