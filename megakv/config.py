@@ -180,6 +180,16 @@ def _explain(error: ValidationError, source: str) -> str:
     return "\n".join(lines)
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """A JSON object, of whose equal keys the last would win without a word."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"config {path}: the key {key!r} is given twice in one object; leave one out")
+        values[key] = value
+    return values
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -188,7 +198,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"config {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, path))
     except json.JSONDecodeError as error:
         raise ValueError(f"config {path} is not valid JSON: line {error.lineno}: {error.msg}") from error
     except RecursionError as error:

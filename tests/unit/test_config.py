@@ -150,3 +150,10 @@ def test_broken_files(tmp_path: Path, content: bytes, message: str) -> None:
 def test_missing_file() -> None:
     with pytest.raises(ValueError, match="config /no/such.json cannot be read: No such file"):
         load_config("/no/such.json")
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"dtype": "fp32", "megakv": {"seed": 1, "timeout_s": 9, "seed": 2}}')
+    with pytest.raises(ValueError, match=r"run\.json: the key 'seed' is given twice"):
+        load_config(file)
