@@ -27,7 +27,8 @@ MESSAGES = {
 
 def test_what_engines_leave_behind(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    run_ranks(SCRIPT, out, tmp_path, ranks=2, timeout=420).check()
+    result = run_ranks(SCRIPT, out, tmp_path, ranks=2, timeout=420).check()
+    assert "is deprecated" not in result.stderr
     for rank, results in enumerate(json.loads(out.read_text())):
         for name, pattern in MESSAGES.items():
             assert re.search(pattern, results["messages"][name]), (rank, name, results["messages"][name])
