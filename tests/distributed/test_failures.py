@@ -78,7 +78,7 @@ def test_a_failing_rank_ends_the_call_on_all_and_the_next_one_works(folder: Path
     for rank in range(len(ranks)):
         judge(said(f"wrong option, {rank}"), r"ValueError: .*num_return_sequences.*", rank)
         judge(said(f"wrong turn, {rank}"), r"ValueError: .*num_return_sequences.*", rank)
-        judge(said(f"wrong shape, {rank}"), r"ValueError: the prompt is empty.*", rank)
+        judge(said(f"wrong shape, {rank}"), r"ValueError: input_ids must be .*", rank)
         judge(said(f"wrong input, {rank}"), r"ValueError: labels is not supported.*", rank)
         judge(said(f"processor, {rank}, True"), "ZeroDivisionError: in a processor", rank)
         for call in ("generate", "forward", "session", "logits", "late"):
