@@ -211,7 +211,7 @@ class MegaKVEngine(InferenceEngine):
             mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
                 raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
-        streams = open_call(self._agreement, self.mesh.device, ids, options.get("streamer"))
+        streams = open_call(self._agreement, self.mesh.device, self.module, ids, options)
         streamer = RankZeroStreamer(options.get("streamer") if self.mesh.rank == 0 else None) if streams else None
         reset_peak_memory(self.mesh.device)
         self._comm.ledger.reset()

@@ -128,6 +128,8 @@ class Failures:
     def follow(self, failure: Failure) -> MegaKVError:
         """The error with which this rank gives up on account of another's failure."""
         self._absent, self.cause = failure.absent, failure.rank if failure.cause is None else failure.cause
+        if self.rank in failure.absent:
+            return PeerLostError(f"rank {failure.rank} gave up this one for lost: {failure.text}")
         if failure.absent:
             return PeerLostError(f"rank {self.rank}: {failure.text}")
         return MegaKVError(failure.says)

@@ -133,6 +133,41 @@ def pad_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order), mask.gather(1, order)
 
 
+OF_ONE_RANK = {
+    "streamer",
+    "stopping_criteria",
+    "max_time",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "transformers_version",
+}
+"""Options in which ranks may differ: rank 0's hold, or they are of no effect on what ranks do together."""
+
+
+def described(model: PreTrainedModel, ids: Tensor | None, options: dict[str, Any]) -> dict[str, str]:
+    """What a `generate` call was given, as far as it can be told by value: the same text where ranks were given the same."""
+    config = options.get("generation_config")
+    names = {*options, *model.generation_config.to_dict(), *(() if config is None else config.to_dict())} - OF_ONE_RANK
+    values = {name: given_option(name, options, model) for name in sorted(names) if not name.startswith("_")}
+    texts = {name: _value_text(value) for name, value in {"input_ids": ids, **values}.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _value_text(value: Any) -> str | None:
+    """None for what is no plain value, such as a function."""
+    if isinstance(value, Tensor):
+        # Of token ids and masks all elements count; of embeddings, which can be large, some.
+        step = max(1, value.numel() // 2**20) if value.is_floating_point() else 1
+        elements = value.detach().flatten()[::step].cpu().contiguous()
+        elements = elements.double() if value.is_floating_point() else elements
+        return f"{list(value.shape)} with checksum {crc32(elements.numpy().tobytes()):08x}"
+    if isinstance(value, list | tuple):
+        texts = [_value_text(item) for item in value]
+        return None if None in texts else f"[{', '.join(str(text) for text in texts)}]"
+    return repr(value) if isinstance(value, bool | int | float | str | dict) else None
+
+
 @dataclass(frozen=True)
 class Opening:
     """What rank 0 says where a `generate` call begins.
@@ -141,31 +176,33 @@ class Opening:
     ----------
     states : list of Tensor
         Of its random number generators, that of the processor first.
-    prompt : str
-        What it was called with.
+    given : dict
+        What it was called with, as `described`.
     streams : bool
         Whether it has a streamer.
     """
 
     states: list[Tensor]
-    prompt: str
+    given: dict[str, str]
     streams: bool
 
 
-def open_call(agreement: Agreement, device: torch.device, ids: Tensor | None, streamer: Any) -> bool:
+def open_call(
+    agreement: Agreement, device: torch.device, model: PreTrainedModel, ids: Tensor | None, options: dict[str, Any]
+) -> bool:
     """Begin a `generate` call with rank 0's random state, so that all draw the same tokens; says whether it streams.
 
     Raises
     ------
     MegaKVError
-        On every rank, if one was called with another prompt than rank 0.
+        On every rank, if one was called with another prompt or other options than rank 0.
     """
     module = None if device.type == "cpu" else torch.get_device_module(device)
-    prompt = "no tokens" if ids is None else f"{list(ids.shape)} {crc32(ids.cpu().contiguous().numpy().tobytes()):08x}"
+    given = described(model, ids, options)
 
     def opening() -> Opening:
         states = [torch.get_rng_state(), *([] if module is None else [module.get_rng_state(device)])]
-        return Opening(states, prompt, streamer is not None)
+        return Opening(states, given, options.get("streamer") is not None)
 
     said = agreement.decide(opening)
     torch.set_rng_state(said.states[0])
@@ -173,10 +210,13 @@ def open_call(agreement: Agreement, device: torch.device, ids: Tensor | None, st
         module.set_rng_state(said.states[1], device)
 
     def check() -> None:
-        if prompt != said.prompt:
-            raise MegaKVError(
-                "called with other input_ids than rank 0: every rank must make the same calls, in the same order"
-            )
+        for name in sorted(given.keys() | said.given.keys()):
+            own, first = given.get(name, "None"), said.given.get(name, "None")
+            if own != first:
+                raise MegaKVError(
+                    f"called with {name} = {own:.200}, rank 0 with {first:.200}: every rank must make the same calls, "
+                    "in the same order, with the same options"
+                )
 
     # All start at one time, too.
     agreement.together(check)

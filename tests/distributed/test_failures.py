@@ -76,7 +76,10 @@ def test_a_failing_rank_ends_the_call_on_all_and_the_next_one_works(folder: Path
     assert len({*said("wrong on all")}) == 1 and said("wrong on all")[0].startswith("ValueError: ")
     assert len({*said("wrong input on all")}) == 1 and "labels is not supported" in said("wrong input on all")[0]
     for rank in range(len(ranks)):
-        judge(said(f"wrong option, {rank}"), r"ValueError: .*num_return_sequences.*", rank)
+        judge(said(f"wrong option, {rank}"), r"ValueError: generate\(dola_layers='low'\) is not supported.*", rank)
+        for name in ("num_return_sequences", "max_new_tokens", "eos_token_id", "repetition_penalty", "attention_mask"):
+            assert all(f"called with {name} = " in text for text in said(f"{name}, {rank}")), said(f"{name}, {rank}")
+        assert all("called with min_new_tokens = " in text for text in said(f"generation_config, {rank}"))
         judge(said(f"wrong turn, {rank}"), r"ValueError: .*num_return_sequences.*", rank)
         judge(said(f"wrong shape, {rank}"), r"ValueError: input_ids must be .*", rank)
         judge(said(f"wrong input, {rank}"), r"ValueError: labels is not supported.*", rank)
@@ -85,7 +88,7 @@ def test_a_failing_rank_ends_the_call_on_all_and_the_next_one_works(folder: Path
             judge(said(f"memory, {rank}, {call}"), "OutOfMemoryError: no memory left", rank)
         assert all("chose other tokens than rank 0" in text for text in said(f"processor, {rank}, False"))
         assert all("chose other tokens than rank 0" in text for text in said(f"last token, {rank}"))
-        assert all("called with other input_ids than rank 0" in text for text in said(f"other prompt, {rank}"))
+        assert all("called with input_ids = [1, 77] with checksum" in text for text in said(f"other prompt, {rank}"))
 
 
 def test_a_rank_that_waits_in_shared_memory_ends_with_the_error_of_another(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 import megakv
 import megakv.peers
@@ -31,6 +32,15 @@ TIMEOUT_S = 600.0
 """Of no effect here: a rank that waits for it is a failure of the test."""
 IDS = torch.randint(3, 100, (1, 77), generator=torch.Generator().manual_seed(3))
 OPTIONS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 5}
+OTHER_OPTIONS: dict[str, Any] = {
+    "num_return_sequences": 3,
+    "max_new_tokens": 3,
+    "eos_token_id": [7, 8],
+    "repetition_penalty": 1.5,
+    "generation_config": GenerationConfig(min_new_tokens=4),
+    "attention_mask": torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0),
+}
+"""Each on one rank only."""
 
 
 class Interrupted(BaseException):
@@ -142,7 +152,9 @@ def user_code(r: Rank) -> None:
 def one_rank(r: Rank, rank: int) -> None:
     """What fails on one rank alone, wherever the others are by then."""
     mine = r.rank == rank
-    r.fails(f"wrong option, {rank}", lambda: r.generate(**({"num_return_sequences": 3} if mine else {})))
+    r.fails(f"wrong option, {rank}", lambda: r.generate(**({"dola_layers": "low"} if mine else {})))
+    for name, value in OTHER_OPTIONS.items():
+        r.fails(f"{name}, {rank}", lambda n=name, v=value: r.generate(**({n: v} if mine else {})))
     r.fails(f"wrong input, {rank}", lambda: r.engine(IDS, **({"labels": IDS} if mine else {})))
     for raises in (True, False):
         processor = Processor(mine, raises)
