@@ -142,9 +142,9 @@ def measure_attention(
     from harness.sampling import measure
     from harness.statistics import median
 
-    from megakv.comm import Communicator
-    from megakv.groups import make_mesh
-    from megakv.ledger import Ledger
+    from megakv.distributed.comm import Communicator
+    from megakv.distributed.ledger import Ledger
+    from megakv.distributed.mesh import make_mesh
 
     comm = Communicator(make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout), Ledger())
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], world.device)

@@ -27,8 +27,8 @@ import torch  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 
 from megakv.injection.policy import policy_for  # noqa: E402
-from megakv.loading import empty_model  # noqa: E402
-from megakv.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
+from megakv.weights.loading import empty_model  # noqa: E402
+from megakv.weights.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
 from recipes.common.catalogue import load_recipe, names  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
 

@@ -29,8 +29,8 @@ from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.job import prompt_ids, read_tokenizer
 from megakv.launcher.prompts import Prompt, read_prompts
 from megakv.launcher.voice import one_voice, quiet_libraries
-from megakv.placement import contiguous_head_map
 from megakv.weights.files import local_directory
+from megakv.weights.placement import contiguous_head_map
 
 
 def tokenized(

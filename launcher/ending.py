@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megakv.groups import stop_distributed
+from megakv.distributed.mesh import stop_distributed
 
 
 def leave(code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import megakv
-from megakv.comm import Communicator
+from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import Partition, even
 
 HOPELESS = 1.1

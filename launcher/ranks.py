@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megakv.comm import Communicator
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import make_mesh, start_distributed
 from megakv.errors import MegaKVError
-from megakv.groups import make_mesh, start_distributed
 from megakv.launcher.environment import own_rank
-from megakv.ledger import Ledger
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMEOUT_S = 600.0

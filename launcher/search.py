@@ -15,13 +15,14 @@ import torch
 from tqdm import tqdm
 
 import megakv
-from megakv.agreement import Agreement
-from megakv.comm import Communicator
 from megakv.config import MegaKVConfig
 from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
 from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.passes import TimedPasses
 from megakv.launcher.search_arguments import (
@@ -34,7 +35,6 @@ from megakv.launcher.search_arguments import (
     search_config,
 )
 from megakv.launcher.voice import one_voice, quiet_libraries
-from megakv.ledger import Ledger
 from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
 from megakv.runahead.journal import JournalFile

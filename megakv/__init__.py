@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megakv.build import init_inference
     from megakv.config import MegaKVConfig
+    from megakv.distributed.mesh import stop_distributed
     from megakv.engine import MegaKVEngine
     from megakv.errors import MegaKVError, PeerLostError
-    from megakv.groups import stop_distributed
-    from megakv.initialization import init_inference
 
 __all__ = ["MegaKVConfig", "MegaKVEngine", "MegaKVError", "PeerLostError", "init_inference", "stop_distributed"]
 
@@ -22,8 +22,8 @@ _HOMES = {
     "MegaKVEngine": "engine",
     "MegaKVError": "errors",
     "PeerLostError": "errors",
-    "init_inference": "initialization",
-    "stop_distributed": "groups",
+    "init_inference": "build",
+    "stop_distributed": "distributed.mesh",
 }
 
 

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
-from megakv.agreement import Agreement
-from megakv.assembly import make_runtime
 from megakv.autograd import without_autograd
-from megakv.cache import ShardedCache
-from megakv.comm import Communicator
+from megakv.cache.cache import ShardedCache
 from megakv.config import MegaKVConfig
+from megakv.device import on_device
+from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.turn import Turn
@@ -35,14 +34,14 @@ from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach
 from megakv.injection.ownership import detach
 from megakv.injection.policy import policy_for
-from megakv.loading import LoadedModel
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
+from megakv.runtime import Runtime
 from megakv.session import Session
 from megakv.tracking import RunReport, Tracker, reset_peak_memory
-from megakv.upload import on_device
 from megakv.weights.fingerprint import check_same_config, check_same_weights
+from megakv.weights.loading import LoadedModel
 
 T = TypeVar("T")
 
@@ -58,7 +57,8 @@ class MegaKVEngine(InferenceEngine):
     loaded : LoadedModel
         The model with this rank's weights.
     config : MegaKVConfig
-    comm : Communicator
+    runtime : Runtime
+        What its attention modules will call.
     name : str
         What the model is called in reports.
     mapping : HeadMapping, optional
@@ -72,7 +72,7 @@ class MegaKVEngine(InferenceEngine):
         self,
         loaded: LoadedModel,
         config: MegaKVConfig,
-        comm: Communicator,
+        runtime: Runtime,
         name: str,
         mapping: HeadMapping | None,
         owned: ExitStack,
@@ -84,7 +84,8 @@ class MegaKVEngine(InferenceEngine):
         super().__init__(model, plain)
         # DeepSpeed hides our method behind its own, which refuses beams and long prompts.
         self.__dict__.pop("generate", None)
-        self._config = config
+        comm = runtime.comm
+        self._config, self._runtime = config, runtime
         self.mesh = comm.mesh
         self.mp_group = comm.mesh.tp_group
         self._comm = comm
@@ -93,7 +94,6 @@ class MegaKVEngine(InferenceEngine):
         self._mapping = mapping
         self._policy = policy_for(model.config.model_type)
         text = model.config.get_text_config()
-        self._runtime = make_runtime(loaded, config, comm, mapping)
         check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded, comm)
         owned.callback(detach, model)

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from megakv.agreement import Agreement
-from megakv.comm import Communicator
+from megakv.device import upload
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
 from megakv.errors import MegaKVError
-from megakv.upload import upload
 
 REFUSED_OPTIONS = {
     "assistant_model": "assisted decoding runs a second model",
@@ -146,7 +146,7 @@ OF_ONE_RANK = {
 
 
 def described(model: PreTrainedModel, ids: Tensor | None, options: dict[str, Any]) -> dict[str, str]:
-    """What a `generate` call was given, as far as it can be told by value: the same text where ranks were given the same."""
+    """What a `generate` call was given, as far as it can be told by value: equal where ranks were given the same."""
     config = options.get("generation_config")
     names = {*options, *model.generation_config.to_dict(), *(() if config is None else config.to_dict())} - OF_ONE_RANK
     values = {name: given_option(name, options, model) for name in sorted(names) if not name.startswith("_")}

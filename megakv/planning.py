@@ -8,21 +8,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.agreement import Agreement
 from megakv.attention.choice import PREFILL, PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
 from megakv.attention.method import AttentionCall
-from megakv.cache import ShardedCache
-from megakv.comm import Communicator
+from megakv.cache.cache import ShardedCache
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.device import upload
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
+from megakv.distributed.sharding import (
+    IntArray,
+    Layout,
+    TokenBlock,
+    balanced,
+    contiguous,
+    on_last_rank,
+    replicated,
+    round_robin,
+)
 from megakv.fairkv.turn import Turn
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition
 from megakv.runahead.source import PartitionSource
-from megakv.sharding import IntArray, Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
-from megakv.upload import upload
 
 DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""

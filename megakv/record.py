@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from megakv.attention.choice import PrefillChoice
-from megakv.cache import ShardedCache
-from megakv.comm import Communicator
+from megakv.cache.cache import ShardedCache
 from megakv.config import MegaKVConfig
+from megakv.distributed.comm import Communicator
 from megakv.fairkv.mapping import HeadMapping
 from megakv.generation import TokenClock
 from megakv.tracking import (

@@ -12,8 +12,10 @@ from megakv.attention.choice import METHODS, last_layer_method
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
-from megakv.cache import ShardedCache
-from megakv.comm import Communicator
+from megakv.cache.cache import ShardedCache
+from megakv.cache.stores import KVStore, PackingStore
+from megakv.distributed.comm import Communicator
+from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.replicas import HeadReplicas
@@ -21,8 +23,6 @@ from megakv.fairkv.store import RaggedStore
 from megakv.fairkv.turn import Turn
 from megakv.injection.interface import add_sinks
 from megakv.planning import ForwardPass, PassPlanner
-from megakv.sharding import TokenBlock
-from megakv.stores import KVStore, PackingStore
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megakv.autograd import without_autograd
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
 from megakv.errors import MegaKVError
 from megakv.generation import given_option, pad_left
 from megakv.session_files import (

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 import megakv
 from megakv.config import ContextParallelConfig
+from megakv.distributed.mesh import stop_distributed
 from megakv.fairkv.methods import METHODS as COMPRESSION
-from megakv.groups import stop_distributed
 from megakv.launcher.voice import quiet_libraries
 from megakv.offload.config import OffloadConfig
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megakv.ledger import Ledger
+from megakv.distributed.ledger import Ledger
 
 T = TypeVar("T")
 PATIENCE_S = 20.0

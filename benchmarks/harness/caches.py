@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from megakv.cache import ShardedCache
-from megakv.sharding import balanced, new_tokens
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import balanced, new_tokens
 
 from .world import World
 

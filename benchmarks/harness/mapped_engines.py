@@ -13,9 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import megakv
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import balanced, new_tokens
 from megakv.fairkv.store import RaggedStore, Span
-from megakv.sharding import balanced, new_tokens
 
 from .agreement import Agreement
 from .fairkv_report import load_facts

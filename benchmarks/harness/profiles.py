@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megakv.comm import Communicator
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernel_times import KernelSizes, Matrices
 from megakv.costmodel.lone import Alone
 from megakv.costmodel.measurement import measure_profile
 from megakv.costmodel.shape import ModelShape
-from megakv.groups import make_mesh
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import make_mesh
 from megakv.launcher.ranks import Progress
-from megakv.ledger import Ledger
 
 from .world import World
 

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from megakv.comm import Communicator
+from megakv.distributed.comm import Communicator
 
 from .head_division import Division
 from .ragged_heads import RankLayer, TokenPool

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import megakv
-from megakv.comm import Communicator
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
 from megakv.launcher.passes import TimedPasses
 from megakv.launcher.search import Desk
 from megakv.launcher.search_arguments import add_search_arguments
-from megakv.ledger import Ledger
 from megakv.runahead.partition import Partition, from_fractions
 from megakv.runahead.table import ChainIdentity, LookupTable, load_table
 from megakv.runahead.trials import SearchResult

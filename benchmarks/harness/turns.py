@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import megakv
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
 
 from .prefills import ContextParallelPrefill
 

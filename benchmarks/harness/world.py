@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megakv.groups import start_distributed, stop_distributed
+from megakv.distributed.mesh import start_distributed, stop_distributed
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from megakv.launcher.ranks import (
     start_ranks,
 )
 from megakv.launcher.voice import one_voice, quiet_libraries
-from megakv.placement import contiguous_head_map
+from megakv.weights.placement import contiguous_head_map
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:

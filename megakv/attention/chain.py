@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megakv.attention.message import KVFormat
 from megakv.attention.method import AttentionCall
-from megakv.comm import Transfer
-from megakv.sharding import Layout, TokenBlock, pieces
+from megakv.distributed.comm import Transfer
+from megakv.distributed.sharding import Layout, TokenBlock, pieces
 
 OPERATION = "runahead"
 HELD = 2

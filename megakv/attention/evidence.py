@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megakv.agreement import Agreement
-from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
 from megakv.costmodel.policy_fit import PolicyFit, load_fit
 from megakv.costmodel.shape import local_heads
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
 
 PROFILE_SETTING = "megakv.context_parallel.profile"
 FIT_SETTING = "megakv.context_parallel.fit"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, KVPart
-from megakv.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 
 class Scratch:

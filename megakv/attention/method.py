@@ -15,10 +15,10 @@ from megakv.attention.part import KVPart, PackedRows, Part, dense
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.runs import attend_runs
 from megakv.attention.together import attend_together
-from megakv.cache import TokenTable
-from megakv.comm import Communicator
-from megakv.sharding import Layout, TokenBlock
-from megakv.stores import KVStore, PackingStore
+from megakv.cache.cache import TokenTable
+from megakv.cache.stores import KVStore, PackingStore
+from megakv.distributed.comm import Communicator
+from megakv.distributed.sharding import Layout, TokenBlock
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megakv.attention.partial import PartialAttention
-from megakv.sharding import IntArray
+from megakv.distributed.sharding import IntArray
 
 
 class Part(Protocol):

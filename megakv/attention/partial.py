@@ -16,7 +16,7 @@ from torch import Tensor
 from megakv.attention.backends import Alibi, attend_block
 from megakv.attention.merge import merge_
 from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
-from megakv.upload import upload
+from megakv.device import upload
 
 __all__ = ["PartialAttention", "Scoring", "attend"]
 

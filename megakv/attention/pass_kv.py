@@ -9,7 +9,7 @@ from torch import Tensor
 from megakv.attention.message import KVFormat, Scratch
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention, attend_here
 from megakv.attention.ring import pass_around
-from megakv.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 
 class PassKV:

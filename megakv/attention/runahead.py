@@ -10,9 +10,9 @@ from megakv.attention.method import AttentionCall, PackedAttention
 from megakv.attention.part import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
+from megakv.cache.stores import CollectingStore
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.errors import MegaKVError
-from megakv.sharding import IntArray, Layout, TokenBlock
-from megakv.stores import CollectingStore
 
 CHUNK_TOKENS = 1024
 """Longest message, in tokens."""

@@ -15,7 +15,7 @@ from megakv.attention.compiled import TYPES, Run, RunTable, Strides, load_kernel
 from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import sees_all
-from megakv.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 
 def attend_runs(

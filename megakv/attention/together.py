@@ -17,7 +17,7 @@ from megakv.attention.part import PackedRows
 from megakv.attention.partial import Scoring
 from megakv.attention.spacing import alike, stacked
 from megakv.attention.visibility import sees_all
-from megakv.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 MULTIPLE = 8

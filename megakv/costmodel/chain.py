@@ -28,7 +28,7 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.timeline import LayerWork, RankEvents, Times, in_step, rank_events, sharing
-from megakv.sharding import pieces
+from megakv.distributed.sharding import pieces
 
 
 class Chain:

@@ -9,8 +9,8 @@ from typing import Any
 
 from megakv.costmodel.memory import RankMemory
 from megakv.costmodel.shape import ModelShape
-from megakv.placement.heads import contiguous_head_map
 from megakv.runahead.partition import Partition
+from megakv.weights.placement.heads import contiguous_head_map
 
 MOST_TOKENS = 10**9
 MOST_GPUS = 10**6

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.sharding import chunk_bounds
+from megakv.distributed.sharding import chunk_bounds
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megakv.allocator import LARGEST_REUSED_BYTES
-from megakv.comm import Communicator
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.records import Record, load_record
+from megakv.device import LARGEST_REUSED_BYTES
+from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 
 Overhead = Annotated[float, Field(ge=0, allow_inf_nan=False)]

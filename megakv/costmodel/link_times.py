@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.comm import Communicator
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.kernel_times import CurveCells, TableCells
 from megakv.costmodel.stopwatch import Battery, Cells, Times
+from megakv.distributed.comm import Communicator
 
 MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
 COLLECTIVE_PATIENCE = 4

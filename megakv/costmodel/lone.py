@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megakv.comm import Communicator
-from megakv.groups import Mesh
-from megakv.ledger import Ledger
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import Mesh
 
 
 class Alone(Communicator):

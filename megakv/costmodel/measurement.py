@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megakv.comm import Communicator
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
 from megakv.costmodel.kernel_times import (
     KernelSizes,
@@ -24,6 +23,7 @@ from megakv.costmodel.link_times import UNIT_KEYS, UNIT_ROWS, RingCells, exchang
 from megakv.costmodel.rehearsal import MeetingCells
 from megakv.costmodel.small_models import SmallModelCells
 from megakv.costmodel.stopwatch import ROUNDS, Battery, Cells, Pool, Stopwatch, lower_decile
+from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 
 DEFAULT_SECONDS = 60.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megakv.allocator import LARGEST_REUSED_BYTES
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
@@ -17,6 +16,7 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.tensor_parallel import all_reduce_seconds
+from megakv.device import LARGEST_REUSED_BYTES
 
 
 class PlainTimes:

@@ -14,13 +14,13 @@ from typing import TypeVar
 from deepspeed.accelerator import get_accelerator
 
 from megakv.attention.runahead import CHUNK_TOKENS
-from megakv.comm import Communicator
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import token_bytes
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import Partition, from_fractions
 
 K = TypeVar("K")

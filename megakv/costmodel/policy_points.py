@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megakv.comm import Communicator
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import fingerprint
 from megakv.costmodel.policy_fit import FitPoint, PolicyFit, accuracies, fit_constants
 from megakv.costmodel.shape import AttentionShape
 from megakv.costmodel.stopwatch import Pool, Stopwatch
 from megakv.costmodel.trial import TrialLayer
+from megakv.distributed.comm import Communicator
 
 MISS_RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 LEAST_PAIRS = 3

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megakv.comm import Communicator
 from megakv.costmodel.attention_time import DECODING, LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile, SumTimes
@@ -22,6 +21,7 @@ from megakv.costmodel.link_times import OPERATION, sum_name, summing
 from megakv.costmodel.shape import AttentionShape
 from megakv.costmodel.stopwatch import Battery, Pool, Times
 from megakv.costmodel.trial import TrialLayer
+from megakv.distributed.comm import Communicator
 
 MEETING = "replicated"
 """The method behind which stretches of both lengths are timed: all ranks meet in it once."""

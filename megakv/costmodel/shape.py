@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from megakv.costmodel.config_sizes import biased, experts, feed_forward_width, head_dims, positions, windows
-from megakv.placement import head_counts
+from megakv.weights.placement import head_counts
 
 LOG_SUM_EXP_COLUMNS = 1
 """A partial output travels with its log-sum-exp: one more column beside the head dimension."""

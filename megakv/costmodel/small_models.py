@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from megakv.agreement import Agreement
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
@@ -25,6 +24,7 @@ from megakv.costmodel.hardware import CallTimes, HardwareProfile
 from megakv.costmodel.lone import Alone
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stopwatch import Battery, Pool, Times
+from megakv.distributed.agreement import Agreement
 from megakv.generation import TokenClock, open_call, prepare_options
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.interface import attach

@@ -12,8 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megakv.allocator import settle_allocator
-from megakv.comm import Communicator
+from megakv.device import settle_allocator
+from megakv.distributed.comm import Communicator
 
 Key = tuple[object, ...]
 

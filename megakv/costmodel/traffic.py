@@ -10,8 +10,8 @@ import numpy as np
 from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.tensor_parallel import SUMS, all_reduce_bytes
+from megakv.distributed.sharding import chunk_bounds
 from megakv.runahead.partition import Partition
-from megakv.sharding import chunk_bounds
 
 
 def pass_bytes(

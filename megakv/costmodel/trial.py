@@ -11,13 +11,13 @@ from torch import Tensor
 from megakv.attention.choice import METHODS
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
-from megakv.cache import TokenTable
-from megakv.comm import Communicator
+from megakv.cache.cache import TokenTable
+from megakv.cache.stores import DenseStore
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.shape import AttentionShape
 from megakv.costmodel.stopwatch import Pool
-from megakv.sharding import Layout, TokenBlock, balanced, replicated, round_robin
-from megakv.stores import DenseStore
+from megakv.distributed.comm import Communicator
+from megakv.distributed.sharding import Layout, TokenBlock, balanced, replicated, round_robin
 
 TWIN_LAYERS = 4
 """Layers that take turns, so that no call finds the keys and values of the one before in a cache."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megakv.errors import MegaKVError
-from megakv.placement import HeadMap, HeadShard, SliceSpec
-from megakv.placement.attention import FUSED, KEY_NORMS, OUTPUTS, QUERY_NORMS, SEPARATE
+from megakv.weights.placement import HeadMap, HeadShard, SliceSpec
+from megakv.weights.placement.attention import FUSED, KEY_NORMS, OUTPUTS, QUERY_NORMS, SEPARATE
 
 
 def check_coverage(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from megakv.attention.partial import Scoring
 from megakv.errors import MegaKVError
 from megakv.injection.shape_pass import shape_pass
-from megakv.placement import HeadMap
+from megakv.weights.placement import HeadMap
 
 
 class ShapeRuntime:

@@ -14,18 +14,18 @@ from megakv.attention.choice import CONTIGUOUS
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import check_length
 from megakv.injection.hooks import depends_on_length
 from megakv.injection.policy import policy_for
-from megakv.loading import read_config
 from megakv.offload.tiers import in_units
-from megakv.placement import contiguous_head_map, head_counts
 from megakv.runahead.partition import even, explicit
-from megakv.sharding import TokenBlock, balanced
 from megakv.weights.files import local_directory
+from megakv.weights.loading import read_config
+from megakv.weights.placement import contiguous_head_map, head_counts
 
 LARGEST_CONTEXT = 1 << 24
 """Tokens of a sequence whose shards are laid out here; positions of all of them are in memory."""

@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megakv.dry_run.coverage import check_coverage
 from megakv.dry_run.passage import run_shapes
 from megakv.errors import MegaKVError
-from megakv.fp8 import Fp8Linear, use_fp8
-from megakv.loading import empty_model, parameter_dtypes
 from megakv.offload.weights import layer_places
-from megakv.placement import HeadMap, SliceSpec, plan_placement
-from megakv.placement.attention import find_attention
-from megakv.placement.plan import decoder_layers
-from megakv.tensor_parallel import shard_structure
+from megakv.weights.fp8 import Fp8Linear, use_fp8
+from megakv.weights.loading import empty_model, parameter_dtypes
+from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
+from megakv.weights.placement.attention import find_attention
+from megakv.weights.placement.plan import decoder_layers
+from megakv.weights.tensor_parallel import shard_structure
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from megakv.attention.backends import attend_block
 from megakv.attention.compiled import TYPES, Strides, load_kernel
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.pages import RaggedBody
-from megakv.sharding import IntArray
 
 PAGED_ROWS = 64
 """Up to this many query rows per KV head, all pages of one size are one kernel call; every page repeats its rows."""

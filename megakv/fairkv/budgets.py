@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megakv.sharding import IntArray
+from megakv.distributed.sharding import IntArray
 
 FloatArray = npt.NDArray[np.float64]
 

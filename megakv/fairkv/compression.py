@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
-from megakv.comm import Communicator
+from megakv.distributed.comm import Communicator
+from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
@@ -21,8 +22,7 @@ from megakv.fairkv.scoring import EVERYTHING, Segment
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
 from megakv.fairkv.store import RaggedStore
 from megakv.fairkv.turn import Observation, Turn
-from megakv.placement.heads import HeadMap
-from megakv.sharding import IntArray
+from megakv.weights.placement.heads import HeadMap
 
 
 class Compressor:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import PartialAttention
-from megakv.cache import TokenColumn
+from megakv.cache.cache import TokenColumn
+from megakv.cache.stores import GROWTH_MINIMUM, DenseStore, KVStore
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.shares import HeadShares
-from megakv.sharding import IntArray
-from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
 from megakv.tensor_files import StreamedTensor
-from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
-    from megakv.sharding import TokenBlock
+    from megakv.distributed.sharding import TokenBlock
 
 Pair = tuple[Tensor, Tensor]
 Dealt = tuple[IntArray, Pair]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megakv.costmodel.records import Record, load_record
 from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.layer import LayerMapping
-from megakv.placement import HeadGroup, HeadMap, HeadShard
+from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 
 Load = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, le=1)]

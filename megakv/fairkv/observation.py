@@ -16,9 +16,9 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import visible_pairs
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
-from megakv.sharding import IntArray, TokenBlock
-from megakv.upload import upload
 
 CHUNK_QUERIES = 512
 """Queries of every rank that travel, and are scored, at a time."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import Run, RunTable
-from megakv.sharding import IntArray
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray
 from megakv.tensor_files import StreamedTensor
-from megakv.upload import upload
 
 PAGE_SIZES = (512, 64, 8, 1)
 """The largest is what PyTorch's attention is fastest with on a CPU; each divides the one before."""

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.agreement import Agreement
-from megakv.comm import Communicator
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
 from megakv.errors import MegaKVError
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping, load_mapping
-from megakv.placement import HeadMap, head_counts
+from megakv.weights.placement import HeadMap, head_counts
 
 SETTING = "megakv.fairkv.mapping"
 

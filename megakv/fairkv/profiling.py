@@ -12,8 +12,8 @@ from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.layer import contiguous_layer
 from megakv.fairkv.mapper import balance
 from megakv.fairkv.profile import BudgetProfile, DataSet
-from megakv.placement import HeadMap
 from megakv.tracking import RunReport
+from megakv.weights.placement import HeadMap
 
 TP_SIZES = (2, 4, 8)
 """Tensor-parallel degrees of Table 2."""

@@ -13,14 +13,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megakv.comm import Communicator
+from megakv.device import upload
+from megakv.distributed.comm import Communicator
+from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.shares import HeadShares, shares_of_rank
 from megakv.fairkv.splitting import split_request
-from megakv.placement.heads import HeadMap
-from megakv.sharding import TokenBlock
-from megakv.upload import upload
+from megakv.weights.placement.heads import HeadMap
 
 
 class HeadReplicas:

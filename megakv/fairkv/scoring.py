@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import HeadBudgets
-from megakv.sharding import IntArray
-from megakv.upload import upload
 
 EVERYTHING = -1
 """Number of observed queries: all of the pass."""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import HeadBudgets
-from megakv.sharding import IntArray
-from megakv.upload import upload
 
 SLOT_BITS, HEAD_BITS = 24, 8
 SLOTS, HEADS = 1 << SLOT_BITS, 1 << HEAD_BITS

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.cache.stores import KVStore
+from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.shares import HeadShares
 from megakv.fairkv.store import RaggedStore
-from megakv.sharding import IntArray
-from megakv.stores import KVStore
 from megakv.tensor_files import read_where_present
 
 KINDS = ("slots", "k", "v")

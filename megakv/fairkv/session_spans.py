@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megakv.cache.stores import KVStore
+from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.fairkv.pages import RaggedBody
 from megakv.fairkv.store import RaggedStore, Span
-from megakv.sharding import IntArray
-from megakv.stores import KVStore
 from megakv.tensor_files import read_where_present
 
 KINDS = ("counts", "slots", "k", "v")

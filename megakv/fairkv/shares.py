@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.splitting import split_heads
-from megakv.sharding import IntArray
 
 PERIOD = 32
 """Blocks after which the dealing of tokens begins anew."""

@@ -10,17 +10,17 @@ import numpy as np
 from torch import Tensor
 
 from megakv.attention.part import Part
+from megakv.cache.stores import DenseStore
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.divided import Dealt, DividedStore, Pair
 from megakv.fairkv.pages import RaggedBody
 from megakv.fairkv.shares import HeadShares
-from megakv.sharding import IntArray
-from megakv.stores import DenseStore
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
-    from megakv.sharding import TokenBlock
+    from megakv.distributed.sharding import TokenBlock
 
 LEAST_GROWTH = 2
 """Rows that a full buffer of new tokens grows by at least: few, since what was kept may be few too."""

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.device import upload
+from megakv.distributed.sharding import TokenBlock, new_tokens
 from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.store import RaggedStore
 from megakv.injection.last_layer import LastLayerRows
@@ -20,8 +22,6 @@ from megakv.injection.policy import Policy
 from megakv.injection.positions import PaddedPositions, takes_positions
 from megakv.planning import ForwardPass
 from megakv.runtime import Runtime
-from megakv.sharding import TokenBlock, new_tokens
-from megakv.upload import upload
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.fp8 import feed_forward_linears
 from megakv.injection.interface import attention_modules
-from megakv.placement.attention import OUTPUTS, SEPARATE
-from megakv.placement.plan import decoder_layers
+from megakv.weights.fp8 import feed_forward_linears
+from megakv.weights.placement.attention import OUTPUTS, SEPARATE
+from megakv.weights.placement.plan import decoder_layers
 
 QUERIES = SEPARATE[0]
 

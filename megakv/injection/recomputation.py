@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.attention.partial import Scoring
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray
 from megakv.injection.interface import RUNTIME_ATTRIBUTE
-from megakv.sharding import IntArray
-from megakv.upload import upload
 
 QUERY_PROJECTION = "q_proj"
 CACHES = ("past_key_values", "layer_past")

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.injection.interface import AttentionRuntime, attach
 from megakv.injection.policy import policy_for
 from megakv.injection.positions import takes_positions
-from megakv.placement.plan import is_experts
-from megakv.sharding import TokenBlock, balanced
+from megakv.weights.placement.plan import is_experts
 
 
 def shape_pass(model: PreTrainedModel, runtime: AttentionRuntime, tokens: int) -> tuple[int, Tensor]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
+from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.injection.hooks import depends_on_length
 from megakv.injection.recomputation import Recomputation
@@ -23,9 +24,8 @@ from megakv.offload.thread_link import ThreadLink
 from megakv.offload.tiers import HostTier, Tier, available_memory, check_host_budget, in_units
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
-from megakv.placement.plan import decoder_layers
 from megakv.runtime import Runtime
-from megakv.sharding import IntArray
+from megakv.weights.placement.plan import decoder_layers
 
 GIB = 1 << 30
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import Layout
 from megakv.offload.store import TieredStore
-from megakv.sharding import Layout
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakv.attention.method import AttentionCall
-from megakv.cache import TokenTable
-from megakv.sharding import IntArray, Layout, TokenBlock, chunk_bounds
+from megakv.cache.cache import TokenTable
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock, chunk_bounds
 
 
 def groups_of(layout: Layout, count: int) -> list[range]:

@@ -21,9 +21,9 @@ from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import sees_all
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.clock import Clock, HostClock
-from megakv.sharding import IntArray, TokenBlock
-from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.offload.store import TieredStore

@@ -10,15 +10,15 @@ import numpy as np
 from torch import Tensor
 
 from megakv.attention.spacing import alike, stacked
-from megakv.cache import TokenTable
+from megakv.cache.cache import TokenTable
 from megakv.costmodel.offload_disk import placed
 from megakv.costmodel.offload_pipeline import RESIDENT
+from megakv.device import upload
+from megakv.distributed.sharding import TokenBlock
 from megakv.offload.record import StepRecord
 from megakv.offload.scheduler import divide
 from megakv.offload.staging import Piece, StagedLayer
 from megakv.offload.store import TieredStore
-from megakv.sharding import TokenBlock
-from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation

@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megakv.costmodel.offload import affine, link_rate
+from megakv.distributed.sharding import chunk_bounds
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk_speed import disk_rates
 from megakv.offload.host_rank import HostRank, Queries
@@ -20,7 +21,6 @@ from megakv.offload.link import Link
 from megakv.offload.pages import PagedRows, unwritten
 from megakv.offload.pool import PagePool
 from megakv.offload.profile import OffloadProfile, fingerprint_of, foreign, read_profile
-from megakv.sharding import chunk_bounds
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation

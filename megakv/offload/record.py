@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megakv.costmodel.offload import link_utilisation
-from megakv.ledger import Ledger
+from megakv.distributed.ledger import Ledger
 from megakv.offload.clock import Clock, HostClock
 from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart

@@ -33,10 +33,10 @@ from megakv.offload.windows import UnseenTokens, Windows
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
+    from megakv.distributed.sharding import Layout, TokenBlock
     from megakv.injection.recomputation import Recomputation
     from megakv.offload.profile import OffloadProfile
     from megakv.runtime import Runtime
-    from megakv.sharding import Layout, TokenBlock
 
 OUTGOING = 4
 """Transfers back to the host that may be under way: each holds its rows on the accelerator."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel.memory import grown_bytes
+from megakv.device import upload
 from megakv.offload.division import Division, spread
 from megakv.offload.link import Link, Move, Ticket
 from megakv.offload.pages import mark_read, unwritten
 from megakv.offload.pool import Page
 from megakv.offload.tiers import host_memory
-from megakv.upload import upload
 
 if TYPE_CHECKING:
     from megakv.offload.host_rank import HostRows

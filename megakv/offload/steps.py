@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megakv.ledger import Ledger
+from megakv.distributed.ledger import Ledger
 from megakv.offload.division import Plan
 from megakv.offload.link import Link
 from megakv.offload.record import StepRecord

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megakv.cache.stores import UniformStore
+from megakv.distributed.sharding import IntArray
 from megakv.offload.heads import HeadShape
 from megakv.offload.link import Move
 from megakv.offload.outgoing import OutgoingRows
@@ -16,16 +18,14 @@ from megakv.offload.pages import PagedRows, page_bytes, unwritten
 from megakv.offload.pool import Page
 from megakv.offload.residents import ResidentRows
 from megakv.offload.row_format import RowFormat
-from megakv.sharding import IntArray
-from megakv.stores import UniformStore
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
+    from megakv.distributed.sharding import TokenBlock
     from megakv.offload.host_rank import HostPart
     from megakv.offload.runtime import Offloader
     from megakv.offload.staging import StagedLayer
-    from megakv.sharding import TokenBlock
 
 
 class TieredStore(RowFormat, UniformStore):

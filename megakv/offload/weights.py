@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from megakv.offload.link import MemoryRows
 from megakv.offload.tiers import HostTier, in_units
-from megakv.placement.plan import decoder_layers
+from megakv.weights.placement.plan import decoder_layers
 
 ALIGNMENT = 64
 """Bytes that each weight's memory begins at a multiple of; transfers are cut into rows of that size."""

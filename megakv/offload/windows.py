@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megakv.cache import TokenTable
+from megakv.cache.cache import TokenTable
 
 
 class Windows:

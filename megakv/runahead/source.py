@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from megakv.agreement import Agreement
-from megakv.comm import Communicator
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
 from megakv.runahead.table import SETTING, ChainIdentity, KVEnd, LookupTable, load_table
 

@@ -10,11 +10,11 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.attention.runahead import CHUNK_TOKENS
-from megakv.comm import Communicator
 from megakv.costmodel.curves import Positive
 from megakv.costmodel.hardware import Fingerprint, Share, fingerprint
 from megakv.costmodel.records import R, Record, load_record
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import TOLERANCE
 
 SETTING = "megakv.runahead.table"

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.placement.slices import Ranges
 from megakv.weights.lazy import LazyTensor
+from megakv.weights.placement.slices import Ranges
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.comm import Communicator
-from megakv.groups import refuse_difference
-from megakv.loading import LoadedModel
-from megakv.placement import WHOLE
+from megakv.distributed.comm import Communicator
+from megakv.distributed.mesh import refuse_difference
+from megakv.weights.loading import LoadedModel
+from megakv.weights.placement import WHOLE
 
 SAMPLES = 1024
 """Elements read of each tensor; all of a smaller one."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.placement.slices import SliceSpec
+from megakv.weights.placement.slices import SliceSpec
 
 BLOCK_ELEMENTS = 1 << 20
 DEFAULT_STD = 0.02

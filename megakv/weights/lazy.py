@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.placement.slices import Ranges
+from megakv.weights.placement.slices import Ranges
 
 Read = Callable[[int, Ranges], Tensor]
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from megakv.fp8 import Fp8Linear
 from megakv.offload.weights import HostWeights
-from megakv.placement import WHOLE, SliceSpec
+from megakv.weights.fp8 import Fp8Linear
+from megakv.weights.placement import WHOLE, SliceSpec
 from megakv.weights.source import WeightSource
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megakv.errors import MegaKVError
-from megakv.placement.slices import SliceSpec
+from megakv.weights.placement.slices import SliceSpec
 
 
 class WeightSource(Protocol):

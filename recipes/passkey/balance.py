@@ -24,7 +24,7 @@ from megakv.fairkv.profiling import MeasuredPrompt, kept_tokens, make_profile
 from megakv.fairkv.splitting import slowest_loads
 from megakv.launcher.environment import adopt_single_process
 from megakv.launcher.voice import quiet_libraries
-from megakv.placement import contiguous_head_map, head_counts
+from megakv.weights.placement import contiguous_head_map, head_counts
 
 CELLS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 3), (4, 8))
 """Tensor-parallel ranks and copies."""

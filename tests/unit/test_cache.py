@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.cache import ShardedCache
-from megakv.sharding import balanced, new_tokens, round_robin
-from megakv.stores import DenseStore
+from megakv.cache.cache import ShardedCache
+from megakv.cache.stores import DenseStore
+from megakv.distributed.sharding import balanced, new_tokens, round_robin
 
 
 def rows(length: int, heads: int = 2, dim: int = 4) -> torch.Tensor:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from megakv.connections import PeerConnections, open_connections, own_endpoints
+from megakv.distributed.connections import PeerConnections, open_connections, own_endpoints
 
 
 def test_connections_that_are_over_are_named_by_rank() -> None:
@@ -34,12 +34,12 @@ def test_connections_that_are_over_are_named_by_rank() -> None:
 
 WAITING = """
 import sys, time
-import megakv.peers
-from megakv.connections import PeerConnections, open_connections, own_endpoints
+import megakv.distributed.peers
+from megakv.distributed.connections import PeerConnections, open_connections, own_endpoints
 import socket
-megakv.peers.UNHEARD_SECONDS = 1.0
-peer = megakv.peers.Peer(1, "there", 7, "")
-watch = megakv.peers.PeerWatch(0, [megakv.peers.Peer.this(0), peer], 600)
+megakv.distributed.peers.UNHEARD_SECONDS = 1.0
+peer = megakv.distributed.peers.Peer(1, "there", 7, "")
+watch = megakv.distributed.peers.PeerWatch(0, [megakv.distributed.peers.Peer.this(0), peer], 600)
 server = socket.create_server(("127.0.0.1", 0))
 near = socket.create_connection(server.getsockname())
 far, _ = server.accept()

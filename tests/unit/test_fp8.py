@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from megakv import fp8
 from megakv.config import load_config
-from megakv.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise_rows, scaled_product
-from megakv.loading import build_model
-from megakv.tensor_parallel import RowParallelLinear
+from megakv.weights.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise_rows, scaled_product
+from megakv.weights.loading import build_model
+from megakv.weights.tensor_parallel import RowParallelLinear
 
 # A float8_e4m3fn is off by 2.6% of itself (root mean square), a product of two by 3.7%.
 LINEAR_BOUND = 0.042

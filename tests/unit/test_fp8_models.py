@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv.fp8 import FP8, Fp8Linear, feed_forward_linears
-from megakv.loading import build_model
-from megakv.placement.plan import decoder_layers
 from megakv.weights import materialisation
+from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears
+from megakv.weights.loading import build_model
+from megakv.weights.placement.plan import decoder_layers
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, llama
 from tests.shards import ThreadRanks
 

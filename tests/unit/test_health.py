@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megakv.health import HealthChannel, connect
+from megakv.distributed.health import HealthChannel, connect
 
 SIZE = 4
 
@@ -113,10 +113,10 @@ def test_a_stranger_is_no_rank() -> None:
 
 WAITING = """
 import socket, sys, threading, time
-import megakv.peers
-from megakv.health import HealthChannel
-from megakv.peers import Peer, PeerWatch
-megakv.peers.UNHEARD_SECONDS, megakv.peers.LOST_SECONDS = 2.0, 0.5
+import megakv.distributed.peers
+from megakv.distributed.health import HealthChannel
+from megakv.distributed.peers import Peer, PeerWatch
+megakv.distributed.peers.UNHEARD_SECONDS, megakv.distributed.peers.LOST_SECONDS = 2.0, 0.5
 near, far = socket.socketpair()
 ended = threading.Event()
 watch = PeerWatch(0, [Peer.this(0), Peer(1, "there", 7, "")], 600, ended.set)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megakv.ledger import Ledger
+from megakv.distributed.ledger import Ledger
 
 
 @dataclass

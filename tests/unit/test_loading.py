@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from megakv.errors import MegaKVError
-from megakv.loading import build_model
-from megakv.placement import contiguous_head_map
+from megakv.weights.loading import build_model
+from megakv.weights.placement import contiguous_head_map
 from tests.families import FAMILIES, llama
 from tests.shards import ThreadRanks
 

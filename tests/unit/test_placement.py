@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megakv.loading import empty_model
-from megakv.placement import (
+from megakv.weights.loading import empty_model
+from megakv.weights.placement import (
     HeadGroup,
     HeadMap,
     HeadShard,

@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
 from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.shares import PERIOD, HeadShares
 from megakv.fairkv.store import RaggedStore
 from megakv.session_files import FORMAT, SessionMeta, first_fingerprint, read_cache, write_shard
 from megakv.session_folder import PendingSave
-from megakv.sharding import TokenBlock, balanced
 from megakv.tensor_files import StreamedTensor, write_tensors
 from tests.families import llama
 

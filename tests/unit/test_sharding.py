@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megakv.sharding import (
+from megakv.distributed.sharding import (
     Layout,
     TokenBlock,
     balanced,

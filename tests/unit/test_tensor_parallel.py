@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from megakv.loading import build_model
-from megakv.placement import HeadGroup, HeadMap, HeadShard
-from megakv.tensor_parallel import RowParallelLinear
+from megakv.weights.loading import build_model
+from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
+from megakv.weights.tensor_parallel import RowParallelLinear
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, falcon, gpt_neox, llama
 from tests.mappings import random_mapping
 from tests.shards import ThreadRanks

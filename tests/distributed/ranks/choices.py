@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.choice import load_evidence
-from megakv.comm import Communicator
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, sent_bytes
@@ -31,10 +30,11 @@ from megakv.costmodel.policy_points import fit_policy
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.stopwatch import Pool
 from megakv.costmodel.trial import TrialLayer
-from megakv.groups import make_mesh, start_distributed
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import make_mesh, start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
-from megakv.ledger import Ledger
 from megakv.planning import PassPlanner
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "replicated")

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import megakv
+from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
-from megakv.groups import start_distributed
+from megakv.distributed.mesh import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 

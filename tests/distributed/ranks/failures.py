@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import megakv
-import megakv.peers
+import megakv.distributed.peers
 import megakv.planning
 from megakv.attention.choice import PrefillChoice
 from megakv.launcher.ending import orderly_end
@@ -289,7 +289,7 @@ def main() -> None:
     out, folder, mesh, method, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5]
     cp, tp = (int(part) for part in mesh.split("x"))
     torch.set_num_threads(1)
-    megakv.peers.UNHEARD_SECONDS = PATIENCE_S
+    megakv.distributed.peers.UNHEARD_SECONDS = PATIENCE_S
     quiet_libraries()
     section = {"context_parallel": {"size": cp, "prefill": method}, "load": "random", "timeout_s": TIMEOUT_S}
     config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
+from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.session_files import first_fingerprint

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
+from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
 from megakv.fairkv.identity import ModelIdentity
-from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
-from megakv.placement import head_counts
+from megakv.weights.placement import head_counts
 
 LENGTHS = (90, 70, 20)
 

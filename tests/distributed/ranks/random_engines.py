@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import megakv
-from megakv.groups import start_distributed
+from megakv.distributed.mesh import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from tests.distributed.asking import Answer, Asked, Plain, differs

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
-from megakv.groups import Mesh, start_distributed
+from megakv.distributed.mesh import Mesh, start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.tracking import peak_memory_bytes, reset_peak_memory

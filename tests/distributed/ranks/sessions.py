@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megakv
+from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 from megakv.session import Session

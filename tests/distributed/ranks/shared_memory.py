@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
-import megakv.comm
+import megakv.distributed.comm
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 
@@ -32,8 +32,8 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._original = megakv.comm.inference_all_reduce
-        megakv.comm.inference_all_reduce = self
+        self._original = megakv.distributed.comm.inference_all_reduce
+        megakv.distributed.comm.inference_all_reduce = self
 
     def __call__(self, tensor: torch.Tensor) -> None:
         self.calls += 1

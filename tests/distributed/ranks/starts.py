@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
+from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.groups import start_distributed
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 

@@ -16,13 +16,13 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.reference import reference_attention
 from megakv.attention.runahead import Runahead
-from megakv.cache import TokenTable
+from megakv.cache.cache import TokenTable
+from megakv.cache.stores import DenseStore
 from megakv.costmodel.context_parallel import sent_bytes
 from megakv.costmodel.shape import AttentionShape
 from megakv.costmodel.trial import tokens
+from megakv.distributed.sharding import Layout, TokenBlock, contiguous, round_robin
 from megakv.errors import MegaKVError
-from megakv.sharding import Layout, TokenBlock, contiguous, round_robin
-from megakv.stores import DenseStore
 from tests.threads import ThreadComm, on_threads
 
 HEADS = 4

@@ -14,7 +14,7 @@ from megakv.attention.method import PackedAttention
 from megakv.attention.part import KVPart
 from megakv.attention.partial import Scoring
 from megakv.attention.runs import attend_runs
-from megakv.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no compiled kernel: {load_kernel()[1]}")
 

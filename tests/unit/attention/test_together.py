@@ -17,7 +17,7 @@ from megakv.attention.method import PackedAttention
 from megakv.attention.part import KVPart, PackedRows
 from megakv.attention.partial import Scoring
 from megakv.attention.together import attend_together
-from megakv.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 HEADS, DIM = 6, 16
 

@@ -21,7 +21,7 @@ from benchmarks.harness.runahead_summary import losses, summarise
 from benchmarks.harness.runahead_tables import show, table_1, table_3
 from megakv.attention.chain import ChainPlan
 from megakv.attention.message import KVFormat
-from megakv.sharding import contiguous, new_tokens
+from megakv.distributed.sharding import contiguous, new_tokens
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 run = partial(run_benchmark, "runahead.py")

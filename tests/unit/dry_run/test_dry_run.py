@@ -27,8 +27,8 @@ from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.placement import place_heads
 from megakv.fairkv.profile import BudgetProfile
 from megakv.launcher.command import main
-from megakv.loading import build_model, empty_model
-from megakv.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
+from megakv.weights.loading import build_model, empty_model
+from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from tests.families import FAMILIES, llama, opt
 
 

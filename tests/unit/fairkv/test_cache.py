@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import torch
 
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import balanced, new_tokens
 from megakv.fairkv.store import RaggedStore
-from megakv.sharding import balanced, new_tokens
 
 
 def grow(cache: ShardedCache, length: int, keep: list[int] | None) -> None:

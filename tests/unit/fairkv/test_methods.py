@@ -11,8 +11,10 @@ import torch
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring, attend
-from megakv.cache import TokenTable
+from megakv.cache.cache import TokenTable
 from megakv.config import load_config
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.sharding import balanced, new_tokens
 from megakv.errors import MegaKVError
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
@@ -20,9 +22,7 @@ from megakv.fairkv.methods import METHODS, make_method
 from megakv.fairkv.scoring_headkv import read_importance
 from megakv.fairkv.store import RaggedStore
 from megakv.fairkv.turn import Turn
-from megakv.ledger import Ledger
-from megakv.placement.heads import contiguous_head_map
-from megakv.sharding import balanced, new_tokens
+from megakv.weights.placement.heads import contiguous_head_map
 
 HEADS, KV_HEADS, DIM, LAYERS = 8, 4, 16, 3
 WINDOW = 8

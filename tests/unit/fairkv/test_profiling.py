@@ -14,8 +14,8 @@ from megakv.fairkv.profile_figure import draw_profile
 from megakv.fairkv.profiling import MeasuredPrompt, busy_rate, cosine_similarity, kept_tokens, make_profile
 from megakv.launcher.budget_tables import print_tables
 from megakv.launcher.command import main
-from megakv.placement import contiguous_head_map
 from megakv.tracking import RankReport, RunReport
+from megakv.weights.placement import contiguous_head_map
 from tests.unit.fairkv.instances import RANDOM
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.partial import Scoring, attend
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import TokenBlock, new_tokens
 from megakv.injection.interface import attach
 from megakv.injection.policy import policy_for
-from megakv.sharding import TokenBlock, new_tokens
 from tests.families import VOCAB, bloom, falcon, falcon_alibi, falcon_mqa, gpt_j, mpt
 
 LAYERS = 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megakv.cache import ShardedCache
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import TokenBlock
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.policy import policy_for
-from megakv.sharding import TokenBlock
 from tests.families import bloom, falcon, falcon_alibi, gpt_j, llama, mpt
 from tests.unit.injection.substituted import LAYERS, random_ids
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from megakv.distributed.sharding import new_tokens
 from megakv.errors import MegaKVError
 from megakv.injection.interface import RUNTIME_ATTRIBUTE, attach, mark_causal
 from megakv.injection.policy import policy_for
-from megakv.sharding import new_tokens
 from tests.unit.injection.substituted import (
     ALIBI,
     CONFIGS,

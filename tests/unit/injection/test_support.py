@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import megakv
 from megakv.dry_run import dry_run
 from megakv.injection.interface import RUNTIME_ATTRIBUTE
-from megakv.loading import build_model
 from megakv.offload.weights import ALIGNMENT, layer_places
+from megakv.weights.loading import build_model
 from tests.tiny_configs import FAMILIES, VOCAB, tiny_config
 
 # What cannot be had in tiny, and why.

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.cache import TokenTable
+from megakv.cache.cache import TokenTable
+from megakv.distributed.sharding import Layout, TokenBlock
 from megakv.offload.division import Division
 from megakv.offload.windows import UnseenTokens, Windows
-from megakv.sharding import Layout, TokenBlock
 from tests.families import WINDOW
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 

@@ -1,8 +1,8 @@
 """Which part of every weight a tensor-parallel rank keeps."""
 
-from megakv.placement.heads import HeadGroup, HeadMap, HeadShard, contiguous_head_map, head_counts
-from megakv.placement.plan import plan_placement
-from megakv.placement.slices import WHOLE, SliceSpec, split_width
+from megakv.weights.placement.heads import HeadGroup, HeadMap, HeadShard, contiguous_head_map, head_counts
+from megakv.weights.placement.plan import plan_placement
+from megakv.weights.placement.slices import WHOLE, SliceSpec, split_width
 
 __all__ = [
     "WHOLE",

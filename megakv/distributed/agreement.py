@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from megakv.comm import Communicator
+from megakv.distributed.comm import Communicator
 from megakv.errors import MegaKVError
 
 T = TypeVar("T")

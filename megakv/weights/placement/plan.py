@@ -6,9 +6,9 @@ from deepspeed.module_inject.auto_tp import AutoTP
 from torch import nn
 from transformers import PreTrainedModel
 
-from megakv.placement.attention import AttentionCut, find_attention, refusal
-from megakv.placement.heads import HeadMap
-from megakv.placement.slices import WHOLE, SliceSpec, joined, split_width
+from megakv.weights.placement.attention import AttentionCut, find_attention, refusal
+from megakv.weights.placement.heads import HeadMap
+from megakv.weights.placement.slices import WHOLE, SliceSpec, joined, split_width
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.part import KVPart, Part
-from megakv.sharding import IntArray, TokenBlock
+from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:

@@ -12,23 +12,28 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.agreement import Agreement
-from megakv.allocator import settle_allocator
 from megakv.attention.compiled import load_kernel
 from megakv.autograd import without_autograd
-from megakv.comm import Communicator
 from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.shape import ModelShape
+from megakv.device import settle_allocator
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import check_mesh, check_same_settings, make_mesh, start_distributed
 from megakv.engine import MegaKVEngine
+from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.methods import make_method
 from megakv.fairkv.placement import check_same_mapping, check_weights, place_heads, read_mapping
-from megakv.groups import check_mesh, check_same_settings, make_mesh, start_distributed
+from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.ownership import check_unused, own_config
-from megakv.ledger import Ledger
-from megakv.loading import LoadedModel, build_model
 from megakv.offload.cuda_link import clock_of
-from megakv.placement import HeadMap, head_counts
+from megakv.planning import PassPlanner
+from megakv.runtime import Runtime
+from megakv.weights.loading import LoadedModel, build_model
+from megakv.weights.placement import HeadMap, head_counts
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +133,7 @@ def _make_engine(
         if section.load != "random":
             check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    return MegaKVEngine(loaded, parsed, comm, name, mapping, owned)
+    return MegaKVEngine(loaded, parsed, make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
 
 
 def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrainedConfig) -> HeadMap | None:
@@ -137,3 +142,50 @@ def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrain
         layers, _, kv_heads = head_counts(model)
         make_method(config, layers, kv_heads)
     return None if mapping is None else place_heads(mapping, model)
+
+
+def make_runtime(
+    loaded: LoadedModel, config: MegaKVConfig, comm: Communicator, mapping: HeadMapping | None = None
+) -> Runtime:
+    """What the attention modules of an engine's model call. Every rank must call it.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model with this rank's weights.
+    config : MegaKVConfig
+    comm : Communicator
+    mapping : HeadMapping, optional
+        That the model's heads were placed by.
+
+    Raises
+    ------
+    ValueError
+        If a setting does not fit the model, or a file that one names cannot be used.
+    """
+    section, model = config.megakv, loaded.module
+    _, heads, kv_heads = head_counts(model.config)
+    replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm)
+    planner = PassPlanner(
+        comm=comm,
+        config=section.context_parallel,
+        heads=heads,
+        kv_heads=kv_heads,
+        shape=_known_shape(model, config),
+        runahead=section.runahead,
+        divided=replicas is not None and replicas.shared,
+    )
+    fairkv = section.fairkv
+    compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm, replicas)
+    return Runtime(comm, planner, compressor, replicas, dtype=model.dtype)
+
+
+def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:
+    """The model's sizes where something is predicted from them; None where its config does not tell them."""
+    section = config.megakv
+    if section.context_parallel.profile is None and section.runahead.table is None:
+        return None
+    try:
+        return ModelShape.from_config(model.config, dtype=model.dtype)
+    except ValueError:
+        return None

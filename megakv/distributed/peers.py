@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 import psutil
 
-from megakv.connections import PeerConnections
+from megakv.distributed.connections import PeerConnections
+from megakv.distributed.failures import Failures
+from megakv.distributed.health import HealthChannel
 from megakv.errors import MegaKVError, PeerLostError
-from megakv.failures import Failures
-from megakv.health import HealthChannel
 
 GRACE_SECONDS = 2.0
 """How long to look for a dead process after a connection broke: the kernel may report the break first."""

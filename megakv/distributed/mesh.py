@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
-from megakv.connections import open_connections, shut
+from megakv.distributed.connections import open_connections, shut
 from megakv.errors import MegaKVError
 
 GroupName = Literal["all", "cp", "tp", "before", "behind"]

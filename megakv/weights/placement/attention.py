@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedConfig
 
-from megakv.placement.heads import HeadMap, HeadShard
-from megakv.placement.slices import WHOLE, SliceSpec, blocks, joined
+from megakv.weights.placement.heads import HeadMap, HeadShard
+from megakv.weights.placement.slices import WHOLE, SliceSpec, blocks, joined
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = ("query_key_value", "qkv_proj", "Wqkv")

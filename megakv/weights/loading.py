@@ -15,21 +15,21 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megakv.errors import MegaKVError
-from megakv.fp8 import check_device, use_fp8
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.weights import HostWeights
-from megakv.placement import (
+from megakv.weights import CheckpointWeights, ModuleWeights, RandomWeights, WeightSource
+from megakv.weights.files import local_directory
+from megakv.weights.fp8 import check_device, use_fp8
+from megakv.weights.materialisation import materialise
+from megakv.weights.placement import (
     HeadMap,
     SliceSpec,
     contiguous_head_map,
     head_counts,
     plan_placement,
 )
-from megakv.tensor_parallel import AllReduce, shard_structure
-from megakv.weights import CheckpointWeights, ModuleWeights, RandomWeights, WeightSource
-from megakv.weights.files import local_directory
-from megakv.weights.materialisation import materialise
+from megakv.weights.tensor_parallel import AllReduce, shard_structure
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def build_model(
     load : {"checkpoint", "random"}
         Whether values come from safetensors, or from `seed` (only config.json is needed then). Ignored for a module.
     feed_forward : {"dtype", "fp8"}
-        Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.fp8`).
+        Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.weights.fp8`).
     tp_rank, tp_size : int
     head_map : HeadMap or callable, optional
         Which heads live on which rank, or what tells it from the model's config; contiguous runs by default.

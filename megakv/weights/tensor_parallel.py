@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.placement import HeadMap, HeadShard, SliceSpec
-from megakv.placement.attention import find_attention
-from megakv.placement.plan import decoder_layers, is_experts
+from megakv.weights.placement import HeadMap, HeadShard, SliceSpec
+from megakv.weights.placement.attention import find_attention
+from megakv.weights.placement.plan import decoder_layers, is_experts
 
 AllReduce = Callable[[Tensor], Tensor]
 

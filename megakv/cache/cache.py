@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from megakv.sharding import IntArray, Layout, TokenBlock
-from megakv.stores import GROWTH_MINIMUM, DenseStore, KVStore
+from megakv.cache.stores import GROWTH_MINIMUM, DenseStore, KVStore
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall

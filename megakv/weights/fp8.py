@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.placement.plan import ROUTERS, decoder_layers
-from megakv.tensor_parallel import AllReduce, RowParallelLinear
+from megakv.weights.placement.plan import ROUTERS, decoder_layers
+from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 
 __all__ = [
     "FP8",

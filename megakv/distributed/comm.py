@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
-from megakv.connections import PeerConnections, broke, own_endpoints
+from megakv.distributed.connections import PeerConnections, broke, own_endpoints
+from megakv.distributed.failures import Failures
+from megakv.distributed.health import connect
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import Mesh
+from megakv.distributed.peers import Peer, PeerWatch
 from megakv.errors import MegaKVError, PeerLostError
-from megakv.failures import Failures
-from megakv.groups import Mesh
-from megakv.health import connect
-from megakv.ledger import Ledger
-from megakv.peers import Peer, PeerWatch
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""The sharded KV cache and what it holds."""
