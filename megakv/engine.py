@@ -303,8 +303,15 @@ class MegaKVEngine(InferenceEngine):
 
         The engine and its sessions cannot be used afterwards. A model that was given as a module is a plain one again,
         unless tensor parallelism or FP8 have changed its weights.
+
+        Raises
+        ------
+        MegaKVError
+            Within a call of the engine, such as in a streamer.
         """
         if getattr(self, "_hooks", None) is not None:
+            if self._agreement.under_way:
+                raise MegaKVError("the engine cannot be destroyed while a call of it is under way; do it afterwards")
             self._hooks = self.mp_group = None
             self._owned.close()
 

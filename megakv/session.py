@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megakv.autograd import without_autograd
 from megakv.cache.cache import ShardedCache
+from megakv.distributed.mesh import Mesh
 from megakv.errors import MegaKVError
 from megakv.generation import given_option, pad_left
 from megakv.session_files import (
@@ -29,8 +32,23 @@ from megakv.session_files import (
 )
 from megakv.session_folder import PendingSave
 
-if TYPE_CHECKING:
-    from megakv.engine import MegaKVEngine
+T = TypeVar("T")
+
+
+class SessionEngine(Protocol):
+    """What a session needs of its engine."""
+
+    module: PreTrainedModel
+    mesh: Mesh
+    weights_digest: str
+
+    @property
+    def placement(self) -> str | None: ...
+    def check_open(self) -> None: ...
+    def call(self) -> AbstractContextManager[None]: ...
+    def together(self, action: Callable[[], None]) -> None: ...
+    def decide(self, action: Callable[[], T]) -> T: ...
+    def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any: ...
 
 
 class Session:
@@ -44,8 +62,8 @@ class Session:
         ``[B, S]`` all tokens so far, prompts and outputs.
     """
 
-    def __init__(self, engine: MegaKVEngine, cache: ShardedCache):
-        self._engine: MegaKVEngine | None = engine
+    def __init__(self, engine: SessionEngine, cache: ShardedCache):
+        self._engine: SessionEngine | None = engine
         self._cache = cache
         self.input_ids: Tensor | None = None
         self.attention_mask: Tensor | None = None
@@ -89,7 +107,7 @@ class Session:
             return self._generate(engine, input_ids, attention_mask, options)
 
     def _generate(
-        self, engine: MegaKVEngine, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+        self, engine: SessionEngine, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
     ) -> Any:
         returned = given_option("num_return_sequences", options, engine.module) or 1
         if returned > 1:
@@ -195,7 +213,7 @@ class Session:
 
     @classmethod
     @without_autograd
-    def restore(cls, engine: MegaKVEngine, cache: ShardedCache, folder: Path) -> Session:
+    def restore(cls, engine: SessionEngine, cache: ShardedCache, folder: Path) -> Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
         session, device = cls(engine, cache), engine.mesh.device
         # Another job may save to the folder meanwhile.
@@ -226,7 +244,7 @@ class Session:
         self._cache.reset()
         self._engine = None
 
-    def _open(self) -> MegaKVEngine:
+    def _open(self) -> SessionEngine:
         if self._engine is None:
             raise MegaKVError("this session is closed; make a new one with engine.session()")
         self._engine.check_open()

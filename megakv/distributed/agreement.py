@@ -26,6 +26,11 @@ class Agreement:
         self._lock = threading.RLock()
         self._depth = 0
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a call of this engine has not ended yet."""
+        return self._depth > 0
+
     def decide(self, action: Callable[[], T]) -> T:
         """What rank 0 makes of it, on every rank; the others do not call it. Every rank must come here.
 

@@ -102,4 +102,7 @@ def test_a_rank_that_waits_in_shared_memory_ends_with_the_error_of_another(folde
 
 
 def test_threads_of_one_rank_take_turns(folder: Path) -> None:
-    assert launch(folder, "1x1", "auto", "alone") == [{"results": [True] * 3}]
+    (found,) = launch(folder, "1x1", "auto", "alone")
+    assert found["results"] == [True] * 3
+    assert "cannot be destroyed while a call of it is under way" in found["destroyed"]["said"]
+    assert found["destroyed"]["after"]

@@ -281,6 +281,12 @@ def alone(r: Rank) -> None:
         caller.start()
     for caller in callers:
         caller.join()
+
+    class Destroyer(Streamer):
+        def put(self, value: Tensor) -> None:
+            r.engine.destroy()
+
+    r.fails("destroyed", lambda: r.generate(streamer=Destroyer(0, KeyError("never"))))
     r.found["results"] = [result == r.expected for result in results]
 
 
