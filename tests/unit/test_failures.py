@@ -107,6 +107,10 @@ def test_a_rank_that_others_take_for_lost_goes_on_with_none_of_them() -> None:
     here.miss([1])
     told = here.fail(PeerLostError("rank 0: rank 1 did not answer"))
     tell(told, slow)
+    verdict = slow.verdict(broken=True)
+    assert verdict is not None
+    assert str(slow.follow(verdict)) == "rank 0 gave up this one for lost: rank 1 did not answer"
+    slow.cause = None
     tell(slow.fail(ValueError("late")), here)
     assert here.settle(0.0) and slow.settle(0.0)
     # Were only one of them to refuse, the other would wait for it.
