@@ -85,7 +85,8 @@ def add_forecasts(
     layers, chunk : int
     """
     alone = next((statistics.median(row["seconds"]) for row in rows if row["method"] == IN_MEMORY), None)
-    if alone is None or case.weights or case.in_memory is not None or case.groups > 1:
+    # What lies outside a window is not read, and the forecast is of a model without one.
+    if alone is None or case.weights or case.in_memory is not None or case.groups > 1 or case.part == "windows":
         return
     for row in rows:
         profile = profiles.get(row["method"])
