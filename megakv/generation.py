@@ -349,13 +349,13 @@ class RankZeroStop(StoppingCriteria):
                 said[1] = 0 if self._plans is None else self._plans.proposal()
             except BaseException as error:
                 failure = error
-        said[2] = failure is not None
+        said[2] = failure is None
         agreed = torch.cat([tokens.to(device), upload(said, device)])
         self._comm.broadcast(agreed, 0, operation="control")
         # All that is to be known of a step is read at once: the host waits for the device here, and nowhere else.
-        own, found, stop, plan, failed = torch.cat([tokens.to(device), agreed]).cpu()
+        own, found, stop, plan, well = torch.cat([tokens.to(device), agreed]).cpu()
         self._clock.times.append(self._clock.now())
-        if failed[0]:
+        if not well[0]:
             self._agreement.decide(lambda: _raise(failure))
         if not torch.equal(found, own):
             raise MegaKVError(

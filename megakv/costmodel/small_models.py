@@ -119,7 +119,7 @@ class _Own(_Plain):
     @torch.no_grad()
     def _generate(self, options: dict[str, Any]) -> None:
         # As an engine does it.
-        open_call(self._agreement, self.model.device, self._ids, None)
+        open_call(self._agreement, self.model.device, self.model, self._ids, options)
         self._comm.ledger.reset()
         clock = TokenClock(self._comm.ledger.now)
         prepared = prepare_options(self.model, options, self._comm, self._agreement, clock, None)
