@@ -6,16 +6,17 @@ import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from pydantic import Field, ValidationError, field_validator
 
+from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.config import FairKVConfig
 from megakv.offload.config import OffloadConfig
 from megakv.runahead.config import RunaheadConfig, check_runahead
-from megakv.sections import Section
+from megakv.sections import OneOf, Section
 from megakv.tracking.config import TrackingConfig
 
 REFUSED_KEYS = {
@@ -56,10 +57,10 @@ class ContextParallelConfig(Section):
     size: int = Field(1, ge=1)
     """Number of context-parallel ranks; times ``tensor_parallel.tp_size`` it must be the number of ranks started."""
 
-    prefill: Literal["auto", "pass_kv", "pass_q", "all_gather", "runahead", "tsp", "tsp_causal"] = "auto"
+    prefill: Annotated[str, OneOf(lambda: ("auto", *prefill_methods()))] = "auto"
     """How the tokens of a prompt attend across ranks."""
 
-    decode: Literal["auto", "pass_q", "replicated"] = "auto"
+    decode: Annotated[str, OneOf(lambda: ("auto", *decode_methods()))] = "auto"
     """How newly generated tokens attend across ranks."""
 
     policy: Literal["cost", "alg1", "alg5", "fitted"] = "cost"

@@ -18,6 +18,7 @@ from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.turn import Turn
+from megakv.forward_pass import Generation
 from megakv.generation import (
     RankZeroStreamer,
     TokenClock,
@@ -31,8 +32,7 @@ from megakv.generation import (
     prepare_options,
 )
 from megakv.injection.hooks import ForwardHooks
-from megakv.injection.interface import attach
-from megakv.injection.ownership import detach
+from megakv.injection.ownership import attach, detach
 from megakv.injection.policy import policy_for
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
@@ -97,7 +97,7 @@ class MegaKVEngine(InferenceEngine):
         check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded, comm)
         owned.callback(detach, model)
-        layers = attach(model, self._runtime, self._policy)
+        layers = attach(model, self._runtime)
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)
@@ -362,9 +362,9 @@ class MegaKVEngine(InferenceEngine):
     @contextmanager
     def _holding(self, cache: ShardedCache | None, prompt: Turn) -> Iterator[None]:
         """Keep a cache attached during a `generate` call: some models drop it on the way."""
-        self._runtime.cache, self._runtime.prompt = cache, None if cache is None else prompt
+        self._runtime.generation = None if cache is None else Generation(cache, prompt)
         try:
             with on_device(self.mesh.device):
                 yield
         finally:
-            self._runtime.cache = self._runtime.prompt = None
+            self._runtime.generation = None

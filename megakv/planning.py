@@ -5,30 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megakv.attention.choice import PREFILL, PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
 from megakv.attention.method import AttentionCall
+from megakv.attention.methods import prefill_methods
 from megakv.cache.cache import ShardedCache
+from megakv.choice import PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.device import upload
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import (
-    IntArray,
-    Layout,
-    TokenBlock,
-    balanced,
-    contiguous,
-    on_last_rank,
-    replicated,
-    round_robin,
-)
+from megakv.distributed.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
 from megakv.fairkv.turn import Turn
+from megakv.forward_pass import ForwardPass, Wanted
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition
 from megakv.runahead.source import PartitionSource
@@ -36,95 +26,10 @@ from megakv.runahead.source import PartitionSource
 DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
 
-QUERIES_TRAVEL = ("pass_q", "replicated", "local")
-"""Methods in which no cached key and value leaves its rank."""
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """One call of the model, as all ranks see it.
-
-    Parameters
-    ----------
-    layout : Layout
-        Where its tokens are computed and kept.
-    cache : ShardedCache
-        Where their keys and values go.
-    method : str, optional
-        The attention method of all layers; None where each layer chooses by its shape.
-    batch, slots : int
-        Rows of the input, and slots of the sequence after this pass.
-    workload : Workload, optional
-        Its new and cached tokens, if it has new ones.
-    turn : Turn, optional
-        What its tokens belong to, where some of it may be compressed at its end; else None.
-    compress : tuple of int
-        Sequences of which each layer compresses that turn after its attention, as it ends with this pass.
-    complete : bool
-        Whether attention finds all tokens on every rank that has their KV head, shared or not: where nothing was
-        cached, and there are context-parallel ranks, whose methods know of whole heads only.
-    chosen : dict
-        What layers of a shape chose.
-    """
-
-    layout: Layout
-    cache: ShardedCache
-    method: str | None
-    batch: int
-    slots: int
-    workload: Workload | None
-    turn: Turn | None = None
-    compress: tuple[int, ...] = ()
-    complete: bool = False
-    chosen: dict[AttentionShape, str] = field(default_factory=dict)
-    _uploads: dict[str, Tensor] = field(default_factory=dict)
-
-    def uploaded(self, name: str, rows: IntArray, device: torch.device) -> Tensor:
-        """Rows on the device, by a name: those of one pass are the same in every layer, and copied once."""
-        if name not in self._uploads:
-            self._uploads[name] = upload(rows, device)
-        return self._uploads[name]
-
-    @property
-    def empty(self) -> bool:
-        """Whether it has no new token, as where a piece of a prompt is nothing but padding."""
-        return not any(len(block) for block in self.layout.tokens)
-
-    @property
-    def stays(self) -> bool:
-        """Whether cached keys and values stay with the rank that holds them, and queries come to them."""
-        return self.layout.size == 1 or self.method in QUERIES_TRAVEL
-
-    @property
-    def ends_turn(self) -> bool:
-        """Whether no later pass belongs to the turn."""
-        return self.turn is None or self.slots == self.turn.stop
-
 
 @dataclass
 class PassPlanner:
     """Layouts and methods of one engine's passes.
-
-    Parameters
-    ----------
-    comm : Communicator
-    config : ContextParallelConfig
-    heads, kv_heads : int
-        Query and KV heads of the whole model, for the choice of method.
-    shape : ModelShape, optional
-        Sizes of the whole model, for the cost model; without them decoding goes by the batch, and partitions of
-        KV-Runahead are not predicted.
-    runahead : RunaheadConfig
-        Where the chain's keys and values end, and how it cuts prompts.
-    divided : bool
-        Whether replicas of KV heads share tokens: like compressed ones, those do not travel.
-
-    Attributes
-    ----------
-    choice : PrefillChoice, optional
-        How the last prompt was spread.
-    partitions : PartitionSource
-        How prompts are cut for the chain.
 
     Raises
     ------
@@ -135,11 +40,17 @@ class PassPlanner:
     comm: Communicator
     config: ContextParallelConfig
     heads: int
+    """As `kv_heads`, of the whole model."""
     kv_heads: int
     shape: ModelShape | None = None
+    """Sizes of the whole model, for the cost model; without them decoding goes by the batch, and partitions of
+    KV-Runahead are not predicted.
+    """
     runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
     divided: bool = False
+    """Whether replicas of KV heads share tokens: like compressed ones, those do not travel."""
     choice: PrefillChoice | None = None
+    """How the last prompt was spread."""
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,37 +74,24 @@ class PassPlanner:
         *,
         turn: Turn | None = None,
         compress: tuple[int, ...] = (),
-        wanted: TokenBlock | None = None,
+        wanted: Wanted,
+        narrow: bool = False,
     ) -> ForwardPass:
-        """Decide where the new tokens of a pass go and which method serves it.
+        """Decide where the new tokens of a pass go, at whose end a cache has so many slots, and which method serves it.
 
-        Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty.
-
-        Parameters
-        ----------
-        new : TokenBlock
-            The new tokens of all sequences.
-        cache : ShardedCache
-            What is held already.
-        slots : int
-            Slots of the sequence after the pass.
-        turn : Turn, optional
-            As in `ForwardPass`: what may be compressed takes all queries, those of the last layer too.
-        compress : tuple of int
-            As in `ForwardPass`.
-        wanted : TokenBlock, optional
-            The tokens whose results are asked for of the last layer, if it can do with fewer than all. It does where
-            there is one of each sequence, as when text is generated.
+        Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty. With `narrow` the
+        last layer can do with the tokens whose results are asked for. It does where there is one of each sequence, as
+        when text is generated, unless something may be compressed, which takes all queries.
 
         Raises
         ------
         ValueError
             If the partition that was asked for does not fit the prompt.
         """
-        size = self.comm.mesh.cp_size
+        size, rank = self.comm.mesh.cp_size, self.comm.mesh.cp_rank
         if not len(new):
             # There is nothing to attend to; a stand-in row on every rank goes through the layers.
-            return ForwardPass(balanced(new, size), cache, "local", new.batch, slots, workload=None)
+            return ForwardPass(balanced(new, size), cache, "local", slots, rank, wanted)
         held = cache.table.counts() if cache.length else None
         lengths = np.diff(new.bounds)
         cached = np.zeros_like(lengths) if held is None else held.sum(0)
@@ -203,7 +101,7 @@ class PassPlanner:
             layout, method = balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
         elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
             layout, method = self._decode_layout(new, workload, held)
-            wanted = None
+            narrow = False
         elif self.divided and cache.length:
             self.choice, method = PrefillChoice("pass_q"), "pass_q"
             layout = balanced(new, size, held)
@@ -215,14 +113,16 @@ class PassPlanner:
             else:
                 gathered = method == "runahead" and self.runahead.kv == "last"
                 layout = contiguous(new, choice.partitions, gathered=gathered)
-        if turn is None and wanted is not None and np.diff(wanted.bounds).max() <= 1:
-            layout = layout.narrowed(wanted)
+        asked = wanted.tokens(new.batch)
+        if narrow and turn is None and len(asked) and np.diff(asked.bounds).max() <= 1:
+            layout = layout.narrowed(asked)
         return ForwardPass(
             layout=layout,
             cache=cache,
             method=method,
-            batch=new.batch,
             slots=slots,
+            rank=rank,
+            wanted=wanted,
             workload=workload,
             turn=turn,
             compress=compress,
@@ -241,14 +141,15 @@ class PassPlanner:
             window=scoring.window,
             kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",
         )
-        if shape not in step.chosen:
-            assert step.workload is not None
-            chosen = choose_prefill(self.config, self.evidence, step.workload, shape)
-            if self.config.prefill == "auto":
-                index = self.comm.device_tensor([PREFILL.index(chosen)])
-                chosen = PREFILL[int(self.comm.cp_broadcast(index, operation="control", layer=call.layer))]
-            step.chosen[shape] = chosen
-        return step.chosen[shape]
+        return step.once(shape, lambda: self._agreed_prefill(step, shape, call.layer))
+
+    def _agreed_prefill(self, step: ForwardPass, shape: AttentionShape, layer: int) -> str:
+        assert step.workload is not None
+        chosen, methods = choose_prefill(self.config, self.evidence, step.workload, shape), prefill_methods()
+        if self.config.prefill != "auto":
+            return chosen
+        index = self.comm.device_tensor([methods.index(chosen)])
+        return methods[int(self.comm.cp_broadcast(index, operation="control", layer=layer))]
 
     def forget(self) -> None:
         """A call failed in the middle: of what rank 0 said, ranks may have heard different parts."""

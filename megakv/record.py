@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megakv.attention.choice import PrefillChoice
 from megakv.cache.cache import ShardedCache
+from megakv.choice import PrefillChoice
 from megakv.config import MegaKVConfig
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.mapping import HeadMapping

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.choice import METHODS, last_layer_method
+from megakv.attention.merge import add_sinks
 from megakv.attention.method import AttentionCall, AttentionMethod
-from megakv.attention.partial import Scoring
+from megakv.attention.methods import METHODS
+from megakv.attention.reference import Scoring
 from megakv.attention.runahead import Runahead
 from megakv.cache.cache import ShardedCache
 from megakv.cache.stores import KVStore, PackingStore
+from megakv.choice import last_layer_method
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.compression import Compressor
@@ -21,51 +23,33 @@ from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.store import RaggedStore
 from megakv.fairkv.turn import Turn
-from megakv.injection.interface import add_sinks
-from megakv.planning import ForwardPass, PassPlanner
+from megakv.forward_pass import ForwardPass, Generation, Wanted
+from megakv.planning import PassPlanner
 
 
 @dataclass
 class Runtime:
-    """Attention of one engine's model over its mesh.
-
-    Parameters
-    ----------
-    comm : Communicator
-    planner : PassPlanner
-        Decides where the tokens of a pass go and which methods serve it.
-    compressor : Compressor, optional
-        Compresses the cache after a prompt.
-    replicas : HeadReplicas, optional
-        KV heads on several tensor-parallel ranks that share their tokens.
-    dtype : torch.dtype
-        In which attention is computed and cached where its inputs are not of one type, or autocast would make them of
-        another: the model's.
-
-    Attributes
-    ----------
-    current : ForwardPass, optional
-        The pass under way.
-    cache : ShardedCache, optional
-        That of the `generate` call under way.
-    prompt : Turn, optional
-        That the `generate` call under way reads first, in however many passes.
-    methods : dict
-        Those that were used so far, by name.
-    last_layer : int, optional
-        The layer whose results nobody but the output head reads, if the model has such a one.
-    """
+    """Attention of one engine's model over its mesh."""
 
     comm: Communicator
     planner: PassPlanner
+    """Decides where the tokens of a pass go and which methods serve it."""
     compressor: Compressor | None = None
+    """Compresses the cache after a prompt."""
     replicas: HeadReplicas | None = None
+    """KV heads on several tensor-parallel ranks that share their tokens."""
     dtype: torch.dtype = torch.float32
+    """In which attention is computed and cached where its inputs are not of one type, or autocast would make them of
+    another: the model's.
+    """
     current: ForwardPass | None = None
-    cache: ShardedCache | None = None
-    prompt: Turn | None = None
+    """The pass under way."""
+    generation: Generation | None = None
+    """The `generate` call under way."""
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
+    """Those that were used so far, by name."""
     last_layer: int | None = None
+    """The layer whose results nobody but the output head reads, if the model has such a one."""
     _life: int = 0
 
     def __post_init__(self) -> None:
@@ -77,16 +61,8 @@ class Runtime:
         self.methods.clear()
         self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: TokenBlock) -> ForwardPass:
-        """Decide how a pass is computed, and whether its keys and values are compressed.
-
-        Parameters
-        ----------
-        new, wanted : TokenBlock
-            The new tokens of all sequences, and those of them whose logits are asked for.
-        cache : ShardedCache
-        slots : int
-            Slots of the sequence after the pass.
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> ForwardPass:
+        """Decide how a pass over new tokens is computed, and whether its keys and values are compressed.
 
         Raises
         ------
@@ -99,8 +75,10 @@ class Runtime:
             self.planner.forget()
         self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
         turn, compress = self._turn(new, cache, slots)
-        asked = None if self.last_layer is None or not len(wanted) else wanted
-        return self.planner.plan(new, cache, slots, turn=turn, compress=compress, wanted=asked)
+        narrow = self.last_layer is not None
+        step = self.planner.plan(new, cache, slots, turn=turn, compress=compress, wanted=wanted, narrow=narrow)
+        step.generation = self.generation
+        return step
 
     def _turn(self, new: TokenBlock, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...]]:
         """The turn that a pass belongs to, if some of it may be compressed, and the sequences that are with this pass.
@@ -109,7 +87,7 @@ class Runtime:
         """
         if self.compressor is None:
             return None, ()
-        prompt = self.prompt
+        prompt = None if self.generation is None else self.generation.prompt
         turn = Turn(cache.length, slots) if prompt is None or slots > prompt.stop else prompt
         self.compressor.check(turn)
         if slots < turn.stop:
@@ -127,7 +105,19 @@ class Runtime:
         Under autocast a model hands over what its operators happen to return, in one turn of a session and perhaps not
         in the next: messages, caches and merges are all in the model's type, which loses nothing.
 
-        Parameters and result are those of `_attend`.
+        Parameters
+        ----------
+        q_BHSD, k_BKSD, v_BKSD
+            ``[1, H, L, D]``, ``[1, K, L, D]``, ``[1, K, L, Dv]`` of this rank's packed tokens. Rows beyond those of
+            the layout stand in for an empty shard: they are neither stored nor attended from. Neither are, in the
+            last layer, queries of tokens that nothing is asked of: their results are zero.
+        sinks
+            ``[H]`` attention sinks.
+
+        Returns
+        -------
+        Tensor
+            ``[1, L, H, Dv]`` in the type of `q_BHSD`.
         """
         kind = q_BHSD.device.type
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
@@ -139,31 +129,12 @@ class Runtime:
     def _attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
     ) -> Tensor:
-        """Store the new keys and values, then attend over all ranks.
-
-        Parameters
-        ----------
-        layer : int
-        q_BHSD, k_BKSD, v_BKSD : Tensor
-            ``[1, H, L, D]``, ``[1, K, L, D]``, ``[1, K, L, Dv]`` of this rank's packed tokens. Rows beyond those of
-            the layout stand in for an empty shard: they are neither stored nor attended from. Neither are, in the
-            last layer, queries of tokens that nothing is asked of: their results are zero.
-        scoring : Scoring
-        sinks : Tensor, optional
-            ``[H]`` attention sinks.
-
-        Returns
-        -------
-        Tensor
-            ``[1, L, H, Dv]`` in the type of `q_BHSD`.
-        """
         step = self.current
         assert step is not None, "attention outside a forward pass"
         self.comm.ledger.leave_dense()
-        rank = self.comm.mesh.cp_rank
-        rows = len(step.layout.tokens[rank])
+        rows = len(step.tokens)
         wanted = step.layout.wanted if layer == self.last_layer else None
-        index = None if wanted is None else step.uploaded("wanted", wanted[rank], q_BHSD.device)
+        index = None if wanted is None else step.uploaded("wanted", wanted[step.rank], q_BHSD.device)
         store = step.cache.store(layer)
         if step.empty:
             # Nothing begins, nor ends, in a store.
@@ -214,8 +185,8 @@ class Runtime:
 
     def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""
-        stored = step.layout.stored[self.comm.mesh.cp_rank]
-        rows = self.kept_rows()
+        stored = step.layout.stored[step.rank]
+        rows = step.kept_rows()
         kept = None if rows is None else step.uploaded("kept", rows, k_KLD.device)
         if kept is None and len(stored) > 1 and stored.single and isinstance(store, PackingStore):
             store.append_each(stored.sequences, k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
@@ -227,21 +198,14 @@ class Runtime:
                 store.append(sequence, k_KLD[:, index], v_KLD[:, index])
 
     def _attended(self, step: ForwardPass, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        method = step.method or self.planner.prefill_method(step, call)
-        return self._method(last_layer_method(method, call) if call.narrowed else method)(call)
-
-    def generated(self, cache: ShardedCache) -> bool:
-        """Whether what comes next of a cache was generated by the call under way: in every row, one token more."""
-        known = cache is self.cache and self.prompt is not None and 0 < self.prompt.stop <= cache.length
-        return known and bool((cache.table.counts().sum(0) > 0).all())
-
-    def _method(self, name: str) -> AttentionMethod:
+        name = step.method or self.planner.prefill_method(step, call)
+        if call.narrowed:
+            name = last_layer_method(name, call)
         if name not in self.methods:
-            self.methods[name] = METHODS[name]()
-        return self.methods[name]
+            self.methods[name] = METHODS[name].make()
+        return self.methods[name](call)
 
     def kept_rows(self) -> np.ndarray | None:
         """Of the pass under way, rows of this rank's tokens that it stores; None where it stores them all."""
-        step = self.current
-        assert step is not None
-        return step.layout.kept_rows(self.comm.mesh.cp_rank)
+        assert self.current is not None
+        return self.current.kept_rows()

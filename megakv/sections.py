@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a setting whose values come from a registry, which is looked up when a JSON is read."""
+
+    names: Callable[[], tuple[str, ...]]
+
+    def check(self, value: Any) -> None:
+        """Refuse what is not among them."""
+        *names, last = map(repr, self.names())
+        if value not in self.names():
+            raise ValueError(f"allowed: {', '.join(names)} or {last}")
 
 
 class Section(DeepSpeedConfigModel):
@@ -24,7 +38,11 @@ class Section(DeepSpeedConfigModel):
     def _of_its_own_type(cls, value: Any, info: ValidationInfo) -> Any:
         """Neither is true a number, nor 1 a boolean, nor "2" either of them."""
         assert info.field_name is not None
-        kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
+        field = cls.model_fields[info.field_name]
+        for mark in field.metadata:
+            if isinstance(mark, OneOf):
+                mark.check(value)
+        kinds = set(_kinds(field.annotation))
         if isinstance(value, bool | int | float | str) and kinds <= {bool, int, float, NoneType}:
             numbers = bool(kinds & {int, float})
             if isinstance(value, bool):
@@ -35,6 +53,16 @@ class Section(DeepSpeedConfigModel):
                 null = " or null" if NoneType in kinds else ""
                 raise ValueError(f"allowed: {'a number' if numbers else 'true or false'}{null}")
         return value
+
+
+def registered(section: type[BaseModel], key: str) -> dict[str, list[str]]:
+    """By key, the values of all settings of a section, and of those within it, that come from registries."""
+    found: dict[str, list[str]] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= registered(field.annotation, f"{key}.{name}")
+        found |= {f"{key}.{name}": list(mark.names()) for mark in field.metadata if isinstance(mark, OneOf)}
+    return found
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from megakv.attention.choice import auto
-from megakv.attention.evidence import Evidence
+from megakv.choice import Evidence, auto
 from megakv.config import load_config
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import load_profile

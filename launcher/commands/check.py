@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megakv.config import load_config
+from megakv.config import MegaKVSection, load_config
+from megakv.sections import registered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,12 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The ranks that a JSON wants, and all its settings."""
+    """The ranks that a JSON wants, the methods that it may name, and all its settings."""
     config = load_config(arguments.config)
     return {
         "config": arguments.config,
         "ranks": config.cp_size * config.tp_size,
         "context_parallel": config.cp_size,
         "tensor_parallel": config.tp_size,
+        "methods": registered(MegaKVSection, "megakv"),
         "settings": config.megakv.model_dump(mode="json", by_alias=True),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megakv.attention.choice import DECODE, PREFILL
+from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.injection.policy import POLICIES
 from megakv.tracking import machine_info, version_info
 
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": machine_info(),
         "versions": version_info(),
-        "prefill": ["auto", *PREFILL],
-        "decode": ["auto", *DECODE],
+        "prefill": ["auto", *prefill_methods()],
+        "decode": ["auto", *decode_methods()],
         "model types with a policy": sorted(POLICIES),
     }

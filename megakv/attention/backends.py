@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakv.attention.agreement import difference
 from megakv.attention.compiled import load_kernel
 from megakv.attention.merge import merge_
-from megakv.attention.reference import dense_attention
+from megakv.attention.reference import dense_attention, difference
 
 __all__ = ["Alibi", "Backend", "attend_block", "cuda_efficient", "cuda_flash", "cpu_flash", "math", "select"]
 

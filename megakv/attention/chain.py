@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.message import KVFormat
-from megakv.attention.method import AttentionCall
-from megakv.distributed.comm import Transfer
+from megakv.attention.method import AttentionCall, Transfer
 from megakv.distributed.sharding import Layout, TokenBlock, pieces
 
 OPERATION = "runahead"
@@ -26,42 +25,25 @@ class ChainPlan:
 
     Rank r sends its own tokens, then those of ranks r-1, r-2, ..., 0, each cut into pieces: the nearest come first,
     since the next rank needs only one hop for them.
-
-    Parameters
-    ----------
-    messages : list of TokenBlock
-        The tokens of each.
-    rows : list of (int, int)
-        Per message, bounds of its tokens in the packed row of the rank that computes them.
-    own, incoming : list of int
-        Messages that this rank sends first, and those that it receives, in order.
-    sends : bool
-        Whether a rank behind this one wants them.
-    queue : int
-        Messages of the rank that has most: as many may wait for the next rank, beside a layer's own. With those held,
-        that is what ring pass-KV has in memory: three shards, where messages are at most half a shard.
     """
 
     messages: list[TokenBlock]
+    """The tokens of each."""
     rows: list[tuple[int, int]]
+    """Per message, bounds of its tokens in the packed row of the rank that computes them."""
     own: list[int]
+    """Messages that this rank sends first."""
     incoming: list[int]
+    """Messages that it receives, in order."""
     sends: bool
+    """Whether a rank behind this one wants them."""
     queue: int
+    """Messages of the rank that has most: as many may wait for the next rank, beside a layer's own. With those held,
+    that is what ring pass-KV has in memory: three shards, where messages are at most half a shard."""
 
     @classmethod
     def of(cls, layout: Layout, rank: int, chunk_tokens: int) -> ChainPlan:
-        """The plan of one rank.
-
-        Parameters
-        ----------
-        layout : Layout
-            Contiguous.
-        rank : int
-            Context-parallel rank.
-        chunk_tokens : int
-            The longest message, in tokens.
-        """
+        """The plan of one rank of a contiguous layout, whose longest message has `chunk_tokens` tokens."""
         rows: list[tuple[int, int]] = []
         messages: list[TokenBlock] = []
         of_rank: list[list[int]] = []
@@ -124,13 +106,8 @@ class ChainLink:
     def start_layer(self, call: AttentionCall, sizes: Sequence[int], following: Sequence[tuple[int, int]]) -> None:
         """Post what can be posted of this layer's receives.
 
-        Parameters
-        ----------
-        call : AttentionCall
-        sizes : sequence of int
-            Bytes of the messages that arrive in this layer, in order.
-        following : sequence of (int, int)
-            Bytes and layer of those that arrive after them: posted ahead as buffers become free.
+        `sizes` are the bytes of the messages that arrive in this layer, in order; `following` the bytes and layer of
+        those that arrive after them, posted ahead as buffers become free.
         """
         posted = len(self._posted)
         assert [message.nbytes for message in self._posted] == list(sizes[:posted]), "receives posted for another layer"
@@ -150,12 +127,9 @@ class ChainLink:
             self._sending.append(self._send(call, messages, index, buffer))
 
     def arrivals(self, call: AttentionCall, plan: ChainPlan, messages: KVFormat) -> Iterator[tuple[int, Tensor]]:
-        """This layer's messages, each sent on the moment it is there.
+        """This layer's messages, each sent on the moment it is there: its index in the plan, and its bytes.
 
-        Yields
-        ------
-        int, Tensor
-            The message's index in the plan, and its bytes, which may be read until the next one is asked for.
+        They may be read until the next one is asked for.
         """
         for index in plan.incoming:
             received = self._posted.popleft()

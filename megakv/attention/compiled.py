@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megakv.attention.agreement import difference
-from megakv.attention.reference import dense_attention
+from megakv.attention.reference import dense_attention, difference
 from megakv.compat import extensions_folder
 
 __all__ = ["DecodeKernel", "load_kernel"]
@@ -76,24 +75,10 @@ class RunTable(NamedTuple):
 
 
 class Decoding:
-    """A call of the kernel, ready to be made.
+    """A call of the kernel, ready to be made: its arguments before and behind the number of threads.
 
     Whoever makes it needs Python for nothing else: a thread beside one that is busy in Python waits at every step.
-
-    Parameters
-    ----------
-    call : callable
-    before : tuple
-        Its arguments up to the number of threads.
-    out, lse : Tensor
-        The results.
-    held : object
-        What the arguments point to.
-
-    Attributes
-    ----------
-    out, lse : Tensor
-        As given.
+    `held` is what the arguments point to.
     """
 
     def __init__(self, call: Callable[..., int], before: tuple[object, ...], out: Tensor, lse: Tensor, held: object):
@@ -122,15 +107,7 @@ class Decoding:
 class DecodeKernel:
     """Queries that see all keys, few of them for each KV head, with as many threads as PyTorch uses in the calling one.
 
-    Parameters
-    ----------
-    path : Path
-        The compiled library.
-
-    Raises
-    ------
-    OSError
-        If it cannot be loaded.
+    An OSError says that the compiled library cannot be loaded.
     """
 
     def __init__(self, path: Path):
@@ -156,25 +133,7 @@ class DecodeKernel:
         return group * length <= MAX_ROWS or (length == 1 and group <= MAX_HEADS)
 
     def __call__(self, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one sequence.
-
-        Parameters
-        ----------
-        q_HLD, k_KSD, v_KSD : Tensor
-            ``[H, L, D]``, ``[K, S, D]`` and ``[K, S, Dv]`` that it `computes`; K divides H; S at least 1.
-        scale : float
-            Factor of the dot products.
-
-        Returns
-        -------
-        tuple[Tensor, Tensor]
-            ``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, float32, computed in float32.
-
-        Raises
-        ------
-        MemoryError
-            If there is no memory for partial results.
-        """
+        """``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, float32, of one sequence that it `computes`."""
         strides = Strides(k_KSD.stride(0), k_KSD.stride(1), v_KSD.stride(0), v_KSD.stride(1))
         run = Run(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1])
         out, lse = self.attend(q_HLD[None], RunTable.of([[run]]), k_KSD.shape[0], v_KSD.shape[2], strides, scale)
@@ -185,16 +144,8 @@ class DecodeKernel:
     ) -> Decoding:
         """A call for several sequences, whose keys and values lie token by token.
 
-        Parameters
-        ----------
-        q_BHLD : Tensor
-            ``[B, H, L, D]`` queries.
-        rows : sequence of sequence of Tensor
-            For each sequence, pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values.
-        kv_heads, value_dim : int
-            K and Dv.
-        scale : float
-            Factor of the dot products.
+        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values. Queries are
+        ``[B, H, L, D]``.
         """
         dim = q_BHLD.shape[-1]
         width, behind = kv_heads * (dim + value_dim), kv_heads * dim * q_BHLD.element_size()
@@ -205,30 +156,11 @@ class DecodeKernel:
     def attend(
         self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, strides: Strides, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of several sequences, whose keys and values lie as a table says.
+        """``[B, H, L, Dv]`` and ``[B, H, L]`` of several sequences, of queries ``[B, H, L, D]``; 0 and -inf for one
+        without runs.
 
-        Parameters
-        ----------
-        q_BHLD : Tensor
-            ``[B, H, L, D]`` queries.
-        table : RunTable
-            Where each sequence's keys and values lie, in the queries' type. They must stay there.
-        kv_heads, value_dim : int
-            K and Dv.
-        strides : Strides
-            Of all runs.
-        scale : float
-            Factor of the dot products.
-
-        Returns
-        -------
-        tuple[Tensor, Tensor]
-            ``[B, H, L, Dv]`` and ``[B, H, L]`` as of a single sequence; 0 and -inf for one without runs.
-
-        Raises
-        ------
-        MemoryError
-            If there is no memory for partial results.
+        Keys and values are in the queries' type, where the table says, and must stay there; all runs have the same
+        strides.
         """
         return self.ready(q_BHLD, table, kv_heads, value_dim, strides, scale)()
 

@@ -5,24 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["merge_", "merge_parts"]
+__all__ = ["add_sinks", "merge_", "merge_parts"]
 
 
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention over a second, disjoint key set into the first, in place.
 
-    A part without visible keys is neutral (out 0, lse -inf) on either side.
-
-    Parameters
-    ----------
-    out
-        ``[..., D]`` float32 (or float64): normalised attention output over the keys merged so far.
-    lse
-        ``[...]``, same dtype: natural log of the sum of exp(score) over those keys.
-    part_out
-        ``[..., D]``, any floating dtype: output over the other keys.
-    part_lse
-        ``[...]``: their log-sum-exp.
+    `out` ``[..., D]`` and `lse` ``[...]`` are float32 or float64; `part_out` may be of any floating type. A part
+    without visible keys is neutral (out 0, lse -inf) on either side.
     """
     # The sigmoid of the difference is exact at any gap and its two weights sum to one; -inf against -inf gives NaN,
     # where either weight would do because both outputs are zero. lerp_ is one pass without a temporary.
@@ -34,17 +24,8 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 def merge_parts(outs_NHLD: Tensor, lses_NHL: Tensor) -> tuple[Tensor, Tensor]:
     """Merge N stacked partial results in the order of their index, so that every rank gets the same bits.
 
-    Parameters
-    ----------
-    outs_NHLD
-        ``[N, H, L, D]`` outputs over N disjoint key sets, N >= 1.
-    lses_NHL
-        ``[N, H, L]`` their log-sum-exps; -inf where a part saw no key.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        Output ``[H, L, D]`` and log-sum-exp ``[H, L]``, float32 (float64 for float64 parts).
+    Returns ``[H, L, D]`` outputs and ``[H, L]`` log-sum-exps, float32, or float64 for float64 parts. A part that saw no
+    key has a log-sum-exp of -inf.
     """
     dtype = torch.promote_types(lses_NHL.dtype, torch.float32)
     lses = lses_NHL.to(dtype)
@@ -60,3 +41,8 @@ def merge_parts(outs_NHLD: Tensor, lses_NHL: Tensor) -> tuple[Tensor, Tensor]:
     for part, weight in zip(outs_NHLD[1:], weights[1:], strict=True):
         out.addcmul_(part.to(dtype), weight.unsqueeze(-1))
     return out, total.log_().add_(top)
+
+
+def add_sinks(out_HLD: Tensor, lse_HL: Tensor, sinks: Tensor) -> Tensor:
+    """Rescale merged outputs by an attention sink per head: a key that is always visible and has value zero."""
+    return out_HLD * torch.sigmoid(lse_HL - sinks.to(lse_HL.dtype)[:, None]).unsqueeze(-1)

@@ -26,15 +26,7 @@ class Scratch:
 
 
 class MessageFormat:
-    """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are.
-
-    Parameters
-    ----------
-    tokens : sequence of TokenBlock
-        Of each message, in the order of its rows.
-    row_bytes : int
-        Bytes of one token.
-    """
+    """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are."""
 
     def __init__(self, tokens: Sequence[TokenBlock], row_bytes: int):
         self.tokens = tokens
@@ -46,14 +38,7 @@ class MessageFormat:
 
 
 class KVFormat(MessageFormat):
-    """Messages of keys and values, sequence after sequence.
-
-    Parameters
-    ----------
-    call : AttentionCall
-    tokens : sequence of TokenBlock
-        Of each message.
-    """
+    """Messages of keys and values, sequence after sequence."""
 
     def __init__(self, call: AttentionCall, tokens: Sequence[TokenBlock]):
         self._heads = call.kv_heads

@@ -3,22 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.part import KVPart, PackedRows, Part, dense
-from megakv.attention.partial import PartialAttention, Scoring
-from megakv.attention.runs import attend_runs
-from megakv.attention.together import attend_together
-from megakv.cache.cache import TokenTable
-from megakv.cache.stores import KVStore, PackingStore
-from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import Layout, TokenBlock
+from megakv.attention.partial import PartialAttention
+from megakv.attention.reference import Scoring
+from megakv.attention.together import attend_runs, attend_together
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
+
+
+class Transfer(Protocol):
+    """Sends and receives under way that end together."""
+
+    def count_from_now(self) -> None:
+        """Let its time begin here: it was posted ahead, or is only waited for to use its buffer again."""
+
+    def wait(self) -> None:
+        """Block until what was received may be read and what was sent may be overwritten."""
+
+
+class Place(Protocol):
+    """Where a rank is in its ring or chain."""
+
+    @property
+    def cp_rank(self) -> int: ...
+    @property
+    def cp_size(self) -> int: ...
+
+
+class Stopwatch(Protocol):
+    """Counts what ranks compute."""
+
+    def compute(self, name: str, layer: int | None = None, /) -> AbstractContextManager[None]:
+        """Count a stretch of computation."""
+
+
+class Ring(Protocol):
+    """What methods use of a `megakv.distributed.comm.Communicator`; destinations are context-parallel ranks."""
+
+    @property
+    def mesh(self) -> Place: ...
+    @property
+    def ledger(self) -> Stopwatch: ...
+
+    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer:
+        """Send to the next rank of the ring while receiving from the previous one."""
+
+    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer:
+        """Send a message that must not be written before its transfer is over."""
+
+    def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer:
+        """Say where the next message of a rank goes."""
+
+    def cp_all_gather(
+        self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None
+    ) -> Tensor:
+        """``[N, ...]`` the equally large tensors of all ranks, in `receive` where it is given."""
+
+    def cp_all_to_all(
+        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
+    ) -> Tensor:
+        """What all ranks send to this one, one behind the other."""
+
+
+class PartElsewhere(Protocol):
+    """Attention to some rows where they lie, under way."""
+
+    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge it into the attention to all other rows, in place."""
+
+
+class Store(Protocol):
+    """What attention asks of this rank's keys and values of a layer (see `megakv.cache.stores`)."""
+
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence's last rows, but for those attended elsewhere."""
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        """All that is held of a sequence, given the coordinates of every token that was ever appended."""
+
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
+        """Begin to attend from some rank's queries to rows that `part` does not give; None where it gives all."""
+
+
+@runtime_checkable
+class CollectingStore(Protocol):
+    """A store that others may write into."""
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
+        """``[K, rows, D]`` and ``[K, rows, Dv]`` room behind the present rows of a sequence, for the caller to write.
+
+        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
+        as present at once.
+        """
+
+
+@runtime_checkable
+class PackedStore(Protocol):
+    """A store that may have all sequences in one buffer: one by one, Python takes longer than the rest."""
+
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        """Keys ``[K, R, D]`` and values ``[K, R, Dv]`` of a buffer that holds what `part` gives of every sequence.
+
+        With each sequence's first row in it, and how many rows it has. None where they do not lie in one buffer.
+        """
 
 
 @dataclass(frozen=True)
@@ -27,45 +122,29 @@ class AttentionCall:
 
     The new keys and values are in the store already, but for a layout that is gathered on the last rank: there the
     method puts them into its store.
-
-    Parameters
-    ----------
-    layer : int
-        Index of the layer.
-    q_HLD, k_KLD, v_KLD : Tensor
-        ``[H, L, D]`` queries, ``[K, L, D]`` keys and ``[K, L, Dv]`` values of this rank's tokens, packed; with
-        `narrowed`, queries of those alone that are wanted.
-    layout : Layout
-        The new tokens on every rank.
-    scoring : Scoring
-        Scale, window, soft cap and bias of the layer.
-    kv_heads, key_dim, value_dim : int
-        Shape of the keys and values on every rank of the ring.
-    store : KVStore
-        This rank's keys and values of the layer.
-    table : TokenTable
-        The cached tokens on every rank, new ones included.
-    comm : Communicator
-    compressed : bool
-        Whether some of what was cached before was compressed, on whichever rank: that does not travel.
-    narrowed : bool
-        Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for.
     """
 
     layer: int
     q_HLD: Tensor
+    """Queries of this rank's tokens, packed; with `narrowed`, of those alone that are wanted."""
     k_KLD: Tensor
     v_KLD: Tensor
     layout: Layout
+    """The new tokens on every rank."""
     scoring: Scoring
     kv_heads: int
+    """As are the head dims: of the keys and values on every rank of the ring."""
     key_dim: int
     value_dim: int
-    store: KVStore
+    store: Store
+    """This rank's keys and values of the layer."""
     table: TokenTable
-    comm: Communicator
+    """The cached tokens on every rank, new ones included."""
+    comm: Ring
     compressed: bool = False
+    """Whether some of what was cached before was compressed, on whichever rank: that does not travel."""
     narrowed: bool = False
+    """Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for."""
 
     @property
     def rank(self) -> int:
@@ -97,7 +176,7 @@ class AttentionCall:
         return LocalParts(self)
 
     def dense_parts(self) -> list[KVPart]:
-        """The same for methods that send keys and values to other ranks."""
+        """The same for methods that send keys and values to other ranks: compressed ones do not travel."""
         return dense(self.local_parts())
 
     def new_parts(self, start: int = 0, stop: int | None = None) -> Iterator[KVPart]:
@@ -132,12 +211,7 @@ class AttentionCall:
 
 
 class LocalParts:
-    """A rank's keys and values of all sequences that have any, looked at when they are asked for.
-
-    Parameters
-    ----------
-    call : AttentionCall
-    """
+    """A rank's keys and values of all sequences that have any, looked at when they are asked for."""
 
     def __init__(self, call: AttentionCall):
         self._call = call
@@ -158,7 +232,7 @@ class LocalParts:
     def packed(self) -> PackedRows | None:
         """All of them where they lie in one buffer; None where they do not."""
         call = self._call
-        buffer = call.store.packed() if isinstance(call.store, PackingStore) else None
+        buffer = call.store.packed() if isinstance(call.store, PackedStore) else None
         if buffer is None:
             return None
         slots = [call.table.slots(call.rank, sequence) for sequence in range(call.table.batch)]
@@ -173,22 +247,9 @@ class AttentionMethod(Protocol):
 
 
 def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
-    """Some rank's queries over this rank's keys and values, wherever these lie.
+    """``[H, L, Dv]`` and ``[H, L]`` of some rank's queries over this rank's keys and values, wherever these lie.
 
-    Parameters
-    ----------
-    call : AttentionCall
-    q_HLD : Tensor
-        ``[H, L, D]`` queries.
-    tokens : TokenBlock
-        Their tokens.
-    parts : iterable of Part
-        What is attended to here; it is looked at after the rest has begun elsewhere.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        ``[H, L, Dv]`` and ``[H, L]``.
+    `parts` is looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
     together = None
@@ -211,17 +272,7 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
 
 
 class PackedAttention:
-    """Running partial attention of packed queries of several sequences.
-
-    Parameters
-    ----------
-    q_HLD : Tensor
-        ``[H, L, D]`` queries.
-    tokens : TokenBlock
-        Their tokens.
-    scoring : Scoring
-    value_dim : int
-    """
+    """Running partial attention of packed queries of several sequences."""
 
     partial_type: type[PartialAttention] = PartialAttention
     """How one sequence's queries attend to a part."""

@@ -27,14 +27,7 @@ class Part(Protocol):
 class KVPart:
     """Keys and values of one sequence on one rank, with the coordinates that causality is decided from.
 
-    Parameters
-    ----------
-    sequence : int
-        Batch row.
-    k_KSD, v_KSD : Tensor
-        ``[K, S, D]`` and ``[K, S, Dv]``.
-    slots, positions : IntArray
-        ``[S]``, slots ascending.
+    ``[K, S, D]`` keys, ``[K, S, Dv]`` values and ``[S]`` slots, which ascend, and positions.
     """
 
     sequence: int
@@ -50,23 +43,15 @@ class KVPart:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Keys and values of several sequences in one buffer.
-
-    Parameters
-    ----------
-    k_KRD, v_KRD : Tensor
-        ``[K, R, D]`` and ``[K, R, Dv]`` of all its rows.
-    first, count : list of int
-        ``[B]`` first row of each sequence, and how many it has there.
-    slots : sequence of IntArray
-        Of each sequence, ascending; its rows are those of the last ones.
-    """
+    """Keys and values of several sequences in one buffer."""
 
     k_KRD: Tensor
     v_KRD: Tensor
     first: list[int]
+    """``[B]`` the first row of each sequence, of which there are `count`."""
     count: list[int]
     slots: Sequence[IntArray]
+    """Of each sequence, ascending; its rows are those of the last ones."""
 
 
 def dense(parts: Iterable[Part]) -> list[KVPart]:

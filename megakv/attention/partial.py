@@ -7,72 +7,26 @@ slots, never from the order in which parts arrive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.backends import Alibi, attend_block
 from megakv.attention.merge import merge_
+from megakv.attention.reference import Scoring
 from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
 from megakv.device import upload
 
 __all__ = ["PartialAttention", "Scoring", "attend"]
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How a layer turns q.k into weights.
-
-    Parameters
-    ----------
-    scale
-        Factor of the dot products.
-    window
-        A query at slot s sees the keys at slots in ``(s - window, s]``; None: all up to s.
-    softcap
-        c turns a scaled score s into ``c * tanh(s / c)``.
-    alibi_slopes
-        ``[H]`` float32. The bias ``slope_h * (k_position - q_slot)`` is added to the scaled scores. Against the usual
-        ``slope_h * k_position`` it shifts a row's scores and log-sum-exp by a constant, which changes no weight: far
-        into a long prompt, float32 would lose the bias of neighbouring keys otherwise.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    alibi_slopes: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether a score is the scaled product of query and key, and nothing else."""
-        return self.softcap is None and self.alibi_slopes is None
-
-
 class PartialAttention:
-    """Running output and log-sum-exp of one sequence's local queries.
+    """Running output and log-sum-exp of one sequence's local queries ``[H, L, D]``, after rotary, at ascending slots.
 
-    Parameters
-    ----------
-    q_HLD
-        ``[H, L, D]`` queries after rotary; any strides (a transposed view of ``[L, H, D]`` is not copied); L may be 0.
-    q_slots
-        ``[L]`` their global slots, strictly ascending.
-    scoring
-        The layer's scale, window, soft cap and ALiBi slopes.
-    value_dim
-        Head dim of the values; the queries' if None. Only asked for before the first part.
-
-    Attributes
-    ----------
-    out : Tensor
-        ``[H, L, Dv]`` float32 (float64 for float64 queries), 0 where no key was seen; for many rows a view of
-        ``[L, H, Dv]`` memory, otherwise of any strides. May be another tensor after `add`.
-    lse : Tensor
-        ``[H, L]``, same dtype: natural log-sum-exp; -inf where no key was seen.
-    q_HLD, q_slots, scoring
-        As given.
+    Queries may have any strides (a transposed view of ``[L, H, D]`` is not copied), and L may be 0. `out` is ``[H, L,
+    Dv]`` and `lse` ``[H, L]``, float32 (float64 for float64 queries): 0 and -inf where no key was seen; `out` may be
+    another tensor after `add`, of any strides. `value_dim`, the queries' if None, is only asked for before the first
+    part.
     """
 
     def __init__(self, q_HLD: Tensor, q_slots: Slots, scoring: Scoring, value_dim: int | None = None) -> None:
@@ -96,27 +50,18 @@ class PartialAttention:
     def add(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots | None = None) -> None:
         """Attend to the visible ones of these keys and merge the result.
 
-        Parameters
-        ----------
-        k_KSD, v_KSD
-            ``[K, S, D]`` and ``[K, S, Dv]`` in the queries' dtype, K a divisor of H; any strides with a last one of 1
-            are read without a copy; S may be 0. No key may be in two parts.
-        k_slots
-            ``[S]`` their global slots, strictly ascending.
-        k_positions
-            ``[S]`` their positions, for ALiBi; the slots if None.
+        ``[K, S, D]`` keys and ``[K, S, Dv]`` values are in the queries' dtype, K a divisor of H; any strides with a
+        last one of 1 are read without a copy; S may be 0. No key may be in two parts. Slots ascend; positions, for
+        ALiBi, are the slots if None.
         """
         assert k_KSD.shape[1] == v_KSD.shape[1] == len(k_slots), f"{k_KSD.shape[1]} keys with {len(k_slots)} slots"
         for block in plan_blocks(self.q_slots, k_slots, self.scoring.window):
             self._add_block(block, k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions)
 
     def merge(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
-        """Merge the attention of all rows over further keys that was computed elsewhere.
+        """Merge the attention of all rows over further keys, computed elsewhere: ``[H, L, Dv]`` and ``[H, L]``.
 
-        Parameters
-        ----------
-        out_HLD, lse_HL
-            ``[H, L, Dv]`` and ``[H, L]``; 0 and -inf where no key was seen. May be overwritten later.
+        It is 0 and -inf where no key was seen, and may be overwritten later.
         """
         self._merge_rows(0, len(self.q_slots), out_HLD, lse_HL)
 

@@ -36,16 +36,7 @@ def attend_to_all_shards(
 ) -> None:
     """Let every rank's shard of keys and values visit this rank, its own first, and attend to each.
 
-    Parameters
-    ----------
-    call : AttentionCall
-    attention : PackedAttention
-        Where results are merged.
-    tokens : sequence of TokenBlock
-        Of each rank's shard.
-    parts : sequence of KVPart
-        This rank's shard.
-    scratch : Scratch
+    `tokens` are those of each rank's shard, `parts` this rank's; results are merged into `attention`.
     """
     messages = KVFormat(call, tokens)
     # Alone, nothing is sent: the message stays empty.

@@ -30,17 +30,8 @@ class PassQ:
 def visit_all_shards(call: AttentionCall, parts: Iterable[Part], scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Let every rank's queries visit this rank, its own first, and attend to its shard; then bring results home.
 
-    Parameters
-    ----------
-    call : AttentionCall
-    parts : iterable of Part
-        This rank's shard of keys and values; looked at once for each rank's queries.
-    scratch : Scratch
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        ``[H, L, Dv]`` and ``[H, L]`` of this rank's queries over all shards.
+    `parts`, this rank's keys and values, are looked at once for each rank's queries. Returns ``[H, L, Dv]`` and ``[H,
+    L]`` of this rank's queries over all shards.
     """
     messages = QueryFormat(call)
     own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)

@@ -1,18 +1,36 @@
-"""Dense masked attention in float64: the obvious form that the fast ones are compared with."""
+"""What attention is: the scores of a layer, and the obvious dense form in float64 that fast ones are compared with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megakv.attention.visibility import Slots, visible_pairs
 
-if TYPE_CHECKING:
-    from megakv.attention.partial import Scoring
+__all__ = ["Scoring", "dense_attention", "difference", "reference_attention"]
 
-__all__ = ["dense_attention", "reference_attention"]
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer turns q.k into weights."""
+
+    scale: float
+    """Factor of the dot products."""
+    window: int | None = None
+    """A query at slot s sees the keys at slots in ``(s - window, s]``; None: all up to s."""
+    softcap: float | None = None
+    """c turns a scaled score s into ``c * tanh(s / c)``."""
+    alibi_slopes: Tensor | None = None
+    """``[H]`` float32. The bias ``slope_h * (k_position - q_slot)`` is added to the scaled scores. Against the usual
+    ``slope_h * k_position`` it shifts a row's scores and log-sum-exp by a constant, which changes no weight: far into a
+    long prompt, float32 would lose the bias of neighbouring keys otherwise."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether a score is the scaled product of query and key, and nothing else."""
+        return self.softcap is None and self.alibi_slopes is None
 
 
 def dense_attention(
@@ -25,12 +43,9 @@ def dense_attention(
     softcap: float | None = None,
     bias_HLS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention and its log-sum-exp with the whole score matrix in memory.
+    """Softmax attention ``[H, L, D]`` and its log-sum-exp ``[H, L]``, float64, with the whole score matrix in memory.
 
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        Output ``[H, L, Dv]`` and log-sum-exp ``[H, L]``, float64; a row that sees no key has output 0 and -inf.
+    A row that sees no key has output 0 and log-sum-exp -inf.
     """
     group = q_HLD.shape[0] // k_KSD.shape[0]
     k = k_KSD.double().repeat_interleave(group, 0)
@@ -67,3 +82,13 @@ def reference_attention(
     return dense_attention(
         q_HLD, k_KSD, v_KSD, scoring.scale, visible_LS=visible, softcap=scoring.softcap, bias_HLS=bias
     )
+
+
+def difference(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> str:
+    """What differs by more than the tolerance, relative to 1 + the expected size; empty if nothing does."""
+    for name, got, want in zip(("output", "log-sum-exp"), actual, expected, strict=True):
+        if got.shape != want.shape:
+            return f"its {name} has the shape {list(got.shape)} instead of {list(want.shape)}"
+        if not torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance):
+            return f"its {name} differs from the reference by more than {tolerance}"
+    return ""

@@ -1,4 +1,4 @@
-"""Replicated queries: every rank holds the hidden state, so only partial results travel, in one collective."""
+"""Attention whose queries stay: on ranks that have them all, or on the one rank that has everything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megakv.attention.method import AttentionCall, attend_here
 
 
 class Replicated:
-    """Each rank attends to its own keys and values with all queries; one all-gather merges.
+    """Each rank attends to its own keys and values with all queries; one all-gather merges the partial results.
 
     Right for decoding fewer sequences than ranks, where ring pass-Q would leave ranks without a token anyway.
     """
@@ -24,3 +24,11 @@ class Replicated:
         both = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
         gathered = call.comm.cp_all_gather(both, operation="replicated", layer=call.layer)
         return merge_parts(gathered[..., :-1], gathered[..., -1])
+
+
+class Local:
+    """Each rank attends to its own keys and values, without communication: all tokens of a pass lie on one rank."""
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        with call.comm.ledger.compute("attention", call.layer):
+            return attend_here(call, call.q_HLD, call.tokens, call.local_parts())

@@ -13,26 +13,10 @@ from megakv.attention.method import AttentionCall
 def pass_around(
     call: AttentionCall, messages: MessageFormat, own: Tensor, scratch: Scratch, *, operation: str
 ) -> Iterator[tuple[int, Tensor]]:
-    """Let every rank's message visit this rank, its own first.
+    """Let every rank's message visit this rank, its own first: the rank that it comes from, and the message.
 
-    While the caller works on a message, it is also being sent on, and the next one is being received.
-
-    Parameters
-    ----------
-    call : AttentionCall
-    messages : MessageFormat
-        A message of each rank.
-    own : Tensor
-        This rank's message.
-    scratch : Scratch
-        Where messages are received.
-    operation : str
-        What the transfers are counted as.
-
-    Yields
-    ------
-    int, Tensor
-        The rank that a message comes from, and the message, which may be read until the next one is asked for.
+    While the caller works on a message, which it may read until it asks for the next one, it is also being sent on, and
+    the next one is being received. Transfers are counted as `operation`.
     """
     held = own
     for step in range(call.size):

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
 from megakv.attention.message import KVFormat, Scratch
-from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.method import AttentionCall, CollectingStore, PackedAttention
 from megakv.attention.part import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
-from megakv.cache.stores import CollectingStore
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.errors import MegaKVError
 
@@ -26,10 +25,7 @@ class Runahead:
     then attended to. Receives are posted ahead, for the next layer before its projections. Keys and values of earlier
     turns, however they are spread, are attended to by ring pass-KV; where they were compressed, by ring pass-Q.
 
-    Parameters
-    ----------
-    chunk_tokens : int
-        Tokens that are forwarded at a time: small enough for hops to overlap, large enough for few merges.
+    `chunk_tokens` are forwarded at a time: few enough for hops to overlap, enough for few merges.
     """
 
     def __init__(self, chunk_tokens: int = CHUNK_TOKENS) -> None:

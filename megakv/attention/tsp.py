@@ -34,12 +34,7 @@ class Stretch(NamedTuple):
 def stretches(q_slots: Slots, k_slots: Slots, window: int | None) -> list[Stretch]:
     """Cut all keys by who sees them. Short stretches beside a masked one join it: fewer kernel calls cost less.
 
-    Parameters
-    ----------
-    q_slots, k_slots
-        ``[L]`` and ``[S]``, both at least 1, strictly ascending global slots.
-    window
-        Number of slots a query sees, itself included; None for all earlier ones.
+    There is at least one query and one key; a query sees `window` slots, itself included, or all earlier ones.
     """
     first, last = q_slots[0], q_slots[-1]
     # Keys that some row sees are [some0, some1), those that every row sees [every0, every1).

@@ -68,20 +68,10 @@ def visible_pairs(q_slots: AnySlots, k_slots: AnySlots, window: int | None = Non
 
 
 def plan_blocks(q_slots: Slots, k_slots: Slots, window: int | None = None) -> list[Block]:
-    """Cover exactly the visible pairs of one sequence's queries and keys.
+    """Cover exactly the visible pairs of one sequence's queries and keys, given by strictly ascending global slots.
 
-    Parameters
-    ----------
-    q_slots, k_slots
-        ``[L]`` and ``[S]``, strictly ascending global slots with arbitrary gaps; either may be empty.
-    window
-        Number of slots a query sees, itself included; None for all earlier ones.
-
-    Returns
-    -------
-    list[Block]
-        Disjoint blocks. Every visible pair lies in exactly one; hidden pairs lie only above the diagonal of causal
-        blocks and under the mask of masked ones. Blocks of more query rows come first where there is a choice.
+    Blocks are disjoint. Every visible pair lies in exactly one; hidden pairs lie only above the diagonal of causal
+    blocks and under the mask of masked ones. Blocks of more query rows come first where there is a choice.
     """
     if not len(q_slots) or not len(k_slots) or k_slots[0] > q_slots[-1]:
         return []

@@ -8,121 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from megakv.cache.stores import GROWTH_MINIMUM, DenseStore, KVStore
-from megakv.distributed.sharding import IntArray, Layout, TokenBlock
+from megakv.cache.stores import DenseStore, KVStore
+from megakv.distributed.sharding import Layout, TokenTable
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
     from megakv.fairkv.shares import HeadShares
-
-
-class TokenColumn:
-    """A growing 1-D integer array."""
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(GROWTH_MINIMUM, dtype=np.int64)
-        self.length = 0
-
-    def extend(self, values: IntArray) -> None:
-        needed = self.length + len(values)
-        if needed > len(self._buffer):
-            grown = np.empty(needed + needed // 4 + GROWTH_MINIMUM, dtype=np.int64)
-            grown[: self.length] = self._buffer[: self.length]
-            self._buffer = grown
-        self._buffer[self.length : needed] = values
-        self.length = needed
-
-    def view(self) -> IntArray:
-        return self._buffer[: self.length]
-
-    def copy(self) -> TokenColumn:
-        column = TokenColumn()
-        column.extend(self.view())
-        return column
-
-
-class TokenTable:
-    """Slots and positions of the cached tokens of every sequence on every context-parallel rank."""
-
-    def __init__(self, size: int, batch: int):
-        self.size = size
-        self.batch = batch
-        self._slots = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
-        self._positions = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
-        self._tokens: tuple[TokenBlock, ...] | None = None
-
-    def extend(self, layout: Layout) -> None:
-        self._tokens = None
-        for rank, block in enumerate(layout.stored):
-            for sequence in range(self.batch):
-                run = block.run(sequence)
-                if run.stop > run.start:
-                    self._slots[rank][sequence].extend(block.slot[run])
-                    self._positions[rank][sequence].extend(block.position[run])
-
-    def slots(self, rank: int, sequence: int) -> IntArray:
-        return self._slots[rank][sequence].view()
-
-    def positions(self, rank: int, sequence: int) -> IntArray:
-        return self._positions[rank][sequence].view()
-
-    def tokens(self) -> tuple[TokenBlock, ...]:
-        """Per rank, all that it holds, packed; made once for all layers of a pass."""
-        if self._tokens is None:
-            found = []
-            for counts, *columns in zip(self.counts(), self._slots, self._positions, strict=True):
-                slots, positions = (np.concatenate([column.view() for column in row]) for row in columns)
-                found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
-            self._tokens = tuple(found)
-        return self._tokens
-
-    def next_positions(self) -> IntArray:
-        """``[B]`` the position behind the last token of every sequence."""
-        found = np.zeros(self.batch, dtype=np.int64)
-        for row in self._positions:
-            for sequence, column in enumerate(row):
-                if column.length:
-                    found[sequence] = max(found[sequence], column.view()[-1] + 1)
-        return found
-
-    def counts(self) -> NDArray[np.int64]:
-        """``[N, B]`` tokens held by each rank of each sequence."""
-        return np.array([[column.length for column in row] for row in self._slots], dtype=np.int64).reshape(
-            self.size, self.batch
-        )
-
-    def since(self, slot: int) -> NDArray[np.int64]:
-        """``[B]`` tokens at `slot` and beyond, on all ranks together."""
-        found = [[len(column.view()) - np.searchsorted(column.view(), slot) for column in row] for row in self._slots]
-        return np.array(found, dtype=np.int64).reshape(self.size, self.batch).sum(0)
-
-    def crop(self, slots: int) -> None:
-        """Forget all tokens at `slots` and beyond."""
-        self._tokens = None
-        for rank in range(self.size):
-            for sequence in range(self.batch):
-                length = int(np.searchsorted(self.slots(rank, sequence), slots))
-                self._slots[rank][sequence].length = length
-                self._positions[rank][sequence].length = length
-
-    def fork(self) -> TokenTable:
-        """A copy."""
-        twin = TokenTable(self.size, 0)
-        twin.batch = self.batch
-        twin._slots = [[column.copy() for column in row] for row in self._slots]
-        twin._positions = [[column.copy() for column in row] for row in self._positions]
-        return twin
-
-    def reorder(self, index: list[int]) -> None:
-        """Row b becomes the present row ``index[b]``."""
-        self.batch, self._tokens = len(index), None
-        for columns in (self._slots, self._positions):
-            for rank in range(self.size):
-                columns[rank] = [columns[rank][source].copy() for source in index]
 
 
 class _LayerView(CacheLayerMixin):

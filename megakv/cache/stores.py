@@ -15,18 +15,11 @@ from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
-    from megakv.attention.method import AttentionCall
+    from megakv.attention.method import AttentionCall, PartElsewhere
 
 GROWTH_DIVISOR = 32
 """A full buffer grows by this fraction of its length, so unused room stays near 3%."""
 GROWTH_MINIMUM = 16
-
-
-class ElsewherePart(Protocol):
-    """Attention to some rows where they lie, under way."""
-
-    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
-        """Merge it into the attention to all other rows, in place."""
 
 
 class KVStore(Protocol):
@@ -41,7 +34,7 @@ class KVStore(Protocol):
         All rows; or the last n, where `attend_elsewhere` takes the others.
         """
 
-    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> ElsewherePart | None:
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         """Begin to attend from some rank's queries to rows that `part` does not give; None where it gives all."""
 
     def release(self) -> None:
@@ -67,18 +60,6 @@ class KVStore(Protocol):
 
     def nbytes(self) -> int:
         """Bytes of memory held."""
-
-
-@runtime_checkable
-class CollectingStore(Protocol):
-    """A store that others may write into."""
-
-    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
-        """``[K, rows, D]`` and ``[K, rows, Dv]`` room behind the present rows of a sequence, for the caller to write.
-
-        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
-        as present at once.
-        """
 
 
 @runtime_checkable

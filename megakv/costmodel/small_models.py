@@ -25,9 +25,10 @@ from megakv.costmodel.lone import Alone
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stopwatch import Battery, Pool, Times
 from megakv.distributed.agreement import Agreement
+from megakv.forward_pass import Generation
 from megakv.generation import TokenClock, open_call, prepare_options
 from megakv.injection.hooks import ForwardHooks
-from megakv.injection.interface import attach
+from megakv.injection.ownership import attach
 from megakv.injection.policy import policy_for
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
@@ -114,7 +115,7 @@ class _Own(_Plain):
         planner = PassPlanner(comm=self._comm, config=ContextParallelConfig(), **heads)
         self._runtime = Runtime(self._comm, planner, dtype=model.dtype)
         policy = policy_for(model.config.model_type)
-        self._hooks = ForwardHooks(model, self._runtime, policy, attach(model, self._runtime, policy))
+        self._hooks = ForwardHooks(model, self._runtime, policy, attach(model, self._runtime))
 
     @torch.no_grad()
     def _generate(self, options: dict[str, Any]) -> None:
@@ -123,9 +124,10 @@ class _Own(_Plain):
         self._comm.ledger.reset()
         clock = TokenClock(self._comm.ledger.now)
         prepared = prepare_options(self.model, options, self._comm, self._agreement, clock, None)
-        self._runtime.cache = cache = self._hooks.new_cache()
+        cache = self._hooks.new_cache()
+        self._runtime.generation = Generation(cache)
         super()._generate({**prepared, "past_key_values": cache})
-        self._runtime.cache = None
+        self._runtime.generation = None
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.choice import METHODS
 from megakv.attention.method import AttentionCall
+from megakv.attention.methods import METHODS
 from megakv.attention.partial import Scoring
-from megakv.cache.cache import TokenTable
 from megakv.cache.stores import DenseStore
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.shape import AttentionShape
 from megakv.costmodel.stopwatch import Pool
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import Layout, TokenBlock, balanced, replicated, round_robin
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, balanced, replicated, round_robin
 
 TWIN_LAYERS = 4
 """Layers that take turns, so that no call finds the keys and values of the one before in a cache."""
@@ -50,7 +49,7 @@ class TrialLayer:
         self.workload = workload
         self._pool = pool
         self._calls: dict[str, Callable[[], AttentionCall]] = {}
-        self._methods = {name: make() for name, make in METHODS.items()}
+        self._methods = {name: entry.make() for name, entry in METHODS.items()}
 
     def run(self, method: str) -> tuple[Tensor, Tensor]:
         """Outputs ``[H, L, Dv]`` and log-sum-exps ``[H, L]`` of this rank's queries by one method."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megakv.attention.choice import CONTIGUOUS
+from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.shape import ModelShape
@@ -19,8 +19,7 @@ from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import check_length
-from megakv.injection.hooks import depends_on_length
-from megakv.injection.policy import policy_for
+from megakv.injection.policy import depends_on_length, policy_for
 from megakv.offload.tiers import in_units
 from megakv.runahead.partition import even, explicit
 from megakv.weights.files import local_directory
@@ -209,7 +208,7 @@ def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[i
         If a partition does not fit the context.
     """
     section, size = config.megakv, config.cp_size
-    if section.context_parallel.prefill not in CONTIGUOUS:
+    if not is_contiguous(section.context_parallel.prefill):
         # Every sequence of a batch is dealt out by itself.
         slots = np.arange(context, dtype=np.int64)
         layout = balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), size)

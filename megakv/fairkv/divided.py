@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megakv.attention.part import KVPart, Part
 from megakv.attention.partial import PartialAttention
-from megakv.cache.cache import TokenColumn
 from megakv.cache.stores import GROWTH_MINIMUM, DenseStore, KVStore
 from megakv.device import upload
-from megakv.distributed.sharding import IntArray
+from megakv.distributed.sharding import IntArray, TokenColumn
 from megakv.fairkv.shares import HeadShares
 from megakv.tensor_files import StreamedTensor
 

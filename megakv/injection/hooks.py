@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,12 @@ from transformers import PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.device import upload
-from megakv.distributed.sharding import TokenBlock, new_tokens
+from megakv.distributed.sharding import new_tokens
 from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.store import RaggedStore
+from megakv.forward_pass import ForwardPass, LastRows, Wanted
 from megakv.injection.last_layer import LastLayerRows
-from megakv.injection.policy import Policy
-from megakv.injection.positions import PaddedPositions, takes_positions
-from megakv.planning import ForwardPass
+from megakv.injection.policy import PaddedPositions, Policy, depends_on_length, takes_positions
 from megakv.runtime import Runtime
 
 REFUSED_INPUTS = {
@@ -31,42 +29,8 @@ REFUSED_INPUTS = {
 }
 
 
-def depends_on_length(model: nn.Module) -> bool:
-    """Whether rotary frequencies follow the longest position seen (dynamic NTK, longrope)."""
-    kinds: list[str] = []
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        kinds += list(kind.values()) if isinstance(kind, dict) else [kind] if isinstance(kind, str) else []
-    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
-
-
-@dataclass
-class _Wanted:
-    """Logits asked for: which tokens, and where they go in the output."""
-
-    sequence: NDArray[np.int64]
-    slot: NDArray[np.int64]
-    column: NDArray[np.int64]
-    columns: int
-
-    def tokens(self, batch: int) -> TokenBlock:
-        """Their tokens, of which nobody asks for the position."""
-        return TokenBlock(self.sequence, self.slot, self.slot, batch)
-
-
 class ForwardHooks:
-    """The pre-forward and forward hooks of one model.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    runtime : Runtime
-    policy : Policy
-    layers : int
-        Number of attention layers.
-    make_cache : callable, optional
-        Makes an empty cache of that many layers; one in the memory of the model's device if None.
-    """
+    """The pre-forward and forward hooks of one model; caches are in its device's memory, unless others are made."""
 
     def __init__(
         self,
@@ -83,17 +47,12 @@ class ForwardHooks:
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._takes_positions = takes_positions(model)
-        self._padded_positions = PaddedPositions.of(model)
+        self._padded_positions = PaddedPositions(model)
         # Biases of positions are counted along the mask, whatever position_ids say.
         self._counts_mask = policy.positions_from_mask or bool(getattr(model.config, "alibi", False))
         self._ignores_positions = not self._takes_positions or bool(getattr(model.config, "alibi", False))
         self.length_dependent = depends_on_length(model)
-        self._wanted: _Wanted | None = None
-        self._picked: NDArray[np.int64] | None = None
-        self._local: NDArray[np.int64] | None = None
-        self._earlier: Tensor | None = None
-        self._options: tuple[bool, bool] = (True, True)
-        self._last_layer = LastLayerRows(model)
+        self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
         runtime.last_layer = self._last_layer.attention
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -127,7 +86,8 @@ class ForwardHooks:
         batch, length = source.shape[:2]
         cache = self._cache(inputs, length)
         past = cache.length
-        if length == 1 and self._runtime.generated(cache):
+        generation = self._runtime.generation
+        if length == 1 and generation is not None and generation.made(cache):
             # Known here: to read them, the host would wait for the device.
             mask, positions = np.ones((batch, 1), dtype=bool), cache.table.next_positions()[:, None]
         else:
@@ -135,14 +95,15 @@ class ForwardHooks:
             positions = self._positions(inputs, mask, length, past)
         new = new_tokens(mask[:, -length:], positions, past)
         # A piece of a longer prompt may be nothing but padding, as the first of those that transformers cuts it into.
-        held, prompt = cache.length > 0 and bool(cache.table.counts().any()), self._runtime.prompt
+        held = cache.length > 0 and bool(cache.table.counts().any())
+        prompt = None if generation is None else generation.prompt
         if len(new) == 0 and not held and (prompt is None or past + length >= prompt.stop):
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
-        self._wanted, self._picked = self._choose_logits(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
-        step = self._runtime.plan(new, cache, past + length, self._wanted.tokens(batch))
+        wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
+        step = self._runtime.plan(new, cache, past + length, wanted)
         cache.begin(step.layout, batch, stays=step.stays)
         self._runtime.current = step
-        self._options = (inputs.get("use_cache") is not False, inputs.get("return_dict") is not False)
+        step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))
         self._fill(inputs, step, source, past, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.
         self._runtime.comm.failures.begin_pass()
@@ -167,9 +128,9 @@ class ForwardHooks:
                 f"past_key_values is a {type(given).__name__}; MegaKV keeps its own sharded cache, "
                 "use engine.session() to continue from one"
             )
-        held = self._runtime.cache
-        if held is None:
+        if self._runtime.generation is None:
             return given if given is not None else self.new_cache()
+        held = self._runtime.generation.cache
         # Some models drop the cache when they cross a length and start over from the whole sequence.
         if given is None and held.length:
             held.reset()
@@ -194,7 +155,7 @@ class ForwardHooks:
     def _positions(self, inputs: dict[str, Any], mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
         """``[B, T]`` rotary positions, those of the plain model where none are given."""
         given: Tensor | None = inputs.get("position_ids")
-        if given is None and self._padded_positions is not None:
+        if given is None:
             given = self._padded_positions(inputs.get("input_ids"), inputs.get("inputs_embeds"), past)
         if given is not None and not self._ignores_positions:
             positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
@@ -205,40 +166,9 @@ class ForwardHooks:
             positions = np.arange(past, past + length).reshape(1, length)
         return np.broadcast_to(positions, (mask.shape[0], length))
 
-    @staticmethod
-    def _choose_logits(keep: Any, new: NDArray[np.bool_], past: int) -> tuple[_Wanted, NDArray[np.int64] | None]:
-        """The tokens whose logits are asked for, and which of their columns in which order; None for each once.
-
-        Raises
-        ------
-        ValueError
-            If columns are asked for that there are not.
-        """
-        every = np.arange(new.shape[1])
-        picked: NDArray[np.int64] | None = None
-        if isinstance(keep, Tensor):
-            if keep.dim() != 1:
-                raise ValueError(
-                    f"logits_to_keep has shape {list(keep.shape)}; MegaKV takes a number, or a tensor of one dimension"
-                )
-            try:
-                columns, picked = np.unique(every[keep.detach().cpu().numpy()], return_inverse=True)
-            except IndexError as error:
-                raise ValueError(f"logits_to_keep = {keep.tolist()} does not fit {len(every)} new tokens") from error
-        else:
-            columns = every[-keep:]
-        if len(columns) == 1 and columns[0] == len(every) - 1:
-            # The last real token of each row: what follows it is asked for, also where padding is on the right.
-            last = len(every) - 1 - np.argmax(new[:, ::-1], axis=1)
-            rows = np.flatnonzero(new.any(axis=1))
-            return _Wanted(rows, last[rows] + past, np.zeros(len(rows), dtype=np.int64), 1), picked
-        rows, index = np.nonzero(new[:, columns])
-        return _Wanted(rows, columns[index] + past, index, len(columns)), picked
-
     def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, past: int, embedded: bool) -> None:
         """Replace the global inputs by this rank's packed ones."""
-        rank = self._runtime.comm.mesh.cp_rank
-        tokens = step.layout.tokens[rank]
+        tokens = step.tokens
         sequence, column, position = tokens.sequence, tokens.slot - past, tokens.position
         # A stand-in row keeps tensors non-empty, and carries the longest position to rotary embeddings that need it.
         if len(tokens) == 0 or (self.length_dependent and position.max() < step.layout.max_position):
@@ -255,15 +185,9 @@ class ForwardHooks:
         inputs["past_key_values"] = step.cache
         inputs["use_cache"] = True
         inputs["return_dict"] = True
-        wanted = self._wanted
-        assert wanted is not None
-        width = step.slots + 1
-        mine = np.isin(wanted.sequence * width + wanted.slot, tokens.sequence * width + tokens.slot)
-        keys = tokens.sequence * width + tokens.slot
-        local = np.searchsorted(keys, (wanted.sequence * width + wanted.slot)[mine])
-        self._local = local
-        index = upload(local if len(local) else np.zeros(1, dtype=np.int64), device)
-        self._last_layer.want(index, len(sequence), queries=step.layout.wanted is not None)
+        _, step.local = step.wanted.among(tokens)
+        index = upload(step.local if len(step.local) else np.zeros(1, dtype=np.int64), device)
+        step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
 
@@ -287,44 +211,38 @@ class ForwardHooks:
         self._runtime.comm.ledger.leave_dense()
         step.cache.commit(step.slots, compressed=step.compress, first=None if step.turn is None else step.turn.first)
         self._runtime.comm.failures.inside = False
-        use_cache, return_dict = self._options
         # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
-        values = {**output, "logits": logits, "past_key_values": step.cache if use_cache else None}
+        values = {**output, "logits": logits, "past_key_values": step.cache if step.use_cache else None}
         output = type(output)(**values)
-        return output if return_dict else output.to_tuple()
+        return output if step.return_dict else output.to_tuple()
 
     def _after_pieces(self, step: ForwardPass, logits: Tensor) -> Tensor:
         """``[B, C, V]`` logits where a prompt comes in pieces, of which the last may have nothing but padding of a row.
 
         What follows the row's last token, as where the prompt is read whole, was then known after an earlier piece.
         """
-        prompt, wanted = self._runtime.prompt, self._wanted
-        assert wanted is not None
-        if prompt is None or step.slots > prompt.stop or wanted.columns > 1:
+        generation, wanted = step.generation, step.wanted
+        prompt = None if generation is None else generation.prompt
+        if generation is None or prompt is None or step.slots > prompt.stop or wanted.columns > 1:
             return logits
-        if self._earlier is not None and step.cache.length > prompt.first:
+        if generation.earlier is not None and step.cache.length > prompt.first:
             absent = np.setdiff1d(np.arange(step.batch), wanted.sequence)
             if len(absent):
                 rows = upload(absent, logits.device)
-                logits[rows] = self._earlier[rows]
-        self._earlier = logits if step.slots < prompt.stop else None
+                logits[rows] = generation.earlier[rows]
+        generation.earlier = logits if step.slots < prompt.stop else None
         return logits
 
     def _share(self, step: ForwardPass, logits: Tensor) -> Tensor:
         """``[B, C, V]`` the wanted logits on every rank, bit for bit those of the rank that computed them."""
-        wanted, local, comm = self._wanted, self._local, self._runtime.comm
-        assert wanted is not None and local is not None
-        mesh = comm.mesh
-        mine = logits[0, : len(local)] if self._keeps_logits else logits[0, upload(local, logits.device)]
+        wanted, comm, device = step.wanted, self._runtime.comm, logits.device
+        mine = logits[0, : len(step.local)] if self._keeps_logits else logits[0, upload(step.local, device)]
         shared = logits.new_zeros((step.batch, wanted.columns, logits.shape[-1]))
-        width = step.slots + 1
-        keys = wanted.sequence * width + wanted.slot
-        for owner in range(1 if step.layout.replicated else mesh.cp_size):
-            tokens = step.layout.tokens[owner]
-            rows = np.flatnonzero(np.isin(keys, tokens.sequence * width + tokens.slot))
+        for owner in range(1 if step.layout.replicated else step.layout.size):
+            rows, _ = wanted.among(step.layout.tokens[owner])
             if not len(rows):
                 continue
-            piece = mine.contiguous() if owner == mesh.cp_rank else logits.new_empty((len(rows), logits.shape[-1]))
-            comm.broadcast(piece, owner * mesh.tp_size, operation="logits")
-            shared[upload(wanted.sequence[rows], logits.device), upload(wanted.column[rows], logits.device)] = piece
-        return shared if self._picked is None else shared[:, upload(self._picked, logits.device)]
+            piece = mine.contiguous() if owner == step.rank else logits.new_empty((len(rows), logits.shape[-1]))
+            comm.broadcast(piece, owner * comm.mesh.tp_size, operation="logits")
+            shared[upload(wanted.sequence[rows], device), upload(wanted.column[rows], device)] = piece
+        return shared if wanted.picked is None else shared[:, upload(wanted.picked, device)]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from megakv.attention.partial import Scoring
+from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
 from megakv.injection.mask import CausalMask, describe_mask
-
-if TYPE_CHECKING:
-    from megakv.injection.policy import Policy
 
 ATTENTION_NAME = "megakv"
 SUBSTITUTED_NAME = "megakv_substituted"
@@ -61,21 +58,12 @@ def attention_function(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Entry for transformers' `AttentionInterface`.
+    """Entry for transformers' `AttentionInterface`: ``[1, L, H, Dv]``, and None for the weights.
 
     Parameters
     ----------
-    module : nn.Module
-        The attention module; knows its layer by `layer_idx`.
-    query, key, value : Tensor
+    query, key, value
         ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, after rotary.
-    attention_mask : CausalMask
-        What `describe_mask` made.
-
-    Returns
-    -------
-    Tensor
-        ``[1, L, H, Dv]``, and None for the weights.
 
     Raises
     ------
@@ -136,39 +124,3 @@ def attention_modules(model: nn.Module) -> list[Any]:
         for module in model.modules()
         if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
     ]
-
-
-def attach(model: PreTrainedModel, runtime: AttentionRuntime, policy: Policy) -> int:
-    """Switch a model instance to MegaKV's attention.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Changed in place. Its weights must be there, and cut for tensor parallelism.
-    runtime : AttentionRuntime
-        What its attention modules call.
-    policy : Policy
-        Of the model's type.
-
-    Returns
-    -------
-    int
-        Number of attention layers.
-    """
-    register()
-    if policy.substitute is None:
-        model.set_attn_implementation(ATTENTION_NAME)
-    else:
-        policy.substitute(model)
-        # The model only takes its mask by this name; set_attn_implementation would refuse it.
-        model.config._attn_implementation = SUBSTITUTED_NAME
-    layers = 0
-    for module in attention_modules(model):
-        setattr(module, RUNTIME_ATTRIBUTE, runtime)
-        layers = max(layers, module.layer_idx + 1)
-    return layers
-
-
-def add_sinks(out_HLD: Tensor, lse_HL: Tensor, sinks: Tensor) -> Tensor:
-    """Rescale merged outputs by an attention sink per head: a key that is always visible and has value zero."""
-    return out_HLD * torch.sigmoid(lse_HL - sinks.to(lse_HL.dtype)[:, None]).unsqueeze(-1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.forward_pass import LastRows
 from megakv.injection.interface import attention_modules
 from megakv.weights.fp8 import feed_forward_linears
 from megakv.weights.placement.attention import OUTPUTS, SEPARATE
@@ -23,25 +25,13 @@ class LastLayerRows:
     feed-forward of layers with experts is left alone: its linears see tokens in an order of their own. So are
     projections that are fused.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-
-    Attributes
-    ----------
-    rows : Tensor or None
-        ``[n]`` packed rows that are wanted of the pass under way; None for all.
-    length : int
-        Packed rows of the pass.
-    attention : int or None
-        Index of the attention layer whose queries may be left out, if it is known which one the last is.
+    `wanted` gives the rows of the pass under way that are, if there is one. `attention` is the index of the attention
+    layer whose queries may be left out, if it is known which one the last is.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.rows: Tensor | None = None
-        self.length = 0
+    def __init__(self, model: PreTrainedModel, wanted: Callable[[], LastRows | None]):
         self.attention: int | None = None
-        self._queries = False
+        self._wanted = wanted
         self._handles: list[Any] = []
         try:
             _, layers = decoder_layers(model)
@@ -63,11 +53,6 @@ class LastLayerRows:
         for parent, name in feed_forward_linears(last):
             self._hook(getattr(parent, name), self._narrow)
 
-    def want(self, rows: Tensor, length: int, *, queries: bool = False) -> None:
-        """Say which of a pass's packed rows are wanted, and whether the last attention computes no other queries."""
-        self.rows, self.length = (rows, length) if len(rows) < length else (None, length)
-        self._queries = queries
-
     def remove(self) -> None:
         """Take the hooks off the model."""
         for handle in self._handles:
@@ -78,20 +63,23 @@ class LastLayerRows:
         self._handles.append(linear.register_forward_hook(self._widen))
 
     def _narrow_queries(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return self._narrow(linear, inputs) if self._queries else None
+        wanted = self._wanted()
+        return None if wanted is None or not wanted.queries else self._narrow(linear, inputs)
 
     def _narrow(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self.rows is None:
+        wanted = self._wanted()
+        if wanted is None or len(wanted.rows) == wanted.length:
             return None
         hidden, *others = inputs
-        assert hidden.shape[-2] == self.length
-        return (hidden.index_select(-2, self.rows), *others)
+        assert hidden.shape[-2] == wanted.length
+        return (hidden.index_select(-2, wanted.rows), *others)
 
     def _widen(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if self.rows is None or output.shape[-2] == self.length:
+        wanted = self._wanted()
+        if wanted is None or output.shape[-2] == wanted.length:
             return None
-        whole = output.new_zeros((*output.shape[:-2], self.length, output.shape[-1]))
-        return whole.index_copy_(-2, self.rows, output)
+        whole = output.new_zeros((*output.shape[:-2], wanted.length, output.shape[-1]))
+        return whole.index_copy_(-2, wanted.rows, output)
 
 
 def _attention_index(layer: nn.Module) -> int | None:

@@ -14,13 +14,7 @@ from megakv.errors import MegaKVError
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A causal mask, or a causal sliding window.
-
-    Parameters
-    ----------
-    window : int, optional
-        A key is visible to a query of slot ``s`` if its slot is in ``(s - window, s]``; None: in ``[0, s]``.
-    """
+    """A causal mask; with a window W, a query of slot s sees the keys in ``(s - W, s]``, else those in ``[0, s]``."""
 
     window: int | None = None
 

@@ -1,4 +1,4 @@
-"""A module that a caller gives to an engine: what the engine changes of it, and gives back."""
+"""A model that is given to an engine: what the engine changes of it, and gives back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.injection.interface import RUNTIME_ATTRIBUTE
-from megakv.injection.substitution import SubstitutedAttention
+from megakv.injection.interface import (
+    ATTENTION_NAME,
+    RUNTIME_ATTRIBUTE,
+    SUBSTITUTED_NAME,
+    AttentionRuntime,
+    attention_modules,
+    register,
+)
+from megakv.injection.policy import policy_for
+from megakv.injection.substitution import SubstitutedAttention, substitute_attention
 
 SPENT_ATTRIBUTE = "megakv_spent"
 """On a model of which no other engine, nor anybody else, can make use: the setting that changed its weights."""
@@ -54,6 +62,25 @@ def own_config(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
+
+
+def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
+    """Switch a model instance to MegaKV's attention; returns how many attention layers it has.
+
+    Its weights must be there, and cut for tensor parallelism.
+    """
+    register()
+    kind = policy_for(model.config.model_type).substitute
+    if kind is None:
+        model.set_attn_implementation(ATTENTION_NAME)
+    else:
+        substitute_attention(model, kind)
+        # The model only takes its mask by this name; set_attn_implementation would refuse it.
+        model.config._attn_implementation = SUBSTITUTED_NAME
+    modules = attention_modules(model)
+    for module in modules:
+        setattr(module, RUNTIME_ATTRIBUTE, runtime)
+    return max((module.layer_idx + 1 for module in modules), default=0)
 
 
 def detach(model: PreTrainedModel) -> None:

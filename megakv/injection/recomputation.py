@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.attention.partial import Scoring
+from megakv.attention.reference import Scoring
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
+from megakv.forward_pass import ForwardPass
 from megakv.injection.interface import RUNTIME_ATTRIBUTE
 
 QUERY_PROJECTION = "q_proj"
+HIDDEN = "hidden_states"
 CACHES = ("past_key_values", "layer_past")
 """Arguments that are not kept from a call: they would keep a cache alive that nobody else holds."""
 TABLE_ROWS = 1024
@@ -98,27 +100,17 @@ class _Seen(NamedTuple):
 class Recomputation:
     """Hooks on a model's attention modules: they show each layer's input, and run its first part again.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With MegaKV's attention attached.
-    entered : callable
-        Called as ``entered(layer, hidden_LE)`` when a layer's attention module begins, with its input.
-    positions : callable
-        The rotary positions of the pass's packed tokens, ``[L]``.
+    ``entered(layer, hidden_LE)`` is called when a layer's attention module begins; `current` gives the pass under way.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, entered: Callable[[int, Tensor], None], positions: Callable[[], IntArray]
+        self, model: PreTrainedModel, *, entered: Callable[[int, Tensor], None], current: Callable[[], ForwardPass]
     ):
         self._entered = entered
-        self._positions = positions
+        self._current = current
         self._seen: dict[int, _Seen] = {}
         self._modules: dict[int, nn.Module] = {}
         self._tables: dict[int, _RotaryTable] = {}
-        self._learned: dict[int, _RotaryTable] = {}
-        self._gathered: dict[tuple[int, bytes], tuple[Tensor, ...]] = {}
-        self._there: dict[bytes, Tensor] = {}
         self._handles = []
         for module in model.modules():
             if getattr(module, RUNTIME_ATTRIBUTE, None) is not None:
@@ -131,16 +123,12 @@ class Recomputation:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self._learned.clear()
-        self._gathered.clear()
-        self._there.clear()
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer: Any = module.layer_idx
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._seen[layer] = _Seen(args[1:], {name: kwargs[name] for name in kwargs if name not in CACHES})
+        hidden = args[0] if args else kwargs[HIDDEN]
+        # Nor is the input itself: another takes its place.
+        kept = {name: None if name == HIDDEN else kwargs[name] for name in kwargs if name not in CACHES}
+        self._seen[layer] = _Seen(args[1:], kept)
         embeddings = kwargs.get("position_embeddings")
         if embeddings is not None:
             # Sines and cosines, or complex numbers that are both.
@@ -149,36 +137,31 @@ class Recomputation:
 
     def _learn(self, layer: int, embeddings: tuple[Tensor, ...]) -> None:
         # Layers of a kind are given the same tensors; kinds differ where rotary frequencies do.
-        key = embeddings[0].data_ptr()
-        table = self._learned.get(key)
-        if table is None:
-            table = self._learned[key] = self._tables.get(layer) or _RotaryTable()
-            positions = self._positions()
+        step, known = self._current(), self._tables.get(layer)
+
+        def learned() -> _RotaryTable:
+            table, positions = known or _RotaryTable(), step.tokens.position
             table.learn(tuple(part[:, : len(positions)] for part in embeddings), positions)
-        self._tables[layer] = table
+            return table
+
+        self._tables[layer] = step.once(("rotary", embeddings[0].data_ptr()), learned)
 
     def recompute(self, layer: int, x_LE: Tensor, positions: IntArray) -> tuple[Tensor, Tensor]:
-        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of tokens from their activations.
+        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of tokens from the inputs ``[n, h]`` of a layer's attention
+        module.
 
-        Parameters
-        ----------
-        layer : int
-            One that has begun in the pass under way.
-        x_LE : Tensor
-            ``[n, h]`` inputs of its attention module.
-        positions : IntArray
-            ``[n]`` their rotary positions.
+        The layer has begun in the pass under way.
         """
         module, seen = self._modules[layer], self._seen[layer]
         kwargs = dict(seen.kwargs)
-        if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = x_LE.unsqueeze(0)
+        if HIDDEN in kwargs:
+            kwargs[HIDDEN] = x_LE.unsqueeze(0)
         if isinstance(kwargs.get("position_ids"), Tensor):
             kwargs["position_ids"] = self._on_device(positions, x_LE.device).unsqueeze(0)
         if kwargs.get("position_embeddings") is not None:
             found = self._embeddings(layer, positions, x_LE.device)
             kwargs["position_embeddings"] = found[0] if isinstance(kwargs["position_embeddings"], Tensor) else found
-        args = () if "hidden_states" in kwargs else (x_LE.unsqueeze(0), *seen.args)
+        args = () if HIDDEN in kwargs else (x_LE.unsqueeze(0), *seen.args)
         try:
             with self._stopping(module):
                 module.forward(*args, **kwargs)
@@ -188,17 +171,12 @@ class Recomputation:
 
     def _embeddings(self, layer: int, positions: IntArray, device: torch.device) -> tuple[Tensor, ...]:
         table = self._tables[layer]
-        key = (id(table), positions.tobytes())
-        if key not in self._gathered:
-            self._gathered[key] = table.rows(self._on_device(positions, device))
-        return self._gathered[key]
+        key = id(table), positions.tobytes()
+        return self._current().once(key, lambda: table.rows(self._on_device(positions, device)))
 
     def _on_device(self, positions: IntArray, device: torch.device) -> Tensor:
         """Positions, copied once in a pass: every layer asks for the same."""
-        key = positions.tobytes()
-        if key not in self._there:
-            self._there[key] = upload(np.ascontiguousarray(positions), device)
-        return self._there[key]
+        return self._current().once(positions.tobytes(), lambda: upload(np.ascontiguousarray(positions), device))
 
     @contextmanager
     def _stopping(self, module: nn.Module) -> Any:

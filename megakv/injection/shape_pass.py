@@ -14,28 +14,17 @@ from transformers import PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock, balanced
-from megakv.injection.interface import AttentionRuntime, attach
-from megakv.injection.policy import policy_for
-from megakv.injection.positions import takes_positions
+from megakv.injection.interface import AttentionRuntime
+from megakv.injection.ownership import attach
+from megakv.injection.policy import takes_positions
 from megakv.weights.placement.plan import is_experts
 
 
 def shape_pass(model: PreTrainedModel, runtime: AttentionRuntime, tokens: int) -> tuple[int, Tensor]:
-    """Run a model over one packed row.
+    """Run a model over one packed row; returns how many attention layers a cache has for it, and its logits.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With parameters on the meta device. Its buffers follow them there, and it is switched to MegaKV's attention.
-    runtime : AttentionRuntime
-        What its attention modules call, with tensors that have no values.
-    tokens : int
-        1 or more.
-
-    Returns
-    -------
-    tuple
-        Attention layers that a cache has for it, and its logits.
+    The model's parameters are on the meta device. Its buffers follow them there, and it is switched to the attention of
+    `runtime`, which is called with tensors that have no values.
     """
     _to_meta(model)
     if any(is_experts(module) for module in model.modules()):
@@ -43,7 +32,7 @@ def shape_pass(model: PreTrainedModel, runtime: AttentionRuntime, tokens: int) -
         model.set_experts_implementation("batched_mm")
     # Some models look for padding among the tokens, to warn of it; not every config takes None for an answer.
     vars(model.config)["pad_token_id"] = None
-    layers = attach(model, runtime, policy_for(model.config.model_type))
+    layers = attach(model, runtime)
     cache = ShardedCache(layers, size=1, rank=0)
     slots = np.arange(tokens, dtype=np.int64)
     cache.begin(balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), 1), 1)

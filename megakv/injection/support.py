@@ -11,11 +11,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.attention.partial import Scoring
+from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
 from megakv.injection.interface import attention_modules
-from megakv.injection.policy import policy_for
-from megakv.injection.positions import takes_positions
+from megakv.injection.policy import policy_for, takes_positions
 from megakv.injection.shape_pass import shape_pass
 
 TOKENS = 5
@@ -45,14 +44,7 @@ def check_support(family: type[PreTrainedModel], config: PreTrainedConfig) -> No
     """Refuse a model whose decoder layers are not each one attention, and else token by token.
 
     A model of the class is built without memory and run over shapes: the masks that it asks for, what it tells
-    attention and what it asks of its cache are then what they will be.
-
-    Parameters
-    ----------
-    family : type
-        The model's class.
-    config : PreTrainedConfig
-        Left as it is.
+    attention and what it asks of its cache are then what they will be. The config is left as it is.
 
     Raises
     ------

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
-from megakv.injection.hooks import depends_on_length
+from megakv.forward_pass import ForwardPass
+from megakv.injection.policy import depends_on_length
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
 from megakv.offload.cuda_link import CudaLink
@@ -182,12 +182,11 @@ def _offloader(
             weights=stream,
         )
 
-        def positions() -> IntArray:
-            step = runtime.current
-            assert step is not None
-            return step.layout.tokens[runtime.comm.mesh.cp_rank].position
+        def current() -> ForwardPass:
+            assert runtime.current is not None
+            return runtime.current
 
-        recomputation = Recomputation(model, entered=offloader.enter, positions=positions)
+        recomputation = Recomputation(model, entered=offloader.enter, current=current)
         offloader.attach(recomputation, recomputes=recomputes)
         # Which closes them from now on.
         made.pop_all()

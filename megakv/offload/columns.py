@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakv.attention.method import AttentionCall
-from megakv.cache.cache import TokenTable
-from megakv.distributed.sharding import IntArray, Layout, TokenBlock, chunk_bounds
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
 
 
 def groups_of(layout: Layout, count: int) -> list[range]:

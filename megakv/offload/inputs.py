@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.spacing import alike, stacked
-from megakv.cache.cache import TokenTable
+from megakv.attention.together import alike, stacked
 from megakv.costmodel.offload_disk import placed
 from megakv.costmodel.offload_pipeline import RESIDENT
 from megakv.device import upload
-from megakv.distributed.sharding import TokenBlock
+from megakv.distributed.sharding import TokenBlock, TokenTable
 from megakv.offload.record import StepRecord
 from megakv.offload.scheduler import divide
 from megakv.offload.staging import Piece, StagedLayer

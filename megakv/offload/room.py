@@ -9,7 +9,7 @@ from megakv.offload.pool import PagePool
 from megakv.offload.tiers import in_units
 
 if TYPE_CHECKING:
-    from megakv.cache.cache import TokenTable
+    from megakv.distributed.sharding import TokenTable
     from megakv.offload.store import TieredStore
 
 

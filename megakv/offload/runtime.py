@@ -146,8 +146,6 @@ class Offloader:
         self._cache, self._layout, self._current, self._new = cache, layout, None, new
         self._decoding = all(count <= 1 for count in new)
         self._group = 0
-        if self._recomputation is not None:
-            self._recomputation.begin()
         cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
         self._keeps = self._planner.wants_inputs or not self._decoding

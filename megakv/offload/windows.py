@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megakv.cache.cache import TokenTable
+from megakv.distributed.sharding import TokenTable
 
 
 class Windows:

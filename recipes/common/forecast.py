@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megakv.attention.choice import CONTIGUOUS
+from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
@@ -101,7 +101,7 @@ def _prefills(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: M
         tokens = -(-run.context * run.batch // size)
         weights = section.offload.weights
         least = moved_seconds(profile.host_link, model, tokens, tp_size=config.tp_size, weights=weights)
-    return {name: max(least, times.seconds(name, partitions if name in CONTIGUOUS else None)) for name in names}
+    return {name: max(least, times.seconds(name, partitions if is_contiguous(name) else None)) for name in names}
 
 
 def _decodes(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: ModelShape) -> dict[str, float]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from megakv.attention.methods import decode_methods, prefill_methods
+
 
 def draw_section(rng: Random, cp: int) -> dict[str, Any]:
     """A configuration. Some are refused at start, as they should be."""
-    prefill = rng.choice(("auto", "pass_kv", "pass_q", "all_gather", "runahead", "runahead", "tsp", "tsp_causal"))
-    parallel = {"size": cp, "prefill": prefill, "decode": rng.choice(("auto", "auto", "pass_q", "replicated"))}
+    prefill = rng.choice(("auto", *prefill_methods(), "runahead"))
+    parallel = {"size": cp, "prefill": prefill, "decode": rng.choice(("auto", "auto", *decode_methods()))}
     section: dict[str, Any] = {"context_parallel": parallel, "timeout_s": 120}
     if prefill == "runahead":
         section["runahead"] = draw_chain(rng, cp)

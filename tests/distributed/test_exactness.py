@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megakv.attention.methods import decode_methods, prefill_methods
 from tests.distributed.launch import run_ranks
 from tests.families import FAMILIES
 
@@ -22,7 +23,11 @@ PADDED = ("padded 50",)
 # Root mean square error under autocast over transformers' own. TP rounds sums once more.
 AUTOCAST_TOLERANCE = 2.0
 MESHES = {4: ("4x1", "2x2", "1x4"), 3: ("3x1",), 2: ("2x1",)}
-METHODS = {"prefill": ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal"), "decode": ("replicated", "pass_q")}
+# The chain has tests of its own (test_runahead.py).
+METHODS = {
+    "prefill": tuple(name for name in prefill_methods() if name != "runahead"),
+    "decode": decode_methods(),
+}
 RAGGED = ("ragged greedy", "ragged sampled", "ragged beams")
 ALL_CASES = (*(f"greedy {length}" for length in (1, 2, 3, 5, 7, 64, 127, 1000)), *RAGGED)
 # One token, more tokens than 2N (past every sliding window), and rows of different lengths.

@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from docs.figures import DRAWINGS
 from docs.generated import ROOT, TABLES, documents, figure, refresh
 from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
+from megakv.sections import OneOf
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = documents()
@@ -62,8 +63,9 @@ def test_reference_gives_type_default_and_values(key: str) -> None:
     annotation, *others = options(field.annotation)
     assert field.default is not PydanticUndefined, f"{key} has no plain default: say in this test how it is written"
     assert default == f"`{json.dumps(field.default)}`"
-    if typing.get_origin(annotation) is typing.Literal:
-        values = typing.get_args(annotation)
+    registries = [mark for mark in field.metadata if isinstance(mark, OneOf)]
+    if registries or typing.get_origin(annotation) is typing.Literal:
+        values = registries[0].names() if registries else typing.get_args(annotation)
         assert kind == JSON_TYPES[type(values[0])]
         assert re.findall(r"`([^`]*)`", allowed) == [json.dumps(value) for value in values]
     else:

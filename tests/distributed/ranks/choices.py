@@ -19,7 +19,7 @@ from families import llama
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.attention.choice import load_evidence
+from megakv.choice import load_evidence
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, sent_bytes

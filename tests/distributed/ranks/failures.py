@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 import megakv
 import megakv.distributed.peers
 import megakv.planning
-from megakv.attention.choice import PrefillChoice
+from megakv.choice import PrefillChoice
 from megakv.launcher.ending import orderly_end
 from megakv.launcher.voice import quiet_libraries
 

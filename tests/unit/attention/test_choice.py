@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.attention.choice import (
-    DECODE,
-    METHODS,
-    PREFILL,
+from megakv.attention.methods import METHODS, decode_methods, prefill_methods
+from megakv.choice import (
     Evidence,
     algorithm_1,
     algorithm_5,
@@ -113,11 +111,11 @@ def test_fitted_rule() -> None:
 
 
 def test_explicit_settings_are_obeyed() -> None:
-    for method in PREFILL:
+    for method in prefill_methods():
         assert choose_prefill(ContextParallelConfig(prefill=method), Evidence(), at(0.5), LLAMA_405B) == method
-    for method in DECODE:
+    for method in decode_methods():
         assert choose_decode(ContextParallelConfig(decode=method), Evidence(), at(0.5), None, 1) == method
-    assert set(PREFILL) | set(DECODE) | {"local"} == set(METHODS)
+    assert set(prefill_methods()) | set(decode_methods()) | {"local"} == set(METHODS)
 
 
 def model(weights: int) -> ModelShape:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megakv.attention.choice import Evidence, PrefillChoice, plan_prefill
+from megakv.choice import Evidence, PrefillChoice, plan_prefill
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve

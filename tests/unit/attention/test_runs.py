@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.attention import runs
+from megakv.attention import together
 from megakv.attention.compiled import DecodeKernel, load_kernel
 from megakv.attention.method import PackedAttention
 from megakv.attention.part import KVPart
 from megakv.attention.partial import Scoring
-from megakv.attention.runs import attend_runs
+from megakv.attention.together import attend_runs
 from megakv.distributed.sharding import TokenBlock
 
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no compiled kernel: {load_kernel()[1]}")
@@ -107,5 +107,5 @@ def test_what_is_more_than_that_is_left_to_others(monkeypatch: pytest.MonkeyPatc
     assert attend_runs(queries, tokens, plain, [*parts, other]) is None
     turned = replace(parts[0], k_KSD=torch.randn(2, 8, 5).transpose(1, 2))
     assert attend_runs(queries, tokens, plain, [turned]) is None
-    monkeypatch.setattr(runs, "load_kernel", lambda: (None, "no compiler"))
+    monkeypatch.setattr(together, "load_kernel", lambda: (None, "no compiler"))
     assert attend_runs(queries, tokens, plain, parts) is None

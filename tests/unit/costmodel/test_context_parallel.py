@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megakv.attention.message import KVFormat, QueryFormat
-from megakv.cache.cache import TokenTable
 from megakv.costmodel.context_parallel import (
     Workload,
     attention_flops,
@@ -28,7 +27,7 @@ from megakv.costmodel.context_parallel import (
 )
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.trial import tokens
-from megakv.distributed.sharding import balanced
+from megakv.distributed.sharding import TokenTable, balanced
 from tests.unit.costmodel.test_shape import llama_405b
 
 # Llama-3 405B, N_H = 128, N_KV = 8, in 16 bits.

@@ -11,10 +11,9 @@ import torch
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring, attend
-from megakv.cache.cache import TokenTable
 from megakv.config import load_config
 from megakv.distributed.ledger import Ledger
-from megakv.distributed.sharding import balanced, new_tokens
+from megakv.distributed.sharding import TokenTable, balanced, new_tokens
 from megakv.errors import MegaKVError
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig

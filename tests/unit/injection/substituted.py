@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from megakv.attention.partial import Scoring, attend
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock, new_tokens
-from megakv.injection.interface import attach
-from megakv.injection.policy import policy_for
+from megakv.injection.ownership import attach
 from tests.families import VOCAB, bloom, falcon, falcon_alibi, falcon_mqa, gpt_j, mpt
 
 LAYERS = 2
@@ -96,7 +95,7 @@ class Substituted:
     def __init__(self, model: PreTrainedModel):
         self.model = copy.deepcopy(model)
         self.runtime = DenseRuntime()
-        assert attach(self.model, self.runtime, policy_for(model.config.model_type)) == LAYERS
+        assert attach(self.model, self.runtime) == LAYERS
         self.cache = ShardedCache(LAYERS, size=1, rank=0)
         self.by_mask = model.config.model_type == "bloom" or getattr(model.config, "alibi", False)
         self.mask = np.ones((1, 0), dtype=bool)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megakv.forward_pass import LastRows
 from megakv.injection.last_layer import LastLayerRows
 from tests.families import FAMILIES
 
@@ -28,22 +29,23 @@ def test_wanted_rows_are_those_of_the_whole_pass(name: str, queries: bool) -> No
     ids = torch.randint(3, 100, (1, 29))
     whole = logits_of(model, ids)
     rows = torch.tensor([0, 7, 28])
-    hooks = LastLayerRows(model)
+    wanted: list[LastRows] = []
+    hooks = LastLayerRows(model, lambda: wanted[-1] if wanted else None)
     assert hooks.attention == model.config.num_hidden_layers - 1
     seen: dict[str, int] = {}
     for path, linear in last_layer(model).named_modules():
         if isinstance(linear, torch.nn.Linear):
             linear.register_forward_hook(lambda _, inputs, output, path=path: seen.update({path: inputs[0].shape[-2]}))
-    hooks.want(rows, 29, queries=queries)
+    wanted.append(LastRows(rows, 29, queries))
     found = logits_of(model, ids)
     assert (found[rows] - whole[rows]).abs().max() <= 1e-5 * whole.abs().max()
     assert not torch.allclose(found, whole)
     # Keys and values of all tokens are kept, so are queries where one projection makes all three.
     kept = ("k_proj", "v_proj", "qkv_proj", "query_key_value", *(() if queries else ("q_proj",)))
     assert seen == {path: 29 if path.endswith(kept) else 3 for path in seen}
-    hooks.want(torch.arange(29), 29, queries=queries)
+    wanted.append(LastRows(torch.arange(29), 29, queries))
     assert torch.equal(logits_of(model, ids), whole)
-    hooks.want(rows, 29, queries=queries)
+    wanted.append(LastRows(rows, 29, queries))
     hooks.remove()
     assert torch.equal(logits_of(model, ids), whole)
 
@@ -54,13 +56,14 @@ def test_experts_are_left_alone(name: str) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32).eval()
     ids = torch.randint(3, 100, (1, 29))
     whole = logits_of(model, ids)
-    hooks = LastLayerRows(model)
+    wanted: list[LastRows] = []
+    LastLayerRows(model, lambda: wanted[-1] if wanted else None)
     seen: dict[str, int] = {}
     for path, child in last_layer(model).named_children():
         child.register_forward_hook(
             lambda _, inputs, output, path=path: seen.update({path: inputs[0].shape[-2] if inputs else 0})
         )
-    hooks.want(torch.tensor([28]), 29, queries=True)
+    wanted.append(LastRows(torch.tensor([28]), 29, queries=True))
     found = logits_of(model, ids)
     assert (found[28] - whole[28]).abs().max() <= 1e-5 * whole.abs().max()
     assert seen["mlp"] == 29

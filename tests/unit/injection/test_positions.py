@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock
+from megakv.forward_pass import Wanted
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.policy import policy_for
 from tests.families import bloom, falcon, falcon_alibi, gpt_j, llama, mpt
@@ -26,14 +27,13 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.comm = SimpleNamespace(mesh=SimpleNamespace(cp_size=1, cp_rank=0))
-        self.cache = None
+        self.generation = None
         self.compressor = None
         self.replicas = None
         self.current = None
-        self.prompt = 0
         self.positions: list[int] = []
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: TokenBlock) -> None:
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> None:
         self.positions = new.position.tolist()
         raise _StopError
 

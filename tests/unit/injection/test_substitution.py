@@ -13,8 +13,8 @@ from torch import nn
 
 from megakv.distributed.sharding import new_tokens
 from megakv.errors import MegaKVError
-from megakv.injection.interface import RUNTIME_ATTRIBUTE, attach, mark_causal
-from megakv.injection.policy import policy_for
+from megakv.injection.interface import RUNTIME_ATTRIBUTE, mark_causal
+from megakv.injection.ownership import attach
 from tests.unit.injection.substituted import (
     ALIBI,
     CONFIGS,
@@ -82,7 +82,7 @@ def test_only_this_instance_changes_and_weights_keep_their_names(name: str) -> N
     model, untouched = plain_model(name), plain_model(name)
     before = model.state_dict(keep_vars=True)
     for _ in range(2):
-        attach(model, DenseRuntime(), policy_for(model.config.model_type))
+        attach(model, DenseRuntime())
         after = model.state_dict(keep_vars=True)
         assert list(after) == list(before)
         assert all(after[key] is before[key] for key in before)
@@ -130,7 +130,7 @@ def test_heads_of_a_shard_take_their_own_slopes(name: str) -> None:
                 setattr(module, out, cut(getattr(module, out), None, columns.reshape(-1).tolist()))
                 module.head_shard = SimpleNamespace(query_heads=tuple(kept))
         runtime = DenseRuntime()
-        attach(part, runtime, policy_for(model.config.model_type))
+        attach(part, runtime)
         runtime.tokens.append(new_tokens(np.ones((1, 50), dtype=bool), np.arange(50)[None], 0))
         attention: Any = next(module for module in part.modules() if hasattr(module, RUNTIME_ATTRIBUTE))
         with torch.no_grad():
@@ -170,4 +170,4 @@ def test_bloom_with_sliced_products_is_refused() -> None:
     model = plain_model("bloom")
     model.config.slow_but_exact, model.config.pretraining_tp = True, 2
     with pytest.raises(ValueError, match="slow_but_exact"):
-        attach(model, DenseRuntime(), policy_for("bloom"))
+        attach(model, DenseRuntime())

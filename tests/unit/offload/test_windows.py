@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.cache.cache import TokenTable
-from megakv.distributed.sharding import Layout, TokenBlock
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.offload.division import Division
 from megakv.offload.windows import UnseenTokens, Windows
 from tests.families import WINDOW

@@ -27,17 +27,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import torch
 
-from megakv.attention.all_gather import AllGatherKV
-from megakv.attention.evidence import Evidence as Evidence
-from megakv.attention.evidence import load_evidence as load_evidence
-from megakv.attention.local import Local
-from megakv.attention.method import AttentionCall, AttentionMethod
-from megakv.attention.pass_kv import PassKV
-from megakv.attention.pass_q import PassQ
-from megakv.attention.replicated import Replicated
-from megakv.attention.runahead import Runahead
-from megakv.attention.tsp import TSP
+from megakv.attention.method import AttentionCall
+from megakv.attention.methods import METHODS, is_contiguous
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import (
@@ -48,50 +41,42 @@ from megakv.costmodel.context_parallel import (
     new_tokens_hiding_kv,
 )
 from megakv.costmodel.decoding import ttit_seconds
-from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.planner import PrefillPlanner
+from megakv.costmodel.policy_fit import PolicyFit, load_fit
 from megakv.costmodel.prefill import alone
-from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.shape import AttentionShape, ModelShape, local_heads
+from megakv.distributed.agreement import Agreement
+from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import Partition, even
 
-METHODS: dict[str, Callable[[], AttentionMethod]] = {
-    "pass_kv": PassKV,
-    "pass_q": PassQ,
-    "all_gather": AllGatherKV,
-    "replicated": Replicated,
-    "local": Local,
-    "runahead": Runahead,
-    "tsp": TSP,
-    "tsp_causal": AllGatherKV,
-}
-PREFILL = ("pass_kv", "pass_q", "all_gather", "runahead", "tsp", "tsp_causal")
-DECODE = ("pass_q", "replicated")
 PREFILL_CANDIDATES = ("pass_kv", "pass_q")
-CONTIGUOUS = ("runahead", "tsp", "tsp_causal")
-"""Prefill methods whose ranks compute consecutive tokens."""
+PROFILE_SETTING = "megakv.context_parallel.profile"
+FIT_SETTING = "megakv.context_parallel.fit"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What `auto` decides from, equal on all ranks."""
+
+    policy: str = "cost"
+    profile: HardwareProfile | None = None
+    fit: PolicyFit | None = None
 
 
 @dataclass(frozen=True)
 class PrefillChoice:
-    """How a prompt is spread over the ranks.
-
-    Parameters
-    ----------
-    method : str, optional
-        That of all layers; None where they choose among those of the balanced layout.
-    partitions : tuple of tuple of int, optional
-        Per sequence, consecutive tokens of every rank; None for the balanced layout.
-    name : str, optional
-        What `auto` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``. None: nothing was predicted.
-    predicted_s : dict
-        The predicted TTFT of every candidate.
-    """
+    """How a prompt is spread over the ranks."""
 
     method: str | None = None
+    """That of all layers; None where they choose among those of the balanced layout."""
     partitions: tuple[Partition, ...] | None = None
+    """Per sequence, consecutive tokens of every rank; None for the balanced layout."""
     name: str | None = None
+    """What `auto` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``. None: nothing was predicted."""
     predicted_s: Mapping[str, float] = field(default_factory=dict)
+    """The predicted TTFT of every candidate."""
 
 
 def plan_prefill(
@@ -105,23 +90,15 @@ def plan_prefill(
 ) -> PrefillChoice:
     """How a pass is spread: as was asked for, or as `auto` has it.
 
-    Parameters
-    ----------
-    config : ContextParallelConfig
-    evidence : Evidence
-    workload : Workload
-    sizes : callable
-        Tokens of every rank of the runahead chain, for so many new tokens behind so many cached ones.
-    planner : PrefillPlanner, optional
-        Predictions for this model; None where there is no profile, or the model's sizes are not known.
-    compressed : bool
-        Whether some of what is cached was compressed.
+    `sizes` gives the tokens of every rank of the chain for so many new tokens behind so many cached ones. There is no
+    `planner` where there is no profile, or the model's sizes are not known; `compressed` says that some of what is
+    cached is.
     """
     if compressed and config.prefill != "runahead":
         # What was compressed does not travel: queries come to it.
         return PrefillChoice("pass_q")
     lengths = list(zip(workload.new, workload.cached, strict=True))
-    if config.prefill in CONTIGUOUS:
+    if is_contiguous(config.prefill):
         chain = config.prefill == "runahead"
         return PrefillChoice(
             config.prefill, tuple(sizes(t, p) if chain else even(t, workload.size) for t, p in lengths)
@@ -145,7 +122,7 @@ def choose_prefill(config: ContextParallelConfig, evidence: Evidence, workload: 
 def choose_decode(
     config: ContextParallelConfig, evidence: Evidence, workload: Workload, model: ModelShape | None, tp_size: int
 ) -> str:
-    """The decode method that was asked for, or `auto`'s for a model; None where its shape is not known."""
+    """The decode method that was asked for, or `auto`'s for a model, which is None where its shape is not known."""
     return (
         config.decode if config.decode != "auto" else auto("decode", evidence, workload, model=model, tp_size=tp_size)
     )
@@ -157,7 +134,7 @@ def last_layer_method(method: str, call: AttentionCall) -> str:
     TSP and all-gather pass-KV are measured against, and keep the form in which they were published. A chain whose last
     rank gathers all keys and values has to bring them there.
     """
-    if method not in ("pass_kv", "pass_q", "runahead") or (method == "runahead" and call.layout.gathered):
+    if not METHODS[method].narrows or call.layout.gathered:
         return method
     alone = np.count_nonzero(call.table.counts().sum(axis=1)) == 1
     return "local" if alone else "pass_q"
@@ -174,19 +151,8 @@ def auto(
 ) -> str:
     """The method for one pass. The same on all ranks whose arguments are the same.
 
-    Parameters
-    ----------
-    phase : str
-        ``prefill`` or ``decode``.
-    evidence : Evidence
-    workload : Workload
-        Its tokens.
-    shape : AttentionShape, optional
-        For prefill: the layer on this rank. Layers may differ.
-    model : ModelShape, optional
-        For decode, where all layers share a layout: replicated queries cost more outside attention too.
-    tp_size : int
-        Ranks that share a layer's weights.
+    A prefill asks for a layer's `shape` on this rank, as layers may differ; decoding for the whole model, whose layers
+    share a layout: replicated queries cost more outside attention too.
     """
     if phase == "decode":
         return _decode(evidence.profile, workload, model, tp_size)
@@ -228,3 +194,74 @@ def _decode(profile: HardwareProfile | None, workload: Workload, model: ModelSha
     return min(
         ("replicated", "pass_q"), key=lambda method: ttit_seconds(profile, model, workload, method, tp_size=tp_size)
     )
+
+
+def load_evidence(
+    config: ContextParallelConfig, comm: Communicator, *, heads: int, kv_heads: int, dtype: torch.dtype | None
+) -> Evidence:
+    """Read the files that the policy decides from. Every rank must call it.
+
+    Heads are of the whole model; `dtype` is None where that of the model is not known.
+
+    Raises
+    ------
+    ValueError
+        If a file that the policy needs was not named, cannot be used, belongs to another machine or model, or differs
+        between ranks.
+    MegaKVError
+        On ranks whose own files are in order.
+    """
+    if config.profile is None and config.fit is None:
+        return Evidence(config.policy)
+    evidence = Agreement(comm).together(
+        lambda: Evidence(
+            config.policy,
+            None if config.profile is None else load_profile(config.profile, setting=PROFILE_SETTING),
+            None if config.fit is None else load_fit(config.fit, setting=FIT_SETTING),
+        )
+    )
+    _check_equal(evidence, comm)
+    if not config.accept_foreign_profile:
+        _check_machine(evidence, config, comm, heads, kv_heads, dtype)
+    return evidence
+
+
+def _check_equal(evidence: Evidence, comm: Communicator) -> None:
+    """Ranks that decide from different numbers would wait for each other for ever."""
+    digests = [None if record is None else record.digest() for record in (evidence.profile, evidence.fit)]
+    everyone = comm.gather_objects(digests)
+    for index, setting in enumerate((PROFILE_SETTING, FIT_SETTING)):
+        odd = [rank for rank, theirs in enumerate(everyone) if theirs[index] != everyone[0][index]]
+        if odd:
+            raise ValueError(
+                f"{setting}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host"
+            )
+
+
+def _check_machine(
+    evidence: Evidence,
+    config: ContextParallelConfig,
+    comm: Communicator,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype | None,
+) -> None:
+    remedy = "measure here, or set megakv.context_parallel.accept_foreign_profile = true"
+    here = fingerprint(comm, dtype or torch.float32)
+    for record, setting, path in (
+        (evidence.profile, PROFILE_SETTING, config.profile),
+        (evidence.fit, FIT_SETTING, config.fit),
+    ):
+        if record is None:
+            continue
+        measured = record.fingerprint
+        same_type = here if dtype is not None else here.model_copy(update={"dtype": measured.dtype})
+        if differences := measured.differences(same_type):
+            raise ValueError(f"{setting} = {path!r} was measured elsewhere: {'; '.join(differences)}; {remedy}")
+    fit = evidence.fit
+    wanted = (*local_heads(heads, kv_heads, comm.mesh.tp_size), comm.mesh.cp_size)
+    if fit is not None and (fit.heads, fit.kv_heads, fit.ring_size) != wanted:
+        raise ValueError(
+            f"{FIT_SETTING} = {config.fit!r} was fitted to {fit.heads} query and {fit.kv_heads} KV heads a rank on "
+            f"{fit.ring_size} context-parallel ranks, here {wanted[0]} and {wanted[1]} on {wanted[2]}; {remedy}"
+        )
