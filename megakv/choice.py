@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -114,20 +113,6 @@ def plan_prefill(
     return PrefillChoice(None, None, name, predicted)
 
 
-def choose_prefill(config: ContextParallelConfig, evidence: Evidence, workload: Workload, shape: AttentionShape) -> str:
-    """The prefill method that was asked for, or `auto`'s for a layer of this shape."""
-    return config.prefill if config.prefill != "auto" else auto("prefill", evidence, workload, shape=shape)
-
-
-def choose_decode(
-    config: ContextParallelConfig, evidence: Evidence, workload: Workload, model: ModelShape | None, tp_size: int
-) -> str:
-    """The decode method that was asked for, or `auto`'s for a model, which is None where its shape is not known."""
-    return (
-        config.decode if config.decode != "auto" else auto("decode", evidence, workload, model=model, tp_size=tp_size)
-    )
-
-
 def last_layer_method(method: str, call: AttentionCall) -> str:
     """The method of a last layer that few queries are wanted of: they travel, instead of all keys and values.
 
@@ -140,23 +125,8 @@ def last_layer_method(method: str, call: AttentionCall) -> str:
     return "local" if alone else "pass_q"
 
 
-def auto(
-    phase: Literal["prefill", "decode"],
-    evidence: Evidence,
-    workload: Workload,
-    *,
-    shape: AttentionShape | None = None,
-    model: ModelShape | None = None,
-    tp_size: int = 1,
-) -> str:
-    """The method for one pass. The same on all ranks whose arguments are the same.
-
-    A prefill asks for a layer's `shape` on this rank, as layers may differ; decoding for the whole model, whose layers
-    share a layout: replicated queries cost more outside attention too.
-    """
-    if phase == "decode":
-        return _decode(evidence.profile, workload, model, tp_size)
-    assert shape is not None
+def choose_prefill(evidence: Evidence, workload: Workload, shape: AttentionShape) -> str:
+    """The method of a layer's prefill by its shape on this rank: layers may differ. It is the same on equal ranks."""
     if evidence.policy == "fitted":
         assert evidence.fit is not None
         cached = workload.total - workload.total_new
@@ -187,7 +157,12 @@ def algorithm_5(workload: Workload, shape: AttentionShape, *, flops: float, band
     return "pass_kv" if workload.total_new >= hiding or workload.miss_rate >= threshold else "pass_q"
 
 
-def _decode(profile: HardwareProfile | None, workload: Workload, model: ModelShape | None, tp_size: int) -> str:
+def choose_decode(evidence: Evidence, workload: Workload, model: ModelShape | None, tp_size: int) -> str:
+    """The method of decoding for a whole model, if its shape is known: its layers share a layout.
+
+    Replicated queries cost more outside attention too.
+    """
+    profile = evidence.profile
     if profile is None or model is None:
         # Sharding fewer sequences than ranks would leave ranks idle.
         return "replicated" if len(workload.new) < workload.size else "pass_q"

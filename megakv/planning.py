@@ -144,12 +144,13 @@ class PassPlanner:
         return step.once(shape, lambda: self._agreed_prefill(step, shape, call.layer))
 
     def _agreed_prefill(self, step: ForwardPass, shape: AttentionShape, layer: int) -> str:
-        assert step.workload is not None
-        chosen, methods = choose_prefill(self.config, self.evidence, step.workload, shape), prefill_methods()
         if self.config.prefill != "auto":
-            return chosen
-        index = self.comm.device_tensor([methods.index(chosen)])
-        return methods[int(self.comm.cp_broadcast(index, operation="control", layer=layer))]
+            return self.config.prefill
+        assert step.workload is not None
+        methods = prefill_methods()
+        chosen = methods.index(choose_prefill(self.evidence, step.workload, shape))
+        index = self.comm.cp_broadcast(self.comm.device_tensor([chosen]), operation="control", layer=layer)
+        return methods[int(index)]
 
     def forget(self) -> None:
         """A call failed in the middle: of what rank 0 said, ranks may have heard different parts."""
@@ -164,7 +165,7 @@ class PassPlanner:
         if known not in self._decode_methods:
             self._decode_methods.clear()
             self._decode_methods[known] = self._agreement.decide(
-                lambda: choose_decode(self.config, self.evidence, known, self.shape, self.comm.mesh.tp_size)
+                lambda: choose_decode(self.evidence, known, self.shape, self.comm.mesh.tp_size)
             )
         return self._decode_methods[known]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from megakv.choice import Evidence, auto
+from megakv.choice import Evidence, choose_prefill
 from megakv.config import load_config
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import load_profile
@@ -64,6 +64,4 @@ class Policies:
     def choose(self, new: int, cached: int) -> dict[str, str]:
         """The method of each policy for `new` tokens behind `cached` ones."""
         workload = Workload((new,), (cached,), self._size)
-        return {
-            name: auto("prefill", evidence, workload, shape=self._shape) for name, evidence in self._evidence.items()
-        }
+        return {name: choose_prefill(evidence, workload, self._shape) for name, evidence in self._evidence.items()}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, KVPart
 from megakv.distributed.sharding import TokenBlock
+
+T = TypeVar("T", contravariant=True)
 
 
 class Scratch:
@@ -25,7 +29,7 @@ class Scratch:
         return buffer[:nbytes]
 
 
-class MessageFormat:
+class MessageFormat(ABC, Generic[T]):
     """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are."""
 
     def __init__(self, tokens: Sequence[TokenBlock], row_bytes: int):
@@ -36,8 +40,12 @@ class MessageFormat:
         """Size of a message."""
         return len(self.tokens[index]) * self.row_bytes
 
+    @abstractmethod
+    def pack(self, content: T, buffer: Tensor) -> None:
+        """Write this rank's content into a message buffer."""
 
-class KVFormat(MessageFormat):
+
+class KVFormat(MessageFormat[Iterable[KVPart]]):
     """Messages of keys and values, sequence after sequence."""
 
     def __init__(self, call: AttentionCall, tokens: Sequence[TokenBlock]):
@@ -46,10 +54,10 @@ class KVFormat(MessageFormat):
         self._dtype = call.q_HLD.dtype
         super().__init__(tokens, self._heads * sum(self._dims) * self._dtype.itemsize)
 
-    def pack(self, parts: Iterable[KVPart], buffer: Tensor) -> None:
+    def pack(self, content: Iterable[KVPart], buffer: Tensor) -> None:
         """Write parts into a message buffer, sequences ascending."""
         rows, start = buffer.view(self._dtype), 0
-        for part in parts:
+        for part in content:
             for tensor, dim in zip((part.k_KSD, part.v_KSD), self._dims, strict=True):
                 shape = (self._heads, len(part.slots), dim)
                 assert (tensor.shape, tensor.dtype) == (shape, self._dtype), "keys and values of another shape or type"
@@ -75,7 +83,7 @@ class KVFormat(MessageFormat):
         return parts
 
 
-class QueryFormat(MessageFormat):
+class QueryFormat(MessageFormat[Tensor]):
     """Messages of every rank's packed queries."""
 
     def __init__(self, call: AttentionCall):
@@ -83,9 +91,9 @@ class QueryFormat(MessageFormat):
         self._dtype = call.q_HLD.dtype
         super().__init__(call.queries, self._heads * self._dim * self._dtype.itemsize)
 
-    def pack(self, q_HLD: Tensor, buffer: Tensor) -> None:
+    def pack(self, content: Tensor, buffer: Tensor) -> None:
         """Write this rank's queries into a message buffer."""
-        buffer.view(self._dtype).view(q_HLD.shape).copy_(q_HLD)
+        buffer.view(self._dtype).view(content.shape).copy_(content)
 
     def unpack(self, rank: int, buffer: Tensor) -> tuple[Tensor, TokenBlock]:
         """The queries of a rank's message, as a view of its buffer, with their tokens."""

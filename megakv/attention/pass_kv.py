@@ -39,11 +39,7 @@ def attend_to_all_shards(
     `tokens` are those of each rank's shard, `parts` this rank's; results are merged into `attention`.
     """
     messages = KVFormat(call, tokens)
-    # Alone, nothing is sent: the message stays empty.
-    own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
-    if call.size > 1:
-        messages.pack(parts, own)
-    for source, message in pass_around(call, messages, own, scratch, operation="pass_kv"):
+    for source, message in pass_around(call, messages, parts, scratch, operation="pass_kv"):
         with call.comm.ledger.compute("attention", call.layer):
             for part in parts if source == call.rank else messages.unpack(source, message):
                 attention.add(part)

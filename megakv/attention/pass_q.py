@@ -34,11 +34,8 @@ def visit_all_shards(call: AttentionCall, parts: Iterable[Part], scratch: Scratc
     L]`` of this rank's queries over all shards.
     """
     messages = QueryFormat(call)
-    own = scratch.take("own", messages.nbytes(call.rank) if call.size > 1 else 0, call.q_HLD.device)
-    if call.size > 1:
-        messages.pack(call.q_HLD, own)
     partials: dict[int, tuple[Tensor, Tensor]] = {}
-    for source, message in pass_around(call, messages, own, scratch, operation="pass_q"):
+    for source, message in pass_around(call, messages, call.q_HLD, scratch, operation="pass_q"):
         with call.comm.ledger.compute("attention", call.layer):
             visiting = (call.q_HLD, call.tokens) if source == call.rank else messages.unpack(source, message)
             partials[source] = attend_here(call, *visiting, parts)

@@ -101,8 +101,8 @@ class ForwardHooks:
             raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         step = self._runtime.plan(new, cache, past + length, wanted)
-        cache.begin(step.layout, batch, stays=step.stays)
         self._runtime.current = step
+        cache.begin(step.layout, batch, stays=step.stays)
         step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))
         self._fill(inputs, step, source, past, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.

@@ -18,9 +18,7 @@ class ToyRing:
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         messages, parts = KVFormat(call, call.held), call.dense_parts()
-        own = self._scratch.take("own", messages.nbytes(call.rank), call.q_HLD.device)
-        messages.pack(parts, own)
-        for source, message in pass_around(call, messages, own, self._scratch, operation="toy_ring"):
+        for source, message in pass_around(call, messages, parts, self._scratch, operation="toy_ring"):
             for part in messages.unpack(source, message) if source != call.rank else []:
                 attention.add(part)
         for part in parts:

@@ -13,7 +13,6 @@ from megakv.choice import (
     Evidence,
     algorithm_1,
     algorithm_5,
-    auto,
     choose_decode,
     choose_prefill,
     load_evidence,
@@ -24,6 +23,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import Fingerprint, HardwareProfile
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
+from megakv.planning import PassPlanner
 from tests.unit.costmodel.profiles import fingerprint, ideal, pair_table
 from tests.unit.costmodel.test_policy_fit import PUBLISHED, make_fit
 
@@ -63,7 +63,7 @@ def test_algorithms_choose_as_the_text_says(miss_rate: float, first: str, fifth:
     assert algorithm_5(at(miss_rate), LLAMA_405B, **H100) == fifth
     profile = h100()
     for policy, expected in (("alg1", first), ("alg5", fifth)):
-        assert auto("prefill", Evidence(policy, profile), at(miss_rate), shape=LLAMA_405B) == expected
+        assert choose_prefill(Evidence(policy, profile), at(miss_rate), LLAMA_405B) == expected
 
 
 def test_equation_1_decides_where_nothing_can_be_hidden() -> None:
@@ -81,40 +81,45 @@ def test_without_a_profile_the_fewer_bytes_are_sent() -> None:
         # Per token: queries of 64 16-bit numbers a head, and 65 float32 numbers that return.
         queries, returned, kv = 8 * 64 * 2, 8 * 65 * 4, 2 * kv_heads * 64 * 2
         smaller = "pass_q" if new * (queries + returned) < kv * (new + cached) else "pass_kv"
-        assert auto("prefill", Evidence(), Workload((new,), (cached,), 2), shape=shape) == smaller
+        assert choose_prefill(Evidence(), Workload((new,), (cached,), 2), shape) == smaller
 
 
 def test_cost_model_finds_the_faster_method() -> None:
     profile, chosen = h100(), set()
     for rate in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0):
         times = LayerTimes(profile, LLAMA_405B, at(rate))
-        method = auto("prefill", Evidence("cost", profile), at(rate), shape=LLAMA_405B)
+        method = choose_prefill(Evidence("cost", profile), at(rate), LLAMA_405B)
         assert times.predict(method).seconds == min(times.predict(name).seconds for name in ("pass_kv", "pass_q"))
         chosen.add(method)
     assert chosen == {"pass_kv", "pass_q"}
-    assert auto("prefill", Evidence("cost", profile), at(0.005), shape=LLAMA_405B) == "pass_q"
-    assert auto("prefill", Evidence("cost", profile), at(1.0), shape=LLAMA_405B) == "pass_kv"
+    assert choose_prefill(Evidence("cost", profile), at(0.005), LLAMA_405B) == "pass_q"
+    assert choose_prefill(Evidence("cost", profile), at(1.0), LLAMA_405B) == "pass_kv"
 
 
 def test_cost_model_never_holds_all_keys_at_once() -> None:
     """However slow the ring: an all-gather of a long context would not fit."""
     slow_ring = ideal(exchange=Curve.affine(10.0, 1.0))
-    assert auto("prefill", Evidence("cost", slow_ring), at(0.5), shape=LLAMA_405B) in ("pass_kv", "pass_q")
+    assert choose_prefill(Evidence("cost", slow_ring), at(0.5), LLAMA_405B) in ("pass_kv", "pass_q")
 
 
 def test_fitted_rule() -> None:
     sensible = Evidence("fitted", fit=make_fit(alpha=0.3, beta=2.0, gamma=3.0))
-    assert auto("prefill", sensible, at(1.0), shape=LLAMA_405B) == "pass_kv"
-    assert auto("prefill", sensible, at(0.01), shape=LLAMA_405B) == "pass_q"
+    assert choose_prefill(sensible, at(1.0), LLAMA_405B) == "pass_kv"
+    assert choose_prefill(sensible, at(0.01), LLAMA_405B) == "pass_q"
     published = Evidence("fitted", fit=make_fit(**dict(zip(("alpha", "beta", "gamma"), PUBLISHED, strict=True))))
-    assert auto("prefill", published, at(1.0), shape=LLAMA_405B) == "pass_q"
+    assert choose_prefill(published, at(1.0), LLAMA_405B) == "pass_q"
 
 
 def test_explicit_settings_are_obeyed() -> None:
+    comm: Any = SimpleNamespace(mesh=SimpleNamespace(cp_size=4, cp_rank=0, tp_size=1))
+
+    def planner(**settings: str) -> PassPlanner:
+        return PassPlanner(comm, ContextParallelConfig(size=4, **settings), heads=8, kv_heads=4)
+
     for method in prefill_methods():
-        assert choose_prefill(ContextParallelConfig(prefill=method), Evidence(), at(0.5), LLAMA_405B) == method
+        assert planner(prefill=method)._agreed_prefill(None, LLAMA_405B, 0) == method  # type: ignore[arg-type]
     for method in decode_methods():
-        assert choose_decode(ContextParallelConfig(decode=method), Evidence(), at(0.5), None, 1) == method
+        assert planner(decode=method).decode_method(at(0.5)) == method
     assert set(prefill_methods()) | set(decode_methods()) | {"local"} == set(METHODS)
 
 
@@ -123,24 +128,22 @@ def model(weights: int) -> ModelShape:
 
 
 def test_decode_without_evidence_goes_by_the_batch() -> None:
-    config = ContextParallelConfig()
     for batch, size, expected in ((1, 2, "replicated"), (3, 4, "replicated"), (4, 4, "pass_q"), (9, 4, "pass_q")):
         work = Workload((1,) * batch, (500,) * batch, size)
-        assert choose_decode(config, Evidence(), work, None, 1) == expected
-        assert choose_decode(config, Evidence(), work, model(1), 1) == expected
-        assert choose_decode(config, Evidence("cost", ideal()), work, None, 1) == expected
+        assert choose_decode(Evidence(), work, None, 1) == expected
+        assert choose_decode(Evidence(), work, model(1), 1) == expected
+        assert choose_decode(Evidence("cost", ideal()), work, None, 1) == expected
 
 
 def test_decode_by_cost_weighs_the_collective_against_the_weights() -> None:
     """A step of the ring costs its latency; replicated queries cost as many passes through the weights."""
-    config = ContextParallelConfig()
     work = Workload((1,) * 8, (500,) * 8, 4)
     slow_ring = ideal(exchange=Curve.affine(1e-2, 1e12))
-    assert choose_decode(config, Evidence("cost", slow_ring), work, model(1), 1) == "replicated"
+    assert choose_decode(Evidence("cost", slow_ring), work, model(1), 1) == "replicated"
     slow_weights = ideal(matmul=Curve(sizes=(1, 1001), seconds=(1e-9, 1e-6)))
-    assert choose_decode(config, Evidence("cost", slow_weights), work, model(10**6), 1) == "pass_q"
+    assert choose_decode(Evidence("cost", slow_weights), work, model(10**6), 1) == "pass_q"
     # The paper's prefill rules say nothing about decoding: the cost model does.
-    assert choose_decode(config, Evidence("alg1", slow_ring), work, model(1), 1) == "replicated"
+    assert choose_decode(Evidence("alg1", slow_ring), work, model(1), 1) == "replicated"
 
 
 def test_the_same_arguments_give_the_same_choice() -> None:
@@ -149,8 +152,8 @@ def test_the_same_arguments_give_the_same_choice() -> None:
     for policy in ("cost", "alg1", "alg5", "fitted"):
         for _ in range(50):
             work = at(10 ** random.uniform(-3, 0), total=random.randint(2000, 10**6), size=random.randint(2, 9))
-            one = auto("prefill", Evidence(policy, profile, fit), work, shape=LLAMA_405B)
-            assert auto("prefill", Evidence(policy, copy, fit), work, shape=LLAMA_405B) == one
+            one = choose_prefill(Evidence(policy, profile, fit), work, LLAMA_405B)
+            assert choose_prefill(Evidence(policy, copy, fit), work, LLAMA_405B) == one
 
 
 @pytest.mark.parametrize(
