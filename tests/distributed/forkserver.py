@@ -22,9 +22,15 @@ from typing import Any, NoReturn
 
 import deepspeed.ops
 import psutil
+import setuptools  # noqa: F401  DeepSpeed looks for compilers at the first start of a group
+import torch.utils.cpp_extension  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import megakv.launcher.run  # noqa: F401  what most scripts need
+# What most scripts need: every rank would import it anew, also what megakv imports at first use alone.
+import megakv.build  # noqa: F401
+import megakv.launcher.run  # noqa: F401
+import megakv.session_files  # noqa: F401
+import tests.families  # noqa: F401
 
 # How long the others have to end once a rank has failed, as with DeepSpeed and torchrun.
 PATIENCE_S = 30.0
