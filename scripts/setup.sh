@@ -98,7 +98,8 @@ PY
 }
 
 megakv_pip() {
-    "$megakv_venv/bin/python" -m pip --disable-pip-version-check install --no-input "$@" 2>>"$megakv_venv/setup.log" |
+    "$megakv_venv/bin/python" -m pip --disable-pip-version-check install --no-input --no-compile \
+        --find-links "$megakv_venv/wheels" "$@" 2>>"$megakv_venv/setup.log" |
         tee -a "$megakv_venv/setup.log" |
         grep --line-buffered -E '^(Collecting|Building wheels|Installing|Successfully built)|Downloading .*[0-9]{2}(\.[0-9]+)? MB' |
         sed -u -E 's/ \(from .*//; s/^(.{110}).*/\1 .../; s/^ */    /' >&2
@@ -106,6 +107,23 @@ megakv_pip() {
     tail -n 15 "$megakv_venv/setup.log" >&2
     megakv_say "pip failed; all it said is in $megakv_venv/setup.log"
     return 1
+}
+
+# DeepSpeed has no wheel on the index. One that is built here is found by the installation that comes after; if this
+# fails, that builds it again and says why.
+megakv_build_deepspeed() {
+    local pin
+    mkdir -p "$megakv_venv/wheels"
+    if pin=$(grep '^deepspeed==' "$1"); then
+        "$megakv_venv/bin/python" -m pip --disable-pip-version-check wheel --no-input --no-deps \
+            --wheel-dir "$megakv_venv/wheels" "$pin" >"$megakv_venv/deepspeed.log" 2>&1
+    fi
+}
+
+# Python files compiled by all cores at once, where pip would take one after the other. Templates among them do not
+# compile, and need not.
+megakv_compile() {
+    "$megakv_venv/bin/python" -m compileall -q -j 0 "$@" >/dev/null 2>&1 || true
 }
 
 # True if the wheel that pip would take with these arguments brings CUDA packages along; fails if there is none.
@@ -166,7 +184,7 @@ ShareMemCommBuilder().load()' >>"$megakv_venv/setup.log" 2>&1 && return
 }
 
 megakv_build() {
-    local python present constraints=$megakv_root/constraints.txt start=$SECONDS
+    local python present packages deepspeed constraints=$megakv_root/constraints.txt start=$SECONDS
     python=$(megakv_find_python) || return 1
     if ! type -P "${CXX:-c++}" >/dev/null; then
         megakv_say "no C++ compiler (${CXX:-c++}) on PATH. On Debian and Ubuntu: apt install g++"
@@ -177,9 +195,14 @@ megakv_build() {
     megakv_say "making .venv with $("$python" -V) of $python"
     megakv_make_venv "$python" || return 1
     if [ -n "$present" ]; then
-        megakv_say "[1/3] using the torch $present that is already there"
         constraints=$megakv_venv/constraints.txt
         megakv_adopt "$python" >"$constraints" || return 1
+    fi
+    packages=$("$megakv_venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    megakv_build_deepspeed "$constraints" &
+    deepspeed=$!
+    if [ -n "$present" ]; then
+        megakv_say "[1/3] using the torch $present that is already there"
     elif megakv_has_gpu; then
         megakv_say "[1/3] installing torch for the GPU"
         megakv_pip -c "$constraints" torch || return 1
@@ -187,11 +210,16 @@ megakv_build() {
         megakv_say "[1/3] installing torch"
         megakv_install_cpu_torch || return 1
     fi
+    wait "$deepspeed"
+    [ -n "$present" ] || megakv_compile "$packages/torch" &
     megakv_say "[2/3] installing the other packages"
     megakv_pip -c "$constraints" -e "$megakv_root[dev]" || return 1
+    rm -rf "$megakv_venv/wheels"
     [ -z "$present" ] || megakv_adopt_commands || return 1
     export PATH=$megakv_venv/bin:$PATH TORCH_EXTENSIONS_DIR=$megakv_venv/torch_extensions
+    megakv_compile "$packages" &
     megakv_has_gpu || megakv_build_op || return 1
+    wait
     megakv_stamp >"$megakv_venv/stamp.new" && mv "$megakv_venv/stamp.new" "$megakv_venv/stamp"
     megakv_say "done in $((SECONDS - start)) s"
 }
@@ -225,6 +253,10 @@ megakv_setup() (
     megakv_is_ready && exit 0
     # Children must not inherit the lock: one that outlives a killed set-up would hold it.
     megakv_build 9>&-
+    status=$?
+    # What goes on beside a set-up that failed must not meet the next one.
+    wait
+    exit $status
 )
 
 if ! megakv_setup; then

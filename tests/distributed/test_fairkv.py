@@ -51,7 +51,7 @@ def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest
     if whole:
         judge(launch(tmp_path, "1x2,2x1", 2, 300), alone)
         judge(
-            launch(tmp_path, "2x2,4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather,4x1:tsp,1x4:mapped", 4, 300),
+            launch(tmp_path, "1x4,2x2,4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather,4x1:tsp,1x4:mapped", 4, 300),
             alone,
         )
         judge(launch(tmp_path, "1x8,2x4", 8, 10), alone)
@@ -101,16 +101,17 @@ def test_a_question_after_compression(tmp_path: Path, mesh: str) -> None:
 CHUNKS = Path(__file__).parent / "ranks" / "fairkv_chunks.py"
 
 
-def read_in_pieces(folder: Path, meshes: str, ranks: int) -> dict[str, Any]:
+def read_in_pieces(folder: Path, meshes: str, ranks: int, *more: str) -> dict[str, Any]:
     out = folder / f"chunks-{ranks}.json"
-    run_ranks(CHUNKS, out, folder, meshes, ranks=ranks, timeout=400).check()
+    run_ranks(CHUNKS, out, folder, meshes, *more, ranks=ranks, timeout=400).check()
     return json.loads(out.read_text())
 
 
-def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path) -> None:
+def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Not on the chunks that a prompt is read in, nor on the other rows of its batch, nor on the mesh."""
-    single = read_in_pieces(tmp_path, "1x1", 1)
-    for results in (single, read_in_pieces(tmp_path, "2x1,1x2,1x2:mapped,2x1:last", 2)):
+    more = ["full"] if pytestconfig.getoption("--full") else []
+    single = read_in_pieces(tmp_path, "1x1", 1, *more)
+    for results in (single, read_in_pieces(tmp_path, "2x1,1x2,1x2:mapped,2x1:last", 2, *more)):
         for case, found in results.items():
             expected = single[f"1x1 {case.split()[1]} whole"]
             # The last row has no second turn, and is not asked alone.

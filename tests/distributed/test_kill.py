@@ -15,7 +15,6 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.losing import SCRIPT, Loss, lose_rank, save_config
 
 END_SECONDS = 10.0
-QUICK, FULL = 30, 300
 AT_ONCE = 4
 """Sets of ranks: while some end, others start."""
 MOMENTS = (
@@ -36,6 +35,7 @@ MOMENTS = (
     ("offload cpu_rank", "2x1"),
 )
 """Work and meshes, taken in turn."""
+QUICK, FULL = len(MOMENTS), 300
 
 
 @dataclass(frozen=True)

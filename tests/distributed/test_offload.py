@@ -13,12 +13,14 @@ TOLERANCE = 1e-4
 CASES = ("greedy 1", "greedy 65", "chunked 65", "ragged greedy", "ragged beams")
 DIVIDED = ("stream", "chunked", "cpu_rank", "both")
 """How tokens are divided is known of these: by fixed costs, as a machine's own depend on what else it does."""
+# Fixed costs are relative to the link's, whose speed then decides nothing but how long everything takes.
+FAST = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.02}
 # A slow link: steps that show how fast it is, and that recomputing may pay for tiny models.
-SLOW = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.001}
+SLOW = {**FAST, "emulated_link_gb_s": 0.001}
 # Weights off the accelerator too, and sequences in groups; recomputation pays or not.
 COLUMNS = {**SLOW, "weights": True, "num_gpu_batches": 2, "emulated_link_gb_s": 0.05}
 # Host memory for a few pages: the rest lies on disk.
-BOTH = {**SLOW, "method": "chunked", "host_gb": 6 * 8 / (1 << 20), "disk_gb": 0.02}
+BOTH = {**FAST, "method": "chunked", "host_gb": 6 * 8 / (1 << 20), "disk_gb": 0.02}
 HOSTED = (("opt", "auto"), ("gpt_neox", "tsp"), ("llama", "auto"))
 AS_LARGE = ("llama", "falcon")
 """Activations are no smaller than keys and values."""
@@ -47,7 +49,7 @@ MORE: list[Run] = [
     if (family, "2x1", method, "auto") not in RUNS
 ]
 """With ``--full`` alone."""
-OFFLOAD = {"columns": COLUMNS, "both": BOTH}
+OFFLOAD = {"columns": COLUMNS, "both": BOTH, "auto": {**SLOW, "method": "auto"}}
 Results = dict[Run, Any]
 
 
@@ -65,7 +67,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "decoded": 6,
             "section": {"prefill": prefill},
             "even_costs": method in DIVIDED,
-            "offload": {"disk_path": str(folder), **OFFLOAD.get(method, {**SLOW, "method": method})},
+            "offload": {"disk_path": str(folder), **OFFLOAD.get(method, {**FAST, "method": method})},
         }
         for family, mesh, method, prefill in asked
     ]

@@ -2,7 +2,7 @@
 
 Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS [BATCHES], meshes as CPxTP or CPxTP:PREFILL, separated by commas; STEPS
 further tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with
-heads and copies of heads on random ranks. BATCHES, by default all of `LENGTHS`, are those of meshes with a PREFILL.
+heads and copies of heads on random ranks. BATCHES are by default all of `LENGTHS`.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def main() -> None:
             if name == "headkv":
                 section["importance"] = str(importance)
             engine = megakv.init_inference(str(folder), config_of(mesh, section, mapping))
-            for batch in batches if ":" in mesh else LENGTHS:
+            for batch in batches:
                 count = steps if name == "ada_snapkv" else 3
                 results[f"{mesh} {name} {batch}"] = run_case(engine, plain, batch, count)
             if name == "snapkv":

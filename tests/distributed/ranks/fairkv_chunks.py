@@ -1,6 +1,6 @@
 """Started on every rank: prompts that are compressed in pieces, and rows of a batch beside the same rows alone.
 
-Usage: fairkv_chunks.py OUT.json WORK_DIR MESHES, meshes as in fairkv.py.
+Usage: fairkv_chunks.py OUT.json WORK_DIR MESHES [full], meshes as in fairkv.py; ``full`` has short chunks on all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megakv.launcher.voice import quiet_libraries
 
 TURNS = ([102, 40, 63, 3, 71], [72, 21, 64, 68, 0])
 """New tokens of each row; a row is compressed from 64 on, whatever the others have."""
-CHUNKS = (51, 40, 5, 1)
-"""Parts that divide the prompt and parts that do not, some shorter than the window and than CP cuts."""
+CHUNKS = (51, 40)
+"""Parts that divide the prompt and parts that do not."""
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 
 
@@ -67,6 +67,20 @@ def converse(engine: Any, rows: list[int], chunk: int | None) -> dict[str, Any]:
     }
 
 
+def chunks_of(mesh: str, name: str, *, full: bool) -> list[int]:
+    """Also parts that are shorter than the window and than CP cuts, of which a prompt has many.
+
+    Five tokens for one method of each way to observe, one token for one method; not on every mesh if not `full`: what
+    a piece means for a rank's part of a sequence is seen on 2x1 and in the chain, for its heads where they are mapped.
+    """
+    chunks = list(CHUNKS)
+    if name in (*SPREAD, "h2o") and (full or mesh in ("1x1", "2x1", "1x2:mapped")):
+        chunks.append(5)
+    if name == "ada_snapkv" and (mesh == "2x1:last" or full and mesh != "1x1"):
+        chunks.append(1)
+    return chunks
+
+
 def main() -> None:
     """Entry of every rank."""
     out, work, meshes = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(",")
@@ -99,10 +113,8 @@ def main() -> None:
                 results[f"{mesh} {name} alone"] = {
                     key: [each[key][0] for each in alone] for key in ("answers", "kept", "ranges", "held")
                 }
-            for chunk in CHUNKS:
-                # Many short chunks take long: for one method of each way to observe, then for one.
-                if chunk > 5 or (name in (*SPREAD, "h2o") if chunk == 5 else name == "ada_snapkv" and mesh != "1x1"):
-                    results[f"{mesh} {name} {chunk}"] = converse(engine, rows, chunk)
+            for chunk in chunks_of(mesh, name, full="full" in sys.argv[4:]):
+                results[f"{mesh} {name} {chunk}"] = converse(engine, rows, chunk)
             engine.destroy()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
