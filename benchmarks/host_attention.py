@@ -62,7 +62,7 @@ class Rows:
     def __init__(self, nbytes: int, *, kv_heads: int, dim: int, dtype: torch.dtype):
         import torch
 
-        from megakv.offload.heads import HeadShape
+        from megakv.offload.row_format import HeadShape
 
         self.dtype = dtype
         self.head_shape = HeadShape(kv_heads, dim, dim)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
-from megakv.offload.link import MemoryRows, Move, Ticket
-from megakv.offload.thread_link import ThreadLink
+from megakv.offload.emulated_link import EmulatedLink
+from megakv.offload.link import Move, Transfer
 
 
 class EmulatedOffloadedCache(DynamicCache):
@@ -21,7 +21,7 @@ class EmulatedOffloadedCache(DynamicCache):
 
     Parameters
     ----------
-    link : ThreadLink
+    link : EmulatedLink
     config : PreTrainedConfig
         Of the model: layers with a sliding window keep no more than that.
 
@@ -33,13 +33,13 @@ class EmulatedOffloadedCache(DynamicCache):
         The most that lay on the accelerator's side at once.
     """
 
-    def __init__(self, link: ThreadLink, config: PreTrainedConfig):
+    def __init__(self, link: EmulatedLink, config: PreTrainedConfig):
         super().__init__(config=config)
         self.waited_s = 0.0
         self.most_bytes = 0
         self._link = link
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
-        self._coming: dict[int, Ticket] = {}
+        self._coming: dict[int, Transfer] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Keys and values of all tokens."""
@@ -77,7 +77,7 @@ class EmulatedOffloadedCache(DynamicCache):
 
     @staticmethod
     def _move(host: Tensor, device: Tensor) -> Move:
-        return Move(MemoryRows(host.view(-1, host.shape[-1])), device.view(-1, device.shape[-1]))
+        return Move(host.view(-1, host.shape[-1]), device.view(-1, device.shape[-1]))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens so far, wherever they lie."""

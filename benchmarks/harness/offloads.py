@@ -25,9 +25,9 @@ from transformers import (
 )
 
 import megakv
+from megakv.offload.emulated_link import EmulatedLink
 from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
-from megakv.offload.thread_link import ThreadLink
 
 from .models import twin, weight_bytes
 from .offload_baseline import EmulatedOffloadedCache
@@ -255,7 +255,7 @@ class Decoder:
             sample.bytes_in = sample.bytes_out = float(self._kv_bytes(tokens))
             return sample
         assert self._case.link_gb_s is not None
-        link = ThreadLink(self._case.link_gb_s * 1e9)
+        link = EmulatedLink(self._case.link_gb_s * 1e9)
         cache = EmulatedOffloadedCache(link, self._model.config)
         notes = StepNotes(
             lambda: link.traffic["in"].nbytes, lambda: link.traffic["out"].nbytes, lambda: cache.waited_s, watch=watch

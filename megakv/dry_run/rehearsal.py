@@ -20,7 +20,7 @@ from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import check_length
 from megakv.injection.policy import depends_on_length, policy_for
-from megakv.offload.tiers import in_units
+from megakv.offload.host_memory import in_units
 from megakv.runahead.partition import even, explicit
 from megakv.weights.files import local_directory
 from megakv.weights.loading import read_config

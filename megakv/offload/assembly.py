@@ -14,14 +14,14 @@ from megakv.forward_pass import ForwardPass
 from megakv.injection.policy import depends_on_length
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
-from megakv.offload.cuda_link import CudaLink
+from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
+from megakv.offload.emulated_link import EmulatedLink
+from megakv.offload.host_memory import HostTier, available_memory, check_host_budget, in_units
 from megakv.offload.link import Link
-from megakv.offload.pool import PagePool
+from megakv.offload.pool import PagePool, Tier
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
-from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import HostTier, Tier, available_memory, check_host_budget, in_units
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
 from megakv.runtime import Runtime
@@ -31,56 +31,35 @@ GIB = 1 << 30
 
 
 def make_link(device: torch.device, emulated_bytes_s: float | None) -> Link:
-    """The link of a device.
-
-    Raises
-    ------
-    ValueError
-        If an emulated bandwidth is given for a real accelerator.
-    """
+    """The link of a device."""
     if device.type == "cuda":
         if emulated_bytes_s is not None:
             raise ValueError(
                 "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
             )
-        return CudaLink(device)
-    return ThreadLink(emulated_bytes_s)
+        return StreamLink(CudaStreams(device))
+    return EmulatedLink(emulated_bytes_s)
 
 
 def make_offloader(
     model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: HostWeights | None = None
 ) -> Offloader | None:
-    """The offload engine that the JSON asks for; None where it asks for none.
+    """The offload engine that the JSON asks for, or None, of a model with MegaKV's attention attached.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With MegaKV's attention attached.
-    config : OffloadConfig
-    runtime : Runtime
-    layers : int
-        Attention layers.
-    weights : HostWeights, optional
-        Of the decoder layers, where they are offloaded; they have taken their part of the host's budget.
-
-    Raises
-    ------
-    ValueError
-        If a budget cannot be had, or the method cannot work with the model.
-    MegaKVError
-        If that is so on another rank.
+    `weights` of the decoder layers, where they are offloaded, have taken their part of the host's budget. A ValueError
+    if a budget cannot be had, or the method cannot work with the model; a MegaKVError if that is so on another rank.
     """
     if not config.enabled:
         return None
     failure: Exception | None = None
     offloader: Offloader | None = None
+    held = 0 if weights is None else weights.nbytes
     free = available_memory()
     # Nobody takes any before all have looked.
     runtime.comm.barrier()
     try:
         _check_budgets(config)
         _check_cores(config)
-        held = 0 if weights is None else weights.nbytes
         check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
         offloader = _offloader(model, config, runtime, layers, weights)
     except Exception as error:

@@ -33,11 +33,8 @@ SMALL_BYTES = 64 << 10
 def find_async_io(asked: str) -> tuple[Any, str]:
     """DeepSpeed's module for asynchronous I/O, or None and the reason why there is none.
 
-    Parameters
-    ----------
-    asked : str
-        ``aio`` builds it where that has not been done yet, which takes minutes; ``auto`` takes it where DeepSpeed was
-        installed with it; ``files`` takes none.
+    ``aio`` builds it where that has not been done yet, which takes minutes; ``auto`` takes it where DeepSpeed was
+    installed with it; ``files`` takes none.
     """
     accelerator = get_accelerator()
     built = installed_ops.get(OP, False) and accelerator_name == accelerator._name
@@ -99,19 +96,8 @@ class AsyncReader:
     DeepSpeed's library does not look at the results of its requests: each leaves a mark at the end of its block where
     it failed or came back short, and such a block is read again the plain way, which says what is wrong.
 
-    Parameters
-    ----------
-    module
-        Of `find_async_io`.
-    fd : int
-        The open file; its size is a multiple of `ALIGNMENT`.
-    plainly : callable
-        Fills memory with what lies from a byte on, or raises OSError.
-
-    Attributes
-    ----------
-    refused : int
-        Blocks that had to be read again.
+    The open file's size is a multiple of `ALIGNMENT`; `plainly` fills memory with what lies from a byte on, or raises
+    OSError; `refused` counts blocks that had to be read again.
     """
 
     def __init__(self, module: Any, fd: int, plainly: Callable[[int, memoryview], None]):
@@ -127,13 +113,7 @@ class AsyncReader:
         self.refused = 0
 
     def read(self, offset: int, memory: memoryview) -> None:
-        """Fill memory with what lies from a byte on.
-
-        Raises
-        ------
-        OSError
-            If the file does not give it back.
-        """
+        """Fill memory with what lies from a byte on."""
         begin, end = offset // ALIGNMENT * ALIGNMENT, -(-(offset + len(memory)) // ALIGNMENT) * ALIGNMENT
         if len(memory) < SMALL_BYTES or os.fstat(self._fd).st_size < end:
             self._plainly(offset, memory)

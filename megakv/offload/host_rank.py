@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,11 @@ from megakv.attention.visibility import sees_all
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.clock import Clock, HostClock
+from megakv.offload.pages import Runs
+from megakv.offload.row_format import RowFormat
 
-if TYPE_CHECKING:
-    from megakv.offload.store import TieredStore
-
-
-HostRows = Sequence[Sequence[tuple[int, Tensor]]]
-"""Tokens of each sequence where they lie, in a row: runs of rows ``[n, W]``, each with the index of its first token."""
+HostRows = Sequence[Runs]
+"""Tokens of each sequence where they lie."""
 
 
 class Queries(NamedTuple):
@@ -42,23 +40,9 @@ class Queries(NamedTuple):
 
 
 class HostPart:
-    """A layer's attention on the host, under way.
+    """A layer's attention on the host, under way, for an accelerator with a clock.
 
-    Parameters
-    ----------
-    future : Future
-        Gives outputs, log-sum-exps and seconds.
-    device : torch.device
-        Where the results are wanted.
-    clock : Clock
-        Of that device.
-
-    Attributes
-    ----------
-    seconds : float
-        What it took, once merged.
-    waited : (object, object) or None
-        Moments between which it was waited for, once merged.
+    Once it is merged, `seconds` says what it took, and `waited` between which moments it was waited for.
     """
 
     def __init__(self, future: Future[tuple[Tensor, Tensor, float]], device: torch.device, clock: Clock):
@@ -77,15 +61,7 @@ class HostPart:
 
 
 class HostRank:
-    """A thread that attends.
-
-    Parameters
-    ----------
-    threads : int, optional
-        Cores that it computes with; as many as the process's other computations if None.
-    clock : Clock, optional
-        Of the accelerator; the host's own if left out.
-    """
+    """A thread that attends, with so many cores: as many as the process's other computations if None."""
 
     def __init__(self, threads: int | None = None, clock: Clock | None = None):
         self._clock = clock or HostClock()
@@ -97,21 +73,9 @@ class HostRank:
             torch.set_num_threads(threads)
 
     def start(
-        self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: TieredStore, rows: HostRows
+        self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: RowFormat, rows: HostRows
     ) -> HostPart:
-        """Begin to attend to tokens of each sequence.
-
-        Parameters
-        ----------
-        call : AttentionCall
-        q_HLD : Tensor
-            ``[H, L, D]`` queries, of whichever rank.
-        tokens : TokenBlock
-            Their tokens.
-        store : TieredStore
-            Of the layer.
-        rows : HostRows
-        """
+        """Begin to attend from queries of whichever rank, and their tokens, to rows of a layer's store."""
         slots, positions = (
             [column(call.rank, sequence) for sequence in range(call.table.batch)]
             for column in (call.table.slots, call.table.positions)
@@ -119,9 +83,7 @@ class HostRank:
         job = _job(q_HLD.cpu(), tokens, call.scoring, store, _Rows(rows, slots, positions))
         return HostPart(self._pool.submit(_timed, job), q_HLD.device, self._clock)
 
-    def measure(
-        self, store: TieredStore, runs: Sequence[tuple[int, Tensor]], queries: Queries, sequences: int = 1
-    ) -> float:
+    def measure(self, store: RowFormat, runs: Runs, queries: Queries, sequences: int = 1) -> float:
         """Seconds of attending to runs of rows of a store's shape with one query, for so many sequences alike."""
         count, each = sum(len(rows) for _, rows in runs), np.arange(sequences)
         slots = [np.arange(count)] * sequences
@@ -153,7 +115,7 @@ def _timed(job: Job) -> tuple[Tensor, Tensor, float]:
     return *job(), time.perf_counter() - begun
 
 
-def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore, rows: _Rows) -> Job:
+def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows) -> Job:
     """What the thread does."""
     together = _together(q_HLD, tokens, scoring, store, rows)
     return together or partial(_one_by_one, q_HLD, tokens, scoring, store, rows)
@@ -161,7 +123,7 @@ def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore
 
 @torch.no_grad()
 def _one_by_one(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore, rows: _Rows
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
     attention = PackedAttention(q_HLD, tokens, scoring, store.head_shape.value_dim)
     for sequence, (runs, slots, positions) in enumerate(zip(*rows, strict=True)):
@@ -172,7 +134,7 @@ def _one_by_one(
     return attention.result()
 
 
-def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: TieredStore, rows: _Rows) -> Job | None:
+def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows) -> Job | None:
     """All sequences in one kernel call, as calls by sequence take longer than attending to few tokens.
 
     None where there is more to it: several tokens of a sequence, hidden keys, terms added to scores, or no kernel.

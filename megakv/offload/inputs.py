@@ -114,7 +114,7 @@ def recompute(
     """
     begun = record.clock.mark()
     for chunk in staged.chunks:
-        chunk.ticket.wait()
+        chunk.transfer.wait()
         landed = record.clock.mark()
         positions = [
             table.positions(rank, piece.sequence)[piece.first : piece.first + piece.count] for piece in chunk.pieces

@@ -1,29 +1,34 @@
 """The link between host and accelerator: transfers of rows that run beside computation, in order in each direction.
 
-`stream_link.py` uses a stream for each direction, `thread_link.py` emulates a link where there is no accelerator.
+`cuda_link.py` uses a stream for each direction, `emulated_link.py` emulates a link where there is no accelerator. Both
+have a thread of each direction, from its first transfer on that needs one: all of them, or those that touch files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megakv.errors import MegaKVError
 from megakv.offload.clock import Clock
 
 Direction = Literal["in", "out"]
+"""To the accelerator, or from it."""
 
 
-class Rows(Protocol):
-    """Rows that lie somewhere on the host: in memory, or in a file."""
+class StoredRows(Protocol):
+    """Rows that lie in a file."""
 
     @property
-    def nbytes(self) -> int:
-        """Their size."""
+    def nbytes(self) -> int: ...
 
     def read_into(self, target: Tensor) -> None:
         """Copy them to contiguous host memory of their shape."""
@@ -31,8 +36,8 @@ class Rows(Protocol):
     def write_from(self, source: Tensor) -> None:
         """Copy them from contiguous host memory of their shape."""
 
-    def part(self, first: int, nbytes: int) -> Rows:
-        """So many of their bytes from one on; their shape is that of so many bytes."""
+    def part(self, first: int, nbytes: int) -> StoredRows:
+        """So many of their bytes from one on."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -41,106 +46,96 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MemoryRows:
-    """Rows in host memory.
-
-    Parameters
-    ----------
-    rows : Tensor
-        ``[n, W]``, contiguous.
-    """
-
-    rows: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.numel() * self.rows.element_size()
-
-    def read_into(self, target: Tensor) -> None:
-        target.copy_(self.rows)
-
-    def write_from(self, source: Tensor) -> None:
-        self.rows.copy_(source)
-
-    def part(self, first: int, nbytes: int) -> MemoryRows:
-        return MemoryRows(as_bytes(self.rows)[first : first + nbytes])
-
-
-@dataclass(frozen=True)
 class Move:
-    """One copy.
+    """One copy between rows ``[n, W]`` on the host, in memory or in a file, and such on the accelerator; contiguous."""
 
-    Parameters
-    ----------
-    host : Rows
-        Its end on the host.
-    device : Tensor
-        ``[n, W]``, contiguous: its end on the accelerator.
-    """
-
-    host: Rows
+    host: Tensor | StoredRows
     device: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it moves."""
         return self.host.nbytes
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self.host, Tensor)
 
     def parts(self, starts: Sequence[int]) -> Iterator[Move]:
         """The same as several moves, of which each begins at one of these bytes, ascending from 0."""
-        device = as_bytes(self.device)
+        host, device = self.host, as_bytes(self.device)
         for first, last in pairwise([*starts, self.nbytes]):
-            yield Move(self.host.part(first, last - first), device[first:last])
+            part = as_bytes(host)[first:last] if isinstance(host, Tensor) else host.part(first, last - first)
+            yield Move(part, device[first:last])
+
+    def run(self, direction: Direction) -> None:
+        """Copy now, where the host is the accelerator."""
+        if isinstance(self.host, Tensor):
+            target, source = (self.device, self.host) if direction == "in" else (self.host, self.device)
+            target.copy_(source)
+        elif direction == "in":
+            self.host.read_into(self.device)
+        else:
+            self.host.write_from(self.device)
 
 
-class Ticket(Protocol):
-    """One transfer under way."""
+class Transfer:
+    """Copies under way; it holds its moves, and what it comes after, until it is made.
 
-    nbytes: int
+    Whoever waits for a transfer that failed gets a MegaKVError.
+    """
 
-    def wait(self) -> None:
-        """Let what this thread computes next come after the transfer.
+    def __init__(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]):
+        self.direction = direction
+        self.moves, self.after = tuple(moves), tuple(after)
+        self.nbytes = sum(move.nbytes for move in moves)
+        self.file_bytes = sum(move.nbytes for move in moves if not move.in_memory)
+        self.error: Exception | None = None
+        self._made = threading.Event()
 
-        Raises
-        ------
-        MegaKVError
-            If the transfer failed.
-        """
+    @property
+    def made(self) -> bool:
+        """Whether the thread has done its part, well or badly."""
+        return self._made.is_set()
 
-    def settle(self) -> None:
-        """Block until the transfer has ended: its memory on the host may be read, or given to others.
+    def make(self, copy: Callable[[Any], None]) -> None:
+        """Have it copied; an error belongs to whoever waits for the transfer."""
+        try:
+            copy(self)
+        except Exception as problem:
+            self.error = problem
+        self.moves, self.after = (), ()
+        self._made.set()
 
-        Raises
-        ------
-        MegaKVError
-            If the transfer failed.
-        """
+    def join(self) -> None:
+        """Block until the thread has done its part."""
+        self._made.wait()
+        if self.error is not None:
+            raise MegaKVError(f"a transfer of {self.nbytes} bytes failed: {self.error}") from self.error
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
+        return self.made
+
+    def wait(self) -> None:
+        """Let what this thread computes next come after the transfer."""
+        self.join()
+
+    def settle(self) -> None:
+        """Block until it has ended: its memory on the host may be read, or given to others."""
+        self.join()
 
 
 @dataclass
 class Traffic:
     """What went over a link in one direction.
 
-    Parameters
-    ----------
-    nbytes, transfers : int
-        Begun, where it is known when that is, or ended.
-    timed_bytes : int
-        Of transfers that have ended and were timed.
-    busy_s : float
-        Seconds in which the direction was at work on those.
-    file_bytes : int
-        Of `nbytes`, what lay in files.
-    mixed_bytes, timed_file_bytes, mixed_s : int, int, float
-        Of timed transfers with any from files, or to them: their bytes, those in files, and seconds.
+    `nbytes` were begun, of them `file_bytes` in files; `timed_bytes` have ended and kept the direction at work for
+    `busy_s`. `mixed_bytes` and `mixed_s` are those of timed transfers with any rows in files, `timed_file_bytes` those
+    in files.
     """
 
     nbytes: int = 0
-    transfers: int = 0
     timed_bytes: int = 0
     busy_s: float = 0.0
     file_bytes: int = 0
@@ -148,46 +143,61 @@ class Traffic:
     timed_file_bytes: int = 0
     mixed_s: float = 0.0
 
-    def begin(self, nbytes: int, file_bytes: int = 0) -> None:
-        """Count a transfer, some of it perhaps of files."""
-        self.nbytes += nbytes
-        self.file_bytes += file_bytes
-        self.transfers += 1
+    def begin(self, transfer: Transfer) -> None:
+        self.nbytes += transfer.nbytes
+        self.file_bytes += transfer.file_bytes
 
-    def end(self, nbytes: int, seconds: float, file_bytes: int = 0) -> None:
-        """Count what it took."""
-        self.timed_bytes += nbytes
+    def end(self, transfer: Transfer, seconds: float) -> None:
+        self.timed_bytes += transfer.nbytes
         self.busy_s += seconds
-        if file_bytes:
-            self.mixed_bytes += nbytes
-            self.timed_file_bytes += file_bytes
+        if transfer.file_bytes:
+            self.mixed_bytes += transfer.nbytes
+            self.timed_file_bytes += transfer.file_bytes
             self.mixed_s += seconds
 
 
-class Link(Protocol):
-    """Both directions between the host and one accelerator."""
+# Threads have modes of their own: outside of this one, tensors of a caller who is in it may not be written to.
+@torch.inference_mode()
+def _make(transfer: Transfer, copy: Callable[[Any], None]) -> None:
+    transfer.make(copy)
 
-    emulated: bool
-    clock: Clock
-    """Of the accelerator's side."""
-    seams: list[int]
-    """Addresses on the host, ascending, across which no single copy goes."""
+
+class Link(ABC):
+    """Both directions between the host and one accelerator, with a clock of its side; threads first `prepare`.
+
+    No single copy goes across `seams`, addresses on the host in ascending order.
+    """
+
+    def __init__(self, clock: Clock, prepare: Callable[[], None] | None = None):
+        self.clock = clock
+        self.seams: list[int] = []
+        self._traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
+        self._threads = {name: ThreadPoolExecutor(1, f"link-{name}", prepare) for name in self._traffic}
+        self._queued: dict[Direction, Transfer] = {}
 
     @property
     def traffic(self) -> dict[Direction, Traffic]:
         """What went each way; what transfers took comes in when they have ended, and nobody waits for that."""
+        return self._traffic
 
-    def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Ticket] = ()) -> Ticket:
-        """Queue copies to the accelerator (``in``) or from it (``out``), behind all earlier ones of the direction.
+    @abstractmethod
+    def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer] = ()) -> Transfer:
+        """Begin copies, behind all earlier ones of the direction, behind the transfers `after`, which usually go the
+        other way, and behind what this thread has computed so far."""
 
-        Parameters
-        ----------
-        direction : str
-        moves : sequence of Move
-            What this thread has computed into, or reads from, their device ends so far comes first.
-        after : sequence of Ticket
-            Transfers, usually of the other direction, that must end before.
-        """
+    @abstractmethod
+    def _copy(self, transfer: Any) -> None:
+        """Copy what a transfer moves."""
+
+    def _idle(self, direction: Direction) -> bool:
+        """Whether the thread has done its part of all that was queued."""
+        return direction not in self._queued or self._queued[direction].made
+
+    def _queue(self, transfer: Transfer) -> None:
+        self._queued[transfer.direction] = transfer
+        self._threads[transfer.direction].submit(_make, transfer, self._copy)
 
     def close(self) -> None:
         """End all transfers and give back threads or streams."""
+        for thread in self._threads.values():
+            thread.shutdown()

@@ -1,26 +1,23 @@
-"""Rows of one sequence and layer, spread over pages of the tiers."""
+"""Rows of one sequence and layer, spread over pages of the tiers, and new rows on their way there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload.link import MemoryRows, Move, Ticket
-from megakv.offload.pool import Page, PagePool
-from megakv.offload.tiers import HostTier, Tier, in_units
+from megakv.offload.host_memory import HostTier, in_units
+from megakv.offload.link import Link, Move, StoredRows, Transfer
+from megakv.offload.pool import Page, PagePool, Tier
+
+Runs = list[tuple[int, Tensor]]
+"""Rows where they lie on the host: runs ``[n, W]`` in ascending order, each with the index of its first row."""
 
 
 def page_bytes(count: int, row_bytes: int, size: int) -> int:
-    """Bytes of the pages of a size that so many rows take.
-
-    Raises
-    ------
-    MegaKVError
-        If a row does not fit a page.
-    """
+    """Bytes of the pages of a size that so many rows take; a MegaKVError if a row does not fit a page."""
     if row_bytes > size:
         raise MegaKVError(
             f"megakv.offload.page_kib = {size >> 10} is too small: a token's row in one layer has {in_units(row_bytes)}"
@@ -29,23 +26,9 @@ def page_bytes(count: int, row_bytes: int, size: int) -> int:
 
 
 class PagedRows:
-    """A growing number of rows of one width. Forks share pages until either grows.
+    """A growing number of rows of one width, of a layer, in one tier (`only`) if they must lie there.
 
-    Parameters
-    ----------
-    pool : PagePool
-    width : int
-        Elements of a row.
-    dtype : torch.dtype
-    layer : int
-        Whose rows they are.
-    only : Tier, optional
-        Where they must lie.
-
-    Raises
-    ------
-    MegaKVError
-        If a row does not fit a page.
+    Forks share pages until either grows.
     """
 
     def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, only: Tier | None = None):
@@ -59,7 +42,7 @@ class PagedRows:
         self._pages: list[Page] = []
         # Leading pages that are known to lie in memory.
         self._leading = 0
-        page_bytes(0, self._row_bytes, pool.page_bytes)
+        self.bytes_for(0)
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -74,13 +57,16 @@ class PagedRows:
         """Bytes of the pages of so many rows."""
         return page_bytes(count, self._row_bytes, self._pool.page_bytes)
 
-    def extend(self, count: int) -> int:
-        """Make room for rows behind the present ones; returns the first one's index.
+    def _rows(self, page: Page, offset: int, count: int) -> Tensor | StoredRows:
+        return page.tier.rows(offset, count, self.width, self._dtype)
 
-        Raises
-        ------
-        MegaKVError
-            If the budgets are used up. The rows stay as they were.
+    def _pages_of(self, first: int, count: int) -> list[Page]:
+        return self._pages[first // self._per_page : -(-(first + count) // self._per_page)]
+
+    def extend(self, count: int) -> int:
+        """Make room for rows behind the present ones, which stay as they were where the budgets are used up.
+
+        Returns the first one's index.
         """
         first, needed = self.length, -(-(self.length + count) // self._per_page)
         taken: list[Page] = []
@@ -103,11 +89,11 @@ class PagedRows:
         index = self.length // self._per_page
         shared, own = self._pages[index], self._pool.take(self._layer, self._only)
         # The host itself writes at once, whatever the link has queued.
-        for ticket in (*shared.busy, *own.busy):
-            ticket.settle()
+        for transfer in (*shared.busy, *own.busy):
+            transfer.settle()
         buffer = torch.empty(rows, self.width, dtype=self._dtype)
-        shared.tier.rows(shared.offset, rows, self.width, self._dtype).read_into(buffer)
-        own.tier.rows(own.offset, rows, self.width, self._dtype).write_from(buffer)
+        Move(self._rows(shared, shared.offset, rows), buffer).run("in")
+        Move(self._rows(own, own.offset, rows), buffer).run("out")
         self._pages[index] = own
         self._leading = min(self._leading, index)
         self._pool.give(shared)
@@ -119,13 +105,12 @@ class PagedRows:
             # Each step of decoding writes single rows: in little time.
             index, inner = divmod(first, self._per_page)
             page = self._pages[index]
-            row = page.tier.rows(page.offset + inner * self._row_bytes, 1, self.width, self._dtype)
-            return [Move(row, device)], [page]
-        found: list[Move] = []
-        for page, offset, start, size in self._spans(first, count):
-            rows = page.tier.rows(offset, size, self.width, self._dtype)
-            found.append(Move(rows, device[start : start + size] if size < count else device))
-        return found, self._pages[first // self._per_page : -(-(first + count) // self._per_page)]
+            return [Move(self._rows(page, page.offset + inner * self._row_bytes, 1), device)], [page]
+        found = [
+            Move(self._rows(page, offset, size), device[start : start + size] if size < count else device)
+            for page, offset, start, size in self._spans(first, count)
+        ]
+        return found, self._pages_of(first, count)
 
     def _spans(self, first: int, count: int) -> Iterator[tuple[Page, int, int, int]]:
         """Runs of rows that lie one behind the other: page, byte offset, row of the request, number of rows."""
@@ -153,24 +138,20 @@ class PagedRows:
             self._leading += 1
         return self.length if self._leading == len(pages) else self._leading * self._per_page
 
-    def runs_in_memory(self, count: int, first: int = 0) -> list[tuple[int, Tensor]]:
-        """Rows from `first` up to `count` where they lie, as few ``[n, W]`` as pages allow, each with its first index.
-
-        Waits for those that are on the way there.
-        """
-        for page in self._pages[first // self._per_page : -(-count // self._per_page)]:
+    def runs_in_memory(self, count: int, first: int = 0) -> Runs:
+        """Rows from `first` up to `count`; waits for those that are on the way there."""
+        for page in self._pages_of(first, count - first):
             if page.written is not None:
                 page.written.settle()
         found = []
         for page, offset, start, size in self._spans(first, count - first):
-            rows = page.tier.rows(offset, size, self.width, self._dtype)
-            if isinstance(rows, MemoryRows):
-                found.append((first + start, rows.rows))
-            else:
+            rows = self._rows(page, offset, size)
+            if not isinstance(rows, Tensor):
                 # A shared page that was in memory may have been copied to disk since these rows were counted.
                 copied = torch.empty(size, self.width, dtype=self._dtype)
                 rows.read_into(copied)
-                found.append((first + start, copied))
+                rows = copied
+            found.append((first + start, rows))
         return found
 
     def truncate(self, length: int) -> None:
@@ -192,30 +173,48 @@ class PagedRows:
         return twin
 
 
-def mark_written(pages: list[Page], ticket: Ticket) -> None:
+def mark_written(pages: Sequence[Page], transfer: Transfer) -> None:
     """Note the transfer that writes to pages, so that whoever reads them waits for it."""
     for page in pages:
-        page.written = ticket
+        page.written = transfer
 
 
-def mark_read(pages: list[Page], ticket: Ticket) -> None:
-    """Note the transfer that reads pages, so that whoever writes to them next waits for it."""
+def start_reading(link: Link, moves: Sequence[Move], pages: Sequence[Page]) -> Transfer:
+    """Begin to bring rows of pages, behind what is on its way there; whoever writes to them next waits for it."""
+    transfer = link.start("in", moves, after=unwritten(pages))
     for page in pages:
-        page.read = ticket
+        page.read = transfer
+    return transfer
 
 
-def unread(pages: list[Page]) -> list[Ticket]:
-    """Transfers out of pages that have not ended yet."""
-    reads = {id(page.read): page.read for page in pages if page.read is not None}
-    return [ticket for ticket in reads.values() if not ticket.done]
-
-
-def unwritten(pages: list[Page]) -> list[Ticket]:
+def unwritten(pages: Sequence[Page]) -> list[Transfer]:
     """Transfers into pages that have not ended yet."""
-    tickets: dict[int, Ticket] = {}
+    transfers: dict[int, Transfer] = {}
     for page in pages:
-        if page.written is not None:
-            if page.written.done:
-                continue
-            tickets[id(page.written)] = page.written
-    return list(tickets.values())
+        if page.written is not None and not page.written.done:
+            transfers[id(page.written)] = page.written
+    return list(transfers.values())
+
+
+class OutgoingRows:
+    """Rows that have their place in a tier and are sent there together."""
+
+    def __init__(self) -> None:
+        self._moves: list[Move] = []
+        self._pages: list[Page] = []
+
+    def add(self, paged: PagedRows, rows: Tensor) -> None:
+        """Give rows ``[n, W]`` their place behind the present ones."""
+        moves, pages = paged.moves(paged.extend(len(rows)), rows.contiguous())
+        self._moves += moves
+        self._pages += pages
+
+    def send(self, link: Link) -> Transfer | None:
+        """Begin to send what was added, once nobody reads their pages any more; None where nothing was."""
+        if not self._moves:
+            return None
+        reads = {id(page.read): page.read for page in self._pages if page.read is not None and not page.read.done}
+        transfer = link.start("out", self._moves, after=list(reads.values()))
+        mark_written(self._pages, transfer)
+        self._moves, self._pages = [], []
+        return transfer

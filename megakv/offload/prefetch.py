@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from megakv.errors import MegaKVError
-from megakv.offload.link import Link
-from megakv.offload.staging import StagedLayer, StagingBuffer, bring
+from megakv.offload.cache import OffloadedCache
+from megakv.offload.division import Division, spread
+from megakv.offload.link import Link, Move
+from megakv.offload.pages import start_reading
+from megakv.offload.pool import Page
+from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
+from megakv.offload.store import TieredStore
 from megakv.offload.windows import UnseenTokens
 
 if TYPE_CHECKING:
-    from megakv.offload.cache import OffloadedCache
     from megakv.offload.division import Plan
     from megakv.offload.planner import Planner
-    from megakv.offload.store import TieredStore
 
 BUFFERS = 2
 
@@ -24,27 +29,14 @@ BUFFERS = 2
 class Prefetch:
     """Brings groups of sequences, layer by layer, in the order in which they are attended to.
 
-    Parameters
-    ----------
-    planner : Planner
-    link : Link
-    layers : int
-    device : torch.device
-
-    Attributes
-    ----------
-    groups : list of range
-        The sequences of the pass under way, in the groups that each layer attends to.
-    stays : bool
-        Whether cached rows are attended to where they lie in the pass under way: only then may some stay away.
-    unseen : UnseenTokens or None
-        Of the pass under way.
+    Of the pass under way it is told `groups`, the sequences that each layer attends to one behind the other; `stays`,
+    whether cached rows are attended to where they lie (only then may some stay away); and tokens that are `unseen`.
     """
 
     def __init__(self, planner: Planner, link: Link, *, layers: int, device: torch.device):
         self.groups: list[range] = []
         self.stays = True
-        self.unseen: UnseenTokens | None = None
+        self.unseen: UnseenTokens
         self._planner = planner
         self._link = link
         self._layers = layers
@@ -63,21 +55,20 @@ class Prefetch:
         """A group of a layer, if it was brought."""
         return self._staged.get((layer, index))
 
-    def valid(self, new: list[int]) -> bool:
-        """Whether all that was brought is what a pass with so many new tokens per sequence needs."""
-        return all(staged.valid(new, self.stays) and staged.group in self.groups for staged in self._staged.values())
+    def valid(self, cache: OffloadedCache, new: list[int]) -> bool:
+        """Whether all that was brought of a cache is what a pass with so many new tokens per sequence needs."""
+        return all(self._valid(staged, cache.store(layer), new) for (layer, _), staged in self._staged.items())
+
+    def _valid(self, staged: StagedLayer, store: TieredStore, new: list[int]) -> bool:
+        room, group = staged.room, staged.group
+        fits = len(new) == len(room) and all(new[sequence] <= room[sequence] for sequence in group)
+        fits = fits and group in self.groups and (self.stays or not any(staged.away))
+        return fits and staged.version == store.version and staged.cached == _within(group, store.lengths())
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a layer, in this step or the next."""
-        unseen = self._unseen(None, beyond, len(store.lengths()))
+        unseen = self.unseen.in_the_mean(beyond=beyond)
         return self._planner.plan(store, self.groups, unseen, stays=self.stays, beyond=beyond)
-
-    def _unseen(self, layer: int | None, beyond: bool, batch: int) -> list[int]:
-        """First tokens of each sequence that need not come: in a layer, or in the mean of all layers."""
-        # Rows that travel to other ranks are counted there.
-        if self.unseen is None or not self.stays:
-            return [0] * batch
-        return self.unseen.in_the_mean(beyond=beyond) if layer is None else self.unseen.in_layer(layer, beyond=beyond)
 
     def begin(self, cache: OffloadedCache, new: list[int]) -> None:
         """Bring the first groups of a pass."""
@@ -85,18 +76,10 @@ class Prefetch:
             self.stage(cache, *divmod(unit, len(self.groups)), new)
 
     def follow(self, cache: OffloadedCache, layer: int, index: int, new: list[int], *, beyond: bool) -> None:
-        """A group's buffer was given back: bring those that come next.
+        """The buffer of the group that was attended to last was given back: bring those that come next.
 
-        Parameters
-        ----------
-        cache : OffloadedCache
-        layer, index : int
-            The group that was attended to last.
-        new : list of int
-            New tokens of the pass, per sequence.
-        beyond : bool
-            Whether the next step's first groups may come too: one more token of each sequence. Rows of this step are in
-            their tiers or on the way there.
+        With `beyond` the next step's first groups may come too: one more token of each sequence. Rows of this step are
+        in their tiers or on the way there.
         """
         count = len(self.groups)
         unit, units = layer * count + index, self._layers * count
@@ -114,11 +97,12 @@ class Prefetch:
             return
         store.flush()
         plan = self.plan(store, beyond=beyond)
-        buffer, division = self._free.pop(), plan.divisions[index]
-        unseen = self._unseen(layer, beyond, len(new))
-        self._staged[layer, index] = bring(
-            store, group, buffer, self._link, division, new, chunk=plan.chunk, unseen=unseen
+        staged = _placed(
+            store, group, self._free.pop(), plan.divisions[index], new, self.unseen.in_layer(layer, beyond=beyond)
         )
+        self._staged[layer, index] = staged
+        _bring_inputs(store, staged, self._link, plan.chunk)
+        _bring_rows(store, staged, self._link)
 
     def ensure(self, cache: OffloadedCache, layer: int, index: int, new: list[int]) -> StagedLayer | None:
         """A group of a layer, brought now if it was not before; None if it has no cached tokens."""
@@ -142,3 +126,94 @@ class Prefetch:
             with suppress(MegaKVError):
                 staged.settle()
             self._free.append(staged.buffer)
+
+
+def _within(group: range, counts: Sequence[int]) -> list[int]:
+    """Counts per sequence, 0 for those outside a group."""
+    return [count if sequence in group else 0 for sequence, count in enumerate(counts)]
+
+
+def _placed(
+    store: TieredStore,
+    group: range,
+    buffer: StagingBuffer,
+    division: Division,
+    new: list[int],
+    unseen: Sequence[int],
+) -> StagedLayer:
+    """Where a group's rows of a layer will lie in a buffer, by the division of its cached tokens in the mean layer.
+
+    Everything appended to the store was sent to its tier. Room is left for `new` tokens of each sequence; the layer's
+    window leaves out the first `unseen` ones.
+    """
+    cached, new, unseen = _within(group, store.settled()), _within(group, new), _within(group, unseen)
+    if any(unseen) or sum(cached) != division.tokens:
+        division = division.of_tokens(sum(cached) - sum(unseen))
+    # A later layer may have more on disk than the one that was divided.
+    memory = [max(0, min(each) - first) for first, *each in zip(unseen, store.in_memory(), cached, strict=True)]
+    on_host = spread(min(division.on_host, sum(memory)), memory)
+    away = [first + count for first, count in zip(unseen, on_host, strict=True)]
+    inputs = [max(0, min(each) - first) for first, *each in zip(away, store.with_inputs(), cached, strict=True)]
+    splits = spread(min(division.recomputed, sum(inputs)), inputs)
+    sizes = [count - first + room for count, first, room in zip(cached, away, new, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
+    return StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, unseen, away)
+
+
+def _bring_rows(store: TieredStore, staged: StagedLayer, link: Link) -> None:
+    """Begin to bring what is not recomputed in one transfer, and put what is resident in its place."""
+    rows, cached = staged.rows, staged.cached
+    packed, filled = None, 0
+    if store.quantiser is not None:
+        streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
+        packed = staged.buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
+    moves: list[Move] = []
+    read: list[Page] = []
+    for sequence, count in enumerate(cached):
+        begin = staged.away[sequence] + staged.splits[sequence]
+        spans = [(begin, count)]
+        resident = store.resident(sequence) if count else None
+        if resident is not None and begin < resident.end:
+            kept = max(begin, resident.first)
+            spans = [(begin, kept), (resident.end, count)]
+            staged.resident += resident.end - kept
+            place = slice(staged.row(sequence, kept), staged.row(sequence, resident.end))
+            rows[place] = resident.rows[kept - resident.first :]
+        for first, last in spans:
+            if first < last:
+                target = rows[staged.row(sequence, first) : staged.row(sequence, last)]
+                if packed is not None:
+                    staged.packed.append((packed[filled : filled + last - first], target))
+                    target, filled = staged.packed[-1][0], filled + last - first
+                found, pages = store.row_moves(sequence, first, target)
+                moves += found
+                read += pages
+    if moves:
+        staged.streamed = start_reading(link, moves, read)
+
+
+def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int) -> None:
+    """Begin to bring activations, a transfer for each chunk of so many tokens."""
+    total = sum(staged.splits)
+    if not total:
+        return
+    inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
+    pieces: list[Piece] = []
+    moves: list[Move] = []
+    read: list[Page] = []
+    filled = begun = 0
+    for sequence, split in enumerate(staged.splits):
+        first = staged.away[sequence]
+        last = first + split
+        while first < last:
+            count = min(last - first, size - (filled - begun))
+            found, pages = store.input_moves(sequence, first, inputs[filled : filled + count])
+            pieces.append(Piece(sequence, first, count))
+            moves += found
+            read += pages
+            first, filled = first + count, filled + count
+            if filled - begun == size or filled == total:
+                transfer = start_reading(link, moves, read)
+                staged.chunks.append(Chunk(inputs[begun:filled], tuple(pieces), transfer))
+                pieces, moves, read, begun = [], [], [], filled

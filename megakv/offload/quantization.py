@@ -23,13 +23,7 @@ def group_size(key_dim: int, value_dim: int, asked: int) -> int:
 
 
 def packed_bytes(width: int, group: int, dtype: torch.dtype) -> int:
-    """Bytes of a row of so many elements of a type once it is packed, in groups of some size.
-
-    Raises
-    ------
-    MegaKVError
-        If the width is odd.
-    """
+    """Bytes of a row of so many elements of a type once it is packed, in groups of some size."""
     if width % 2:
         raise MegaKVError(f"megakv.offload.kv_bits = 4 needs an even number of elements in a token's row, not {width}")
     return width // 2 + 2 * (width // group) * _scale_dtype(dtype).itemsize
@@ -41,24 +35,10 @@ def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class GroupQuantiser:
-    """Rows of one width, in four bits with a step and a smallest value for each group.
+    """Rows of an even width and a type, in four bits with a step and a smallest value for each group of elements.
 
     Steps and smallest values are float16 for rows in float16, and float32 otherwise. A value differs from what comes
     back for it by at most half a step, and by what rounding those two to their type costs.
-
-    Parameters
-    ----------
-    width : int
-        Elements of a row, an even number.
-    group : int
-        Elements of a group.
-    dtype : torch.dtype
-        Of the rows.
-
-    Raises
-    ------
-    MegaKVError
-        If the width is odd.
     """
 
     def __init__(self, width: int, group: int, dtype: torch.dtype):

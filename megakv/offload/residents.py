@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 
 from torch import Tensor
 
 
 class ResidentBudget:
-    """Accelerator memory for rows that stay there.
-
-    Parameters
-    ----------
-    nbytes : int
-    layers : int
-        Attention layers, which share it evenly.
-    """
+    """Accelerator memory for rows that stay there; an engine's attention layers share it evenly."""
 
     def __init__(self, nbytes: int, layers: int):
         self._share = nbytes // layers
@@ -41,66 +35,23 @@ class ResidentBudget:
 
 
 class ResidentRows:
-    """Rows of one layer and sequence on the accelerator; they also lie in a tier, so they can be given up any time.
+    """Rows of one layer and sequence from a token on, a copy ``[n, W]`` of their own.
 
-    Parameters
-    ----------
-    budget : ResidentBudget
-    layer : int
-    first : int
-        Index of the first one.
-    rows : Tensor
-        ``[n, W]``, a copy of their own.
+    They also lie in a tier, so they can be given up any time.
     """
 
     def __init__(self, budget: ResidentBudget, layer: int, first: int, rows: Tensor):
         self.first, self.rows = first, rows
         self._budget, self._layer = budget, layer
-        self._nbytes = rows.numel() * rows.element_size()
-        budget.take(layer, self._nbytes)
+        budget.take(layer, rows.nbytes)
 
     def __del__(self) -> None:
-        self._budget.take(self._layer, -self._nbytes)
+        self._budget.take(self._layer, -self.rows.nbytes)
 
     @property
     def end(self) -> int:
         """Index behind the last one."""
         return self.first + len(self.rows)
-
-    @classmethod
-    def of_prompt(
-        cls, budget: ResidentBudget, layer: int, rows: Tensor, batch: int, *, first: int = 0, shared: bool = False
-    ) -> ResidentRows | None:
-        """The last rows ``[n, W]`` of a sequence, as many as are its share; None where nothing fits.
-
-        The first ones are left to the host and to recomputation. `first` is the index of the first row given;
-        `shared` as for `ResidentBudget.tokens`.
-        """
-        count = min(len(rows), budget.tokens(layer, rows.shape[1] * rows.element_size(), batch, shared=shared))
-        return cls(budget, layer, first + len(rows) - count, rows[len(rows) - count :].clone()) if count else None
-
-    @classmethod
-    def moved(
-        cls,
-        held: list[ResidentRows | None],
-        sequence: int,
-        budget: ResidentBudget,
-        layer: int,
-        rows: Tensor,
-        first: int,
-    ) -> None:
-        """Replace what is held of a sequence by its last rows, of which ``[n, W]`` are given from `first` on.
-
-        Where a copy of the sequence shares what is held, and the budget has less left than that, it stays.
-        """
-        before, held[sequence] = held[sequence], None
-        shared = None if before is None else weakref.ref(before)
-        # Its memory is free now, unless others hold it.
-        del before
-        present = None if shared is None else shared()
-        after = cls.of_prompt(budget, layer, rows, len(held), first=first, shared=present is not None)
-        kept = 0 if after is None else len(after.rows)
-        held[sequence] = present if present is not None and kept < len(present.rows) else after
 
     def cut(self, length: int) -> ResidentRows | None:
         """What is left where a sequence is cut back to a length."""
@@ -109,3 +60,69 @@ class ResidentRows:
         if length <= self.first:
             return None
         return ResidentRows(self._budget, self._layer, self.first, self.rows[: length - self.first].clone())
+
+
+class LayerResidents:
+    """The rows of one layer that stay, by sequence.
+
+    Where more of a prompt, a later turn, or many tokens one by one have come, the last rows stay from then on.
+    """
+
+    def __init__(self, budget: ResidentBudget, layer: int, rows: Sequence[ResidentRows | None]):
+        self.rows = list(rows)
+        self._budget, self._layer = budget, layer
+        self._grown: set[int] = set()
+        # Tokens that a sequence had when its rows were moved, or could not be.
+        self._moved: dict[int, int] = {}
+
+    def append(self, sequence: int, first: int, rows: Tensor) -> None:
+        """Rows ``[n, W]`` of a sequence come, behind so many."""
+        held = self.rows[sequence]
+        if first == 0:
+            self.rows[sequence] = self._last_of(rows, 0)
+        elif len(rows) > 1 or (
+            held is not None and first + 1 - max(held.end, self._moved.get(sequence, 0)) > len(held.rows)
+        ):
+            self._grown.add(sequence)
+
+    def take_grown(self, group: range) -> list[int]:
+        """Sequences of a group whose rows are to be moved now, with `move`."""
+        grown = sorted(self._grown.intersection(group))
+        self._grown.difference_update(grown)
+        return grown
+
+    def move(self, sequence: int, first: int, rows: Tensor) -> None:
+        """Replace what is held of a sequence by its last rows, of which ``[n, W]`` are given from `first` on.
+
+        Where a copy of the sequence shares what is held, and the budget has less left than that, it stays.
+        """
+        self._moved[sequence] = first + len(rows)
+        before, self.rows[sequence] = self.rows[sequence], None
+        shared = None if before is None else weakref.ref(before)
+        # Its memory is free now, unless others hold it.
+        del before
+        present = None if shared is None else shared()
+        after = self._last_of(rows, first, shared=present is not None)
+        kept = 0 if after is None else len(after.rows)
+        self.rows[sequence] = present if present is not None and kept < len(present.rows) else after
+
+    def _last_of(self, rows: Tensor, first: int, *, shared: bool = False) -> ResidentRows | None:
+        """A sequence's share of its rows from `first` on: the first ones are left to the host and to recomputation."""
+        row_bytes = rows.shape[1] * rows.element_size()
+        count = min(len(rows), self._budget.tokens(self._layer, row_bytes, len(self.rows), shared=shared))
+        if not count:
+            return None
+        first += len(rows) - count
+        return ResidentRows(self._budget, self._layer, first, rows[len(rows) - count :].clone())
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        self.rows = [rows and rows.cut(length) for rows, length in zip(self.rows, lengths, strict=True)]
+        self._grown.clear()
+        self._moved.clear()
+
+    def reorder(self, index: Sequence[int]) -> None:
+        self.rows = [self.rows[source] for source in index]
+        self._moved.clear()
+
+    def fork(self) -> LayerResidents:
+        return LayerResidents(self._budget, self._layer, self.rows)

@@ -11,20 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.errors import MegaKVError
 from megakv.offload.cache import OffloadedCache
 from megakv.offload.columns import group_call, groups_of
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
+from megakv.offload.host_memory import in_units
 from megakv.offload.host_rank import HostPart, HostRank, Queries
 from megakv.offload.inputs import inputs_pay, offer, recompute
-from megakv.offload.link import Link, Ticket
+from megakv.offload.link import Link, Transfer
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profiler import Profiler
 from megakv.offload.record import StepRecord
 from megakv.offload.residents import ResidentBudget
-from megakv.offload.room import check_room
 from megakv.offload.staging import StagedLayer
 from megakv.offload.steps import StepLog
 from megakv.offload.store import TieredStore
@@ -43,23 +44,7 @@ OUTGOING = 4
 
 
 class Offloader:
-    """One engine's offloaded keys and values.
-
-    Parameters
-    ----------
-    config : OffloadConfig
-    runtime : Runtime
-        Of the engine, for the pass under way.
-    layers : int
-        Attention layers.
-    link : Link
-    pool : PagePool
-    device : torch.device
-    model_type : str
-        As in the model's configuration.
-    weights : WeightStream, optional
-        Where the decoder layers' weights come over the link too.
-    """
+    """One engine's offloaded keys and values, and its decoder layers' weights where they come over the link too."""
 
     def __init__(
         self,
@@ -84,7 +69,7 @@ class Offloader:
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
         self._new: list[int] = []
-        self._outgoing: deque[Ticket] = deque()
+        self._outgoing: deque[Transfer] = deque()
         self._current: int | None = None
         self._decoding, self._keeps, self._group = False, True, 0
         self._announced: tuple[int, int] | None = None
@@ -94,7 +79,7 @@ class Offloader:
         self._planner = Planner(
             config, self.costs, layers=layers, host_rank=self._host_rank, leads=leads, weights=weights
         )
-        self._windows = Windows(layers)
+        self._windows: Windows = [None] * layers
         self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
         self._host_parts: list[HostPart] = []
 
@@ -118,7 +103,7 @@ class Offloader:
     def new_cache(self, layers: int) -> OffloadedCache:
         """An empty cache of the engine."""
         mesh = self._runtime.comm.mesh
-        return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, offloader=self)
+        return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, engine=self)
 
     def new_run(self, new_tokens: int, prompt: int) -> Planner:
         """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""
@@ -138,8 +123,10 @@ class Offloader:
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
         news = [np.diff(block.bounds).tolist() for block in layout.stored]
-        self._prefetch.unseen = UnseenTokens(self._windows, cache.table, cache.rank, news)
-        if self._cache is not cache or not self._prefetch.valid(new):
+        # Rows that travel to other ranks are counted there.
+        windows: Windows = self._windows if stays else [None] * self._layers
+        self._prefetch.unseen = UnseenTokens(windows, cache.table, cache.rank, news)
+        if self._cache is not cache or not self._prefetch.valid(cache, new):
             # What was brought ahead is of no use: beams have changed places, say.
             self._planner.ahead = self._planner.ahead and not len(self._prefetch)
             self._prefetch.drop_all()
@@ -174,7 +161,7 @@ class Offloader:
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
         """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
-        self._windows.note(call.layer, call.scoring.window)
+        self._windows[call.layer] = call.scoring.window
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
@@ -193,8 +180,32 @@ class Offloader:
         if self._announced is None or cache is None or cache.store(store.layer) is not store:
             return
         announced, self._announced = self._announced, None
-        check_room(store, self.pool, self._layers, cache.table, announced)
+        self._check_capacity(store, cache, *announced)
         self.costs.check(store)
+
+    def _check_capacity(self, store: TieredStore, cache: OffloadedCache, prompt: int, new_tokens: int) -> None:
+        """Refuse, with numbers, what would outgrow the budgets in this layer or a later one, or while decoding.
+
+        The store is that of the first layer, before any row of the prompt is in it: the other layers hold as many. The
+        prompt may come in pieces; each row may get so many new tokens beyond it. Budgets are the same on all ranks,
+        tokens are not quite: every rank looks at the one with most, so that none is refused while others wait for it.
+        """
+        table, pool = cache.table, self.pool
+        ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
+        to_come = -(-(new_tokens + max(0, prompt - 1 - int(max(ends)))) // table.size)
+        lengths, needed = max(
+            ((row, self._layers * store.bytes_for([n + to_come for n in row])) for row in table.counts().tolist()),
+            key=lambda found: found[1],
+        )
+        held = self._layers * store.nbytes()
+        if not pool.has_room(needed - held):
+            raise MegaKVError(
+                f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "
+                f"({sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences), but "
+                f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise "
+                f"megakv.offload.host_gb or disk_gb, lower megakv.offload.page_kib = {pool.page_bytes >> 10} if "
+                "sequences are short, or ask for fewer tokens"
+            )
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
@@ -234,10 +245,7 @@ class Offloader:
 
     def staged(self, store: TieredStore) -> StagedLayer | None:
         """What was brought of a store's layer for the pass under way, once the layer has begun."""
-        if self._current != store.layer:
-            return None
-        staged = self._prefetch.get(store.layer, self._group)
-        return staged if staged is not None and staged.store is store else None
+        return self._prefetch.get(store.layer, self._group) if self.at_work(store) else None
 
     def at_work(self, store: TieredStore) -> bool:
         """Whether a store's layer is the one under way."""
@@ -268,16 +276,15 @@ class Offloader:
         if staged is None or not staged.host_attends:
             return None
         assert self._host_rank is not None
-        self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.host_rows()))
+        if staged.on_host is None:
+            spans = enumerate(zip(staged.unseen, staged.away, strict=True))
+            staged.on_host = [store.rows_in_memory(sequence, end, first) for sequence, (first, end) in spans]
+        self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.on_host))
         return self._host_parts[-1]
 
-    def sent(self, ticket: Ticket) -> None:
+    def sent(self, transfer: Transfer) -> None:
         """New rows are on their way to a tier."""
-        self._outgoing.append(ticket)
-
-    def worth_keeping(self, inputs: Tensor, rows: Tensor) -> bool:
-        """Whether activations ``[n, h]`` may pay beside rows ``[n, W]``: no larger ones can, on any machine."""
-        return self.config.keeps_inputs(inputs.nbytes, rows.nbytes)
+        self._outgoing.append(transfer)
 
     @property
     def staging_bytes(self) -> int:
@@ -305,7 +312,7 @@ class Offloader:
         assert cache is not None
         staged, record = self._prefetch.get(layer, index), self._log.current
         if staged is not None:
-            staged.store.move_residents(staged)
+            cache.store(layer).move_residents(staged)
         if record is not None:
             record.attended(self._host_parts)
             record.count(layer, staged, on_host=len(self._host_parts) > 0)

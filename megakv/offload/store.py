@@ -4,64 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megakv.cache.stores import UniformStore
 from megakv.distributed.sharding import IntArray
-from megakv.offload.heads import HeadShape
-from megakv.offload.link import Move
-from megakv.offload.outgoing import OutgoingRows
-from megakv.offload.pages import PagedRows, page_bytes, unwritten
-from megakv.offload.pool import Page
-from megakv.offload.residents import ResidentRows
+from megakv.offload.config import OffloadConfig
+from megakv.offload.link import Link, Move, Transfer
+from megakv.offload.pages import OutgoingRows, PagedRows, Runs, page_bytes, start_reading
+from megakv.offload.pool import Page, PagePool
+from megakv.offload.residents import LayerResidents, ResidentBudget, ResidentRows
 from megakv.offload.row_format import RowFormat
+from megakv.offload.staging import StagedLayer
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
     from megakv.distributed.sharding import TokenBlock
     from megakv.offload.host_rank import HostPart
-    from megakv.offload.runtime import Offloader
-    from megakv.offload.staging import StagedLayer
+
+
+class StoreEngine(Protocol):
+    """What a store asks of the engine that it belongs to, and tells it (see `Offloader`)."""
+
+    config: OffloadConfig
+    link: Link
+    pool: PagePool
+    device: torch.device
+    residents: ResidentBudget
+
+    def expect(self, store: TieredStore) -> None: ...
+
+    def at_work(self, store: TieredStore) -> bool: ...
+
+    def staged(self, store: TieredStore) -> StagedLayer | None: ...
+
+    def await_streamed(self, staged: StagedLayer) -> None: ...
+
+    def attend_on_host(
+        self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
+    ) -> HostPart | None: ...
+
+    def sent(self, transfer: Transfer) -> None: ...
+
+    def leave(self, store: TieredStore) -> None: ...
 
 
 class TieredStore(RowFormat, UniformStore):
     """Keys, values and activations of one layer on this rank, per sequence, off the accelerator.
 
-    A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory.
-
-    Parameters
-    ----------
-    layer : int
-    batch : int
-    offloader : Offloader
-        Whose link, pages and staged layers it uses.
-
-    Attributes
-    ----------
-    version : int
-        Goes up when rows are cut or change places.
-    keeps_inputs : bool
-        Whether activations are wanted, as far as is known.
+    A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory. `version` goes up
+    when rows are cut or change places; `keeps_inputs` says whether activations are wanted, as far as is known.
     """
 
-    def __init__(self, layer: int, batch: int, offloader: Offloader):
-        super().__init__(offloader.config)
+    def __init__(self, layer: int, batch: int, engine: StoreEngine):
+        super().__init__(engine.config)
         self.layer, self.version, self.keeps_inputs = layer, 0, True
-        self._offloader = offloader
+        self._engine = engine
         self._rows: list[PagedRows | None] = [None] * batch
         self._inputs: list[PagedRows | None] = [None] * batch
+        self._outgoing = OutgoingRows()
+        self._residents = LayerResidents(engine.residents, layer, [None] * batch)
+        # By sequence: activations of the tokens that come next; a prompt's rows while its layer is at work.
         self._offered: dict[int, Tensor] = {}
         self._fresh: dict[int, Tensor] = {}
-        self._resident: list[ResidentRows | None] = [None] * batch
+        # Of the pass under way: rows that no buffer has yet, and tokens that were there when the layer began.
         self._late: dict[int, tuple[int, Tensor]] = {}
         self._began: dict[int, int] = {}
-        self._grown: set[int] = set()
-        self._moved: dict[int, int] = {}
-        self._outgoing = OutgoingRows()
 
     # As a KVStore
 
@@ -73,14 +84,14 @@ class TieredStore(RowFormat, UniformStore):
 
     def _append(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Rows of one sequence, or one row of each of several."""
-        self.learn_format(k_KLD, v_KLD)
-        rows, firsts = HeadShape.joined(k_KLD, v_KLD), [self.rows(sequence) for sequence in sequences]
+        rows, firsts = self.rows_of(k_KLD, v_KLD), [self.rows(sequence) for sequence in sequences]
         stored = rows if self.quantiser is None else self.quantiser.pack(rows)
         pieces = stored.split(1 if len(sequences) > 1 else len(stored))
         offered = self._offered.get(sequences[0])
         if offered is not None:
-            self.keeps_inputs = self._offloader.worth_keeping(offered, pieces[0])
-        self._offloader.expect(self)
+            # No larger activations can pay, on any machine.
+            self.keeps_inputs = self._config.keeps_inputs(offered.nbytes, pieces[0].nbytes)
+        self._engine.expect(self)
         if offered is not None:
             # What is smaller is the better use of memory. Activations of all sequences are there already.
             smaller = offered.nbytes < pieces[0].nbytes
@@ -89,16 +100,25 @@ class TieredStore(RowFormat, UniformStore):
             self._write(self._rows, sequence, piece)
         self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
         for sequence, first, own in zip(sequences, firsts, rows.split(len(rows) // len(sequences)), strict=True):
-            if first == 0:
-                budget, batch = self._offloader.residents, len(self._rows)
-                self._resident[sequence] = ResidentRows.of_prompt(budget, self.layer, own, batch)
-            elif len(own) > 1 or self._left_behind(sequence, first + 1):
-                self._grown.add(sequence)
+            self._residents.append(sequence, first, own)
         self._pass_on(sequences, firsts, rows)
+
+    def _keep_inputs(self, firsts: dict[int, int]) -> None:
+        for sequence, first in firsts.items():
+            offered, inputs = self._offered.pop(sequence), self._inputs[sequence]
+            # Only an unbroken run from the first token on can be recomputed.
+            if self.keeps_inputs and (inputs.length if inputs else 0) == first:
+                self._write(self._inputs, sequence, offered)
+
+    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> None:
+        paged = column[sequence]
+        if paged is None:
+            paged = column[sequence] = PagedRows(self._engine.pool, rows.shape[1], rows.dtype, layer=self.layer)
+        self._outgoing.add(paged, rows)
 
     def _pass_on(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
         """New rows ``[n, W]`` to where attention reads them in the pass under way."""
-        at_work, staged = self._offloader.at_work(self), self._offloader.staged(self)
+        at_work, staged = self._engine.at_work(self), self._engine.staged(self)
         if at_work:
             for sequence, first in zip(sequences, firsts, strict=True):
                 self._began.setdefault(sequence, first)
@@ -119,37 +139,40 @@ class TieredStore(RowFormat, UniformStore):
         self.flush()
         paged = self._rows[sequence]
         assert paged is not None
-        staged = self._offloader.staged(self)
+        staged = self._engine.staged(self)
         if staged is not None:
-            self._offloader.await_streamed(staged)
+            self._engine.await_streamed(staged)
             at = staged.starts[sequence]
             return self.heads_of(staged.rows[at : staged.row(sequence, paged.length)])
         fresh = self._fresh.get(sequence)
         if fresh is not None and len(fresh) == paged.length:
             return self.heads_of(fresh)
-        device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._offloader.device)
-        moves, pages = paged.moves(0, device)
-        self._offloader.link.start("in", moves, after=unwritten(pages)).wait()
-        return self.heads_of(self._unpacked(device))
+        device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._engine.device)
+        start_reading(self._engine.link, *paged.moves(0, device)).wait()
+        return self.heads_of(self.unpacked(device))
 
-    def _unpacked(self, stored: Tensor) -> Tensor:
-        """Rows ``[n, W]`` of rows as they lie off the accelerator."""
-        if self.quantiser is None:
-            return stored
-        rows = torch.empty((len(stored), self.row_width), dtype=self.dtype, device=stored.device)
-        self.quantiser.unpack(stored, rows)
-        return rows
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        staged = self._engine.staged(self)
+        if staged is None:
+            return None
+        self.flush()
+        self._engine.await_streamed(staged)
+        counts = [
+            length - away if sequence in staged.group else 0
+            for sequence, (length, away) in enumerate(zip(self.lengths(), staged.away, strict=True))
+        ]
+        return *self.heads_of(staged.rows), staged.starts, counts
 
     def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """See `KVStore`; from where the rows lie, without the accelerator."""
         self.flush()
-        paged = self._rows[sequence]
-        if paged is None or not paged.length:
+        rows = self._rows[sequence]
+        if rows is None or not rows.length:
             return {}
-        shape, rows = self.head_shape, paged
+        shape = self.head_shape
 
         def heads(kind: int) -> Iterator[Tensor]:
-            runs = [self.heads_of(self._unpacked(run))[kind] for _, run in rows.runs_in_memory(rows.length)]
+            runs = [self.heads_of(self.unpacked(run))[kind] for _, run in rows.runs_in_memory(rows.length)]
             for head in range(shape.heads):
                 yield from (run[head] for run in runs)
 
@@ -158,24 +181,12 @@ class TieredStore(RowFormat, UniformStore):
             for kind, (name, dim) in enumerate((("k", shape.key_dim), ("v", shape.value_dim)))
         }
 
-    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
-        staged = self._offloader.staged(self)
-        if staged is None:
-            return None
-        self.flush()
-        self._offloader.await_streamed(staged)
-        counts = [
-            length - away if sequence in staged.group else 0
-            for sequence, (length, away) in enumerate(zip(self.lengths(), staged.away, strict=True))
-        ]
-        return *self.heads_of(staged.rows), staged.starts, counts
-
     def rows(self, sequence: int) -> int:
         paged = self._rows[sequence]
         return 0 if paged is None else paged.length
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> HostPart | None:
-        return self._offloader.attend_on_host(self, call, q_HLD, tokens)
+        return self._engine.attend_on_host(self, call, q_HLD, tokens)
 
     def crop(self, lengths: list[int]) -> None:
         self.flush()
@@ -183,11 +194,11 @@ class TieredStore(RowFormat, UniformStore):
             if paged is not None and length < paged.length:
                 paged.truncate(length)
                 self.version += 1
-        self._resident = [rows and rows.cut(length) for rows, length in zip(self._resident, lengths, strict=True)]
+        self._residents.crop(lengths)
         for inputs, length in zip(self._inputs, lengths, strict=True):
             if inputs is not None:
                 inputs.truncate(length)
-        for rows in (self._fresh, self._late, self._began, self._offered, self._grown, self._moved):
+        for rows in (self._fresh, self._late, self._began, self._offered):
             rows.clear()
 
     def reorder(self, index: list[int]) -> None:
@@ -196,17 +207,16 @@ class TieredStore(RowFormat, UniformStore):
         self.flush()
         self.version += 1
         self._fresh.clear()
-        self._moved.clear()
-        self._resident = [self._resident[source] for source in index]
+        self._residents.reorder(index)
         for rows in (self._rows, self._inputs):
             present = list(rows)
             rows[:] = [None if (row := present[source]) is None else row.fork() for source in index]
 
     def fork(self) -> TieredStore:
         self.flush()
-        twin = TieredStore(self.layer, len(self._rows), self._offloader)
+        twin = TieredStore(self.layer, len(self._rows), self._engine)
         twin.take_format(self)
-        twin._resident = list(self._resident)
+        twin._residents = self._residents.fork()
         twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
 
@@ -214,16 +224,22 @@ class TieredStore(RowFormat, UniformStore):
         self.flush()
         for rows in (self._fresh, self._late, self._began):
             rows.clear()
-        self._offloader.leave(self)
+        self._engine.leave(self)
 
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
 
-    # For the runtime
+    # For the engine
 
     def offer(self, sequence: int, x_LE: Tensor) -> None:
         """The activations ``[n, h]`` of the tokens that are appended to a sequence next."""
         self._offered[sequence] = x_LE
+
+    def flush(self) -> None:
+        """Send what was appended to its tier: new tokens only."""
+        transfer = self._outgoing.send(self._engine.link)
+        if transfer is not None:
+            self._engine.sent(transfer)
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
@@ -241,24 +257,13 @@ class TieredStore(RowFormat, UniformStore):
                 staged.put(sequence, *late)
 
     def move_residents(self, staged: StagedLayer) -> None:
-        """Where more of a prompt, a later turn, or many tokens one by one have come, the last rows stay from now on.
-
-        All rows behind those that stay away are in the buffer, attended to.
-        """
-        grown = sorted(self._grown.intersection(staged.group))
-        self._grown.difference_update(grown)
-        for sequence in grown:
+        """Move the resident rows of sequences that have grown: all behind those that stay away are in the buffer."""
+        for sequence in self._residents.take_grown(staged.group):
             if staged.streamed is not None:
-                self._offloader.await_streamed(staged)
-            first, end = staged.away[sequence], self.rows(sequence)
-            self._moved[sequence] = end
-            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, end)]
-            ResidentRows.moved(self._resident, sequence, self._offloader.residents, self.layer, rows, first)
-
-    def _left_behind(self, sequence: int, length: int) -> bool:
-        """Whether more tokens than are resident have come one by one, since those were or could not be moved."""
-        rows = self._resident[sequence]
-        return rows is not None and length - max(rows.end, self._moved.get(sequence, 0)) > len(rows.rows)
+                self._engine.await_streamed(staged)
+            first = staged.away[sequence]
+            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, self.rows(sequence))]
+            self._residents.move(sequence, first, rows)
 
     def with_inputs(self) -> list[int]:
         """Leading tokens of every sequence whose activations are kept, up to those that are resident."""
@@ -266,14 +271,16 @@ class TieredStore(RowFormat, UniformStore):
 
     def resident(self, sequence: int) -> ResidentRows | None:
         """Rows of a sequence that stay on the accelerator."""
-        return self._resident[sequence]
+        return self._residents.rows[sequence]
 
     def residents(self) -> list[int]:
         """Tokens of every sequence that stay on the accelerator."""
-        return [0 if rows is None else len(rows.rows) for rows in self._resident]
+        return [0 if rows is None else len(rows.rows) for rows in self._residents.rows]
 
     def _before_residents(self, counts: list[int]) -> list[int]:
-        return [min(count, rows.first) if rows else count for count, rows in zip(counts, self._resident, strict=True)]
+        return [
+            min(count, rows.first) if rows else count for count, rows in zip(counts, self._residents.rows, strict=True)
+        ]
 
     @property
     def input_width(self) -> int:
@@ -301,8 +308,8 @@ class TieredStore(RowFormat, UniformStore):
         column = self._inputs if inputs else self._rows
         return self._before_residents([row.in_memory() if row else 0 for row in column])
 
-    def rows_in_memory(self, sequence: int, count: int, first: int = 0) -> list[tuple[int, Tensor]]:
-        """Keys and values of tokens from `first` up to `count` where they lie: runs, with their first tokens."""
+    def rows_in_memory(self, sequence: int, count: int, first: int = 0) -> Runs:
+        """Keys and values of tokens from `first` up to `count` where they lie."""
         paged = self._rows[sequence]
         return [] if paged is None else paged.runs_in_memory(count, first)
 
@@ -311,7 +318,7 @@ class TieredStore(RowFormat, UniformStore):
 
         With activations, where those of the pass under way are kept: of what follows a gap none are.
         """
-        page, width = self._offloader.pool.page_bytes, self.input_width
+        page, width = self._engine.pool.page_bytes, self.input_width
         keeps = self.keeps_inputs and len(self._offered) > 0
         if keeps:
             width = max(width, *(offered.shape[1] for offered in self._offered.values()))
@@ -322,22 +329,3 @@ class TieredStore(RowFormat, UniformStore):
             unbroken = keeps and held == self.rows(sequence)
             found += page_bytes(count if unbroken else min(count, held), width * self.dtype.itemsize, page)
         return found
-
-    def flush(self) -> None:
-        """Send what was appended to its tier: new tokens only."""
-        ticket = self._outgoing.send(self._offloader.link)
-        if ticket is not None:
-            self._offloader.sent(ticket)
-
-    def _keep_inputs(self, firsts: dict[int, int]) -> None:
-        for sequence, first in firsts.items():
-            offered, inputs = self._offered.pop(sequence), self._inputs[sequence]
-            # Only an unbroken run from the first token on can be recomputed.
-            if self.keeps_inputs and (inputs.length if inputs else 0) == first:
-                self._write(self._inputs, sequence, offered)
-
-    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> None:
-        paged = column[sequence]
-        if paged is None:
-            paged = column[sequence] = PagedRows(self._offloader.pool, rows.shape[1], rows.dtype, layer=self.layer)
-        self._outgoing.add(paged, rows)

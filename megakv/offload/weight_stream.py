@@ -8,28 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megakv.offload.link import Link, MemoryRows, Move, Ticket
+from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.weights import ALIGNMENT, HostWeights, LayerPlaces
 
 BUFFERS = 2
 
 
 @dataclass
-class _Passage:
-    """A layer on its way through a buffer.
-
-    Parameters
-    ----------
-    layer, buffer : int
-    tickets : list of Ticket
-        Of the pieces that were begun, in order.
-    """
+class _BufferedLayer:
+    """A layer that comes through a buffer, and the transfers of its pieces that were begun, in order."""
 
     layer: int
     buffer: int
-    tickets: list[Ticket] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 def _cuts(places: LayerPlaces, groups: int) -> list[int]:
@@ -51,18 +44,8 @@ class WeightStream:
 
     A layer passes through one of two buffers. What keys and values are computed with may be overwritten as soon as the
     layer has attended, all else when it has ended; only then does the layer after the next come into its place.
-
-    Parameters
-    ----------
-    model : nn.Module
-        With parameters that `HostWeights.withdraw` left without memory.
-    layers : sequence of nn.Module
-        Its decoder layers.
-    weights : HostWeights
-    link : Link
-    device : torch.device
-    groups : int
-        Groups of sequences that share a layer's weights (``num_gpu_batches``).
+    `HostWeights.withdraw` left the parameters without memory; `groups` of sequences share a layer's weights
+    (``num_gpu_batches``).
 
     Attributes
     ----------
@@ -84,18 +67,15 @@ class WeightStream:
     ):
         self.spread = False
         self.waited: list[tuple[Any, Any]] = []
-        self._weights = weights
-        self._link = link
-        self._model = model
-        self._device = device
+        self._weights, self._link, self._device = weights, link, device
         rows = max(places.rows for places in weights.layers)
         self._buffers = [torch.empty(rows, ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._cuts = [_cuts(places, groups) for places in weights.layers]
         self._parameters = [
             [(model.get_parameter(place.name), place) for place in places.places] for places in weights.layers
         ]
-        self._queue: deque[_Passage] = deque()
-        self._active: _Passage | None = None
+        self._queue: deque[_BufferedLayer] = deque()
+        self._active: _BufferedLayer | None = None
         self._handles: list[Any] = []
         for index, layer in enumerate(layers):
             self._watch(index, layer)
@@ -129,13 +109,13 @@ class WeightStream:
 
     def next_piece(self) -> None:
         """Where pieces are spread: begin to bring one more, of the first layer that may come and lacks any."""
-        for passage in self._open()[: self.spread]:
-            self._start_piece(passage)
+        for coming in self._open()[: self.spread]:
+            self._start_piece(coming)
 
     def flush(self) -> None:
         """Begin to bring whatever can come."""
-        for passage in self._open():
-            self._start_all(passage)
+        for coming in self._open():
+            self._start_all(coming)
 
     def close(self) -> None:
         """End all transfers, take the hooks off, and leave the weights on the host."""
@@ -173,17 +153,17 @@ class WeightStream:
         if self._active is None or self._active.layer != layer:
             return
         begun = self._link.clock.mark()
-        for ticket in self._active.tickets[:pieces]:
-            ticket.wait()
+        for transfer in self._active.transfers[:pieces]:
+            transfer.wait()
         self.waited.append((begun, self._link.clock.mark()))
 
     def _end(self, layer: int) -> None:
         active = self._active
         if active is None or active.layer != layer:
             return
-        for ticket in active.tickets:
+        for transfer in active.transfers:
             # A layer may leave a module out (an expert): its memory is about to be written to again.
-            ticket.wait()
+            transfer.wait()
         self._leave(active)
         if self._successor() is None:
             self._follow(active)
@@ -197,49 +177,47 @@ class WeightStream:
         """Forget what is on its way, and begin with a layer and the next."""
         self._settle()
         count = len(self._parameters)
-        self._queue.extend(_Passage((layer + ahead) % count, ahead) for ahead in range(BUFFERS))
+        self._queue.extend(_BufferedLayer((layer + ahead) % count, ahead) for ahead in range(BUFFERS))
         self.flush()
 
     def _settle(self) -> None:
-        passages = [*self._queue, *([] if self._active is None else [self._active])]
-        for passage in passages:
-            for ticket in passage.tickets:
-                ticket.settle()
+        for each in (*self._queue, *([] if self._active is None else [self._active])):
+            for transfer in each.transfers:
+                transfer.settle()
         if self._active is not None:
             self._leave(self._active)
         self._queue.clear()
         self._active = None
 
-    def _leave(self, passage: _Passage) -> None:
+    def _leave(self, active: _BufferedLayer) -> None:
         """No parameter refers to a buffer any more."""
-        for parameter, place in self._parameters[passage.layer]:
+        for parameter, place in self._parameters[active.layer]:
             parameter.data = torch.empty((), dtype=place.dtype, device=self._device).expand(place.shape)
 
-    def _successor(self) -> _Passage | None:
+    def _successor(self) -> _BufferedLayer | None:
         """What comes into the active layer's buffer next."""
         assert self._active is not None
-        return next((passage for passage in self._queue if passage.buffer == self._active.buffer), None)
+        return next((coming for coming in self._queue if coming.buffer == self._active.buffer), None)
 
-    def _follow(self, passage: _Passage) -> _Passage:
-        following = _Passage((passage.layer + BUFFERS) % len(self._parameters), passage.buffer)
+    def _follow(self, active: _BufferedLayer) -> _BufferedLayer:
+        following = _BufferedLayer((active.layer + BUFFERS) % len(self._parameters), active.buffer)
         self._queue.append(following)
         return following
 
-    def _open(self) -> list[_Passage]:
+    def _lacks(self, coming: _BufferedLayer) -> bool:
+        return len(coming.transfers) < len(self._cuts[coming.layer]) - 1
+
+    def _open(self) -> list[_BufferedLayer]:
         """What may be brought whole, and is not yet."""
         taken = None if self._active is None else self._active.buffer
-        return [
-            passage
-            for passage in self._queue
-            if passage.buffer != taken and len(passage.tickets) < len(self._cuts[passage.layer]) - 1
-        ]
+        return [coming for coming in self._queue if coming.buffer != taken and self._lacks(coming)]
 
-    def _start_all(self, passage: _Passage) -> None:
-        while len(passage.tickets) < len(self._cuts[passage.layer]) - 1:
-            self._start_piece(passage)
+    def _start_all(self, coming: _BufferedLayer) -> None:
+        while self._lacks(coming):
+            self._start_piece(coming)
 
-    def _start_piece(self, passage: _Passage) -> None:
-        first, last = self._cuts[passage.layer][len(passage.tickets) : len(passage.tickets) + 2]
-        host = MemoryRows(self._weights.memory(passage.layer)[first:last])
-        device: Tensor = self._buffers[passage.buffer][first:last]
-        passage.tickets.append(self._link.start("in", [Move(host, device)]))
+    def _start_piece(self, coming: _BufferedLayer) -> None:
+        first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]
+        host = self._weights.memory(coming.layer)[first:last]
+        device = self._buffers[coming.buffer][first:last]
+        coming.transfers.append(self._link.start("in", [Move(host, device)]))

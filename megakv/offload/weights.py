@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.offload.link import MemoryRows
-from megakv.offload.tiers import HostTier, in_units
+from megakv.offload.host_memory import HostTier, in_units
 from megakv.weights.placement.plan import decoder_layers
 
 ALIGNMENT = 64
@@ -26,17 +26,7 @@ what comes next may overwrite them then. A name that is missing here only comes 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight lies in its layer's memory.
-
-    Parameters
-    ----------
-    name : str
-        Of the parameter in the model.
-    offset : int
-        Its first byte.
-    shape : torch.Size
-    dtype : torch.dtype
-    """
+    """Where a parameter of the model lies in its layer's memory, from which byte on."""
 
     name: str
     offset: int
@@ -55,14 +45,9 @@ class Place:
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """One decoder layer's weights.
+    """One decoder layer's weights, as they are sent: for keys and values, for the rest of attention, all others.
 
-    Parameters
-    ----------
-    places : tuple of Place
-        In the order of transfer: for keys and values, for the rest of attention, all others.
-    keys_rows, attention_rows, rows : int
-        Rows of `ALIGNMENT` bytes up to the end of each of these.
+    With the end of each of these, in rows of `ALIGNMENT` bytes.
     """
 
     places: tuple[Place, ...]
@@ -72,7 +57,6 @@ class LayerPlaces:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
         return self.rows * ALIGNMENT
 
 
@@ -103,19 +87,10 @@ def layer_places(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> l
     """What of each decoder layer can lie in host memory.
 
     What several modules share stays on the accelerator, and so do norms, biases and sinks: they are small, and nothing
-    has to wait for them.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With parameters of local shapes; they need no memory.
-    dtypes : dict
-        The type of each parameter.
+    has to wait for them. Parameters have local shapes, and the types given by name; they need no memory.
     """
     prefix, modules = decoder_layers(model)
-    users: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        users[id(parameter)] = users.get(id(parameter), 0) + 1
+    users = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     layers = []
     for index, layer in enumerate(modules):
         own = {
@@ -128,27 +103,9 @@ def layer_places(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> l
 
 
 class HostWeights:
-    """The weights of all decoder layers (see `layer_places`), in host memory of their own.
+    """The weights of all decoder layers (see `layer_places`), in host memory of their own, page-locked with `pin`.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        With parameters of local shapes; they need no memory yet.
-    dtypes : dict
-        The type of each parameter.
-    budget : int
-        Bytes that there are for them.
-    pin : bool
-        Whether to page-lock the memory.
-
-    Attributes
-    ----------
-    layers : list of LayerPlaces
-
-    Raises
-    ------
-    ValueError
-        If they do not fit the budget, or the machine's memory, with the numbers.
+    Refused where they do not fit the budget, or the machine's memory, with the numbers.
     """
 
     def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], *, budget: int, pin: bool):
@@ -163,9 +120,7 @@ class HostWeights:
         self._memory: list[Tensor] = []
         first = 0
         for places in self.layers:
-            rows = self._tier.rows(first * ALIGNMENT, places.rows, ALIGNMENT, torch.uint8)
-            assert isinstance(rows, MemoryRows)
-            self._memory.append(rows.rows)
+            self._memory.append(self._tier.rows(first * ALIGNMENT, places.rows, ALIGNMENT, torch.uint8))
             first += places.rows
         self._homes = {place.name: (index, place) for index, layer in enumerate(self.layers) for place in layer.places}
 

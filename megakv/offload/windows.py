@@ -9,44 +9,15 @@ import numpy as np
 
 from megakv.distributed.sharding import TokenTable
 
-
-class Windows:
-    """Windows of an engine's layers, as their attention showed them.
-
-    Parameters
-    ----------
-    layers : int
-        Attention layers.
-    """
-
-    def __init__(self, layers: int):
-        self._of: list[int | None] = [None] * layers
-
-    def note(self, layer: int, window: int | None) -> None:
-        """A layer attends with a window; None where queries see all that comes before them."""
-        self._of[layer] = window
-
-    def __getitem__(self, layer: int) -> int | None:
-        return self._of[layer]
-
-    def counts(self) -> Counter[int | None]:
-        """Layers by window."""
-        return Counter(self._of)
+Windows = list[int | None]
+"""Of each layer, as its attention showed it; None where queries see all that comes before them."""
 
 
 class UnseenTokens:
     """First tokens of each sequence on a rank that lie before every query's window, in a pass and the one after it.
 
     Queries of a pass come behind all that was cached before it, so the first slot behind that is the least they have.
-
-    Parameters
-    ----------
-    windows : Windows
-    table : TokenTable
-        With the tokens of the pass.
-    rank : int
-    new : sequence of sequence of int
-        Per rank and sequence, tokens of the pass.
+    The table has the tokens of the pass, of which `new` counts those of each rank and sequence.
     """
 
     def __init__(self, windows: Windows, table: TokenTable, rank: int, new: Sequence[Sequence[int]]):
@@ -59,7 +30,7 @@ class UnseenTokens:
 
     def in_the_mean(self, *, beyond: bool = False) -> list[int]:
         """Per sequence, in the mean of all layers, rounded down."""
-        counts = self._windows.counts()
+        counts = Counter(self._windows)
         if set(counts) <= {None}:
             return [0] * self._table.batch
         layers = sum(counts.values())

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 import megakv
 from megakv.costmodel.offload import LayerCosts
-from megakv.offload import tiers
+from megakv.offload import host_memory
 from megakv.offload.costs import OffloadCosts
-from megakv.offload.cuda_link import CudaLink
+from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
-from megakv.offload.link import MemoryRows, Move
-from megakv.offload.tiers import HostTier
+from megakv.offload.host_memory import HostTier
+from megakv.offload.link import Move
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 from tests.unit.offload.test_stress import STEPS, Shadow
@@ -35,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def test_a_link_keeps_order_and_content() -> None:
     device = torch.device("cuda")
-    link, tier = CudaLink(device), HostTier(64 << 20, pin=True)
+    link, tier = StreamLink(CudaStreams(device)), HostTier(64 << 20, pin=True)
     generator = torch.Generator().manual_seed(0)
     buffers = [torch.empty(4096, 64, device=device) for _ in range(2)]
     rows = [tier.rows(index * 4096 * 64 * 4, 4096, 64, torch.float32) for index in range(8)]
@@ -51,14 +51,14 @@ def test_a_link_keeps_order_and_content() -> None:
         target = buffers[step % 2]
         link.start("in", [Move(rows[index], target)], after=[ticket]).wait()
         assert target.double().sum().item() == pytest.approx(sums[index])
-    assert isinstance(rows[0], MemoryRows)
+    assert isinstance(rows[0], torch.Tensor)
     link.close()
     tier.close()
 
 
 def test_memory_that_cannot_be_locked_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     device = torch.device("cuda")
-    link, tier = CudaLink(device), HostTier(8 << 20, pin=True)
+    link, tier = StreamLink(CudaStreams(device)), HostTier(8 << 20, pin=True)
     # It is locked already, so the driver refuses; nobody else's kernel may be blamed for that.
     tier._pin()
     assert "pinning host memory failed after 0 B of 8.00 MiB" in caplog.text
@@ -72,9 +72,9 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(caplog: pytest.LogCap
 
 
 def test_copies_go_across_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "PIN_BYTES", 4 << 20)
+    monkeypatch.setattr(host_memory, "PIN_BYTES", 4 << 20)
     device = torch.device("cuda")
-    link, tier = CudaLink(device), HostTier(18 << 20, pin=True)
+    link, tier = StreamLink(CudaStreams(device)), HostTier(18 << 20, pin=True)
     link.seams = tier.seams
     assert len(link.seams) == 4
     source, target = torch.randn(4096, 1024, device=device), torch.zeros(4096, 1024, device=device)
@@ -88,7 +88,7 @@ def test_copies_go_across_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_files_and_memory_keep_one_order(tmp_path: Path) -> None:
     device, width, count = torch.device("cuda"), 8192, 64
-    link, memory, disk = CudaLink(device), HostTier(8 << 20, pin=True), DiskTier(8 << 20, tmp_path)
+    link, memory, disk = StreamLink(CudaStreams(device)), HostTier(8 << 20, pin=True), DiskTier(8 << 20, tmp_path)
     generator = torch.Generator().manual_seed(2)
     expected = torch.zeros(2 * count, width, dtype=torch.float16, device=device)
     halves = [tier.rows(0, count, width, torch.float16) for tier in (memory, disk)]

@@ -95,7 +95,7 @@ class ThreadStreams:
             self.copied.append(target.numel())
             stream.put(lambda target=target, source=source: target.copy_(source))
 
-    def bounce(self, nbytes: int) -> Tensor:
+    def pinned(self, nbytes: int) -> Tensor:
         # Pinned for the device of the thread that asks.
         assert threading.current_thread() in self.entered
         return torch.empty(nbytes, dtype=torch.uint8)

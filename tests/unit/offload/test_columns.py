@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.offload.weight_stream import WeightStream, _Passage
+from megakv.offload.weight_stream import WeightStream, _BufferedLayer
 from megakv.offload.weights import ALIGNMENT, HostWeights
 from tests.families import CONFIGS, FAMILIES
 from tests.tiny_configs import tiny_config
@@ -33,10 +33,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are on their way are NaN until they are there."""
     start = WeightStream._start_piece
 
-    def start_over_nans(self: WeightStream, passage: _Passage) -> None:
-        first, last = self._cuts[passage.layer][len(passage.tickets) : len(passage.tickets) + 2]
-        self._buffers[passage.buffer][first:last].fill_(255)
-        start(self, passage)
+    def start_over_nans(self: WeightStream, coming: _BufferedLayer) -> None:
+        first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]
+        self._buffers[coming.buffer][first:last].fill_(255)
+        start(self, coming)
 
     monkeypatch.setattr(WeightStream, "_start_piece", start_over_nans)
 

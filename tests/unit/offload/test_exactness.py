@@ -61,7 +61,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
         recompute(self, layer, staged, cache)
         for sequence, split in enumerate(staged.splits):
             kept = torch.empty(split, staged.store.row_width)
-            moves, pages = staged.store.row_moves(sequence, staged.away[sequence], kept)
+            moves, pages = cache.store(layer).row_moves(sequence, staged.away[sequence], kept)
             for page in pages:
                 assert page.written is not None
                 page.written.settle()

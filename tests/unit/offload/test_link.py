@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megakv.errors import MegaKVError
 from megakv.offload.assembly import make_link
-from megakv.offload.link import MemoryRows, Move
-from megakv.offload.thread_link import ThreadLink
+from megakv.offload.emulated_link import EmulatedLink
+from megakv.offload.link import Move
 
 
 class Gate:
@@ -41,11 +41,11 @@ class Broken:
 
 
 def moves(*pairs: tuple[Tensor, Tensor]) -> list[Move]:
-    return [Move(MemoryRows(host), device) for host, device in pairs]
+    return [Move(host, device) for host, device in pairs]
 
 
 def test_rows_arrive_as_they_were() -> None:
-    link = ThreadLink()
+    link = EmulatedLink()
     hosts = [torch.randn(n, 5) for n in (1, 7, 100)]
     devices = [torch.zeros_like(host) for host in hosts]
     link.start("in", moves(*zip(hosts, devices, strict=True))).wait()
@@ -59,7 +59,7 @@ def test_rows_arrive_as_they_were() -> None:
 
 
 def test_one_direction_keeps_its_order_and_the_other_goes_on() -> None:
-    link, gate = ThreadLink(), Gate()
+    link, gate = EmulatedLink(), Gate()
     target, later = torch.zeros(1, 1), torch.zeros(1, 1)
     first = link.start("in", [Move(gate, target)])
     second = link.start("in", moves((torch.ones(1, 1), later)))
@@ -73,7 +73,7 @@ def test_one_direction_keeps_its_order_and_the_other_goes_on() -> None:
 
 
 def test_a_transfer_waits_for_those_it_comes_after() -> None:
-    link, gate = ThreadLink(), Gate()
+    link, gate = EmulatedLink(), Gate()
     written = torch.zeros(1, 1)
     slow = link.start("out", [Move(gate, torch.ones(1, 1))])
     writing = link.start("out", moves((written, torch.full((1, 1), 3.0))))
@@ -88,7 +88,7 @@ def test_a_transfer_waits_for_those_it_comes_after() -> None:
 
 
 def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
-    link = ThreadLink()
+    link = EmulatedLink()
     broken = link.start("in", [Move(Broken(), torch.zeros(1, 1))])
     depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
     for ticket in (broken, depending):
@@ -101,7 +101,7 @@ def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
 
 
 def test_a_buffer_in_flight_is_not_written_again() -> None:
-    link, gate = ThreadLink(), Gate()
+    link, gate = EmulatedLink(), Gate()
     target = torch.zeros(1, 1)
     first = link.start("in", [Move(gate, target)])
     with pytest.raises(AssertionError, match="used again"):
@@ -114,7 +114,7 @@ def test_a_buffer_in_flight_is_not_written_again() -> None:
 
 
 def test_the_pace_is_kept() -> None:
-    link = ThreadLink(200e6)
+    link = EmulatedLink(200e6)
     host = torch.randn(1000, 5000)
     begun = time.perf_counter()
     tickets = [link.start("in", moves((host[part::4].contiguous(), torch.empty(250, 5000)))) for part in range(4)]
@@ -128,7 +128,7 @@ def test_the_pace_is_kept() -> None:
 
 
 def test_a_stress_of_both_directions_corrupts_nothing() -> None:
-    link = ThreadLink()
+    link = EmulatedLink()
     generator = torch.Generator().manual_seed(3)
     host = torch.randn(64, 33, generator=generator)
     expected, buffers = host.clone(), [torch.empty(16, 33) for _ in range(2)]
@@ -150,6 +150,6 @@ def test_a_stress_of_both_directions_corrupts_nothing() -> None:
 
 def test_impossible_links_are_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes per second"):
-        ThreadLink(0)
+        EmulatedLink(0)
     with pytest.raises(ValueError, match="emulated_link_gb_s"):
         make_link(torch.device("cuda"), 1e9)

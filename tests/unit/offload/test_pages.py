@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload import tiers
+from megakv.offload import host_memory
 from megakv.offload.disk import DiskTier
-from megakv.offload.outgoing import OutgoingRows
-from megakv.offload.pages import PagedRows, mark_read, mark_written, unwritten
+from megakv.offload.emulated_link import EmulatedLink
+from megakv.offload.host_memory import HostTier, available_memory, check_host_budget
+from megakv.offload.pages import OutgoingRows, PagedRows, mark_written, start_reading, unwritten
 from megakv.offload.pool import PagePool
-from megakv.offload.thread_link import ThreadLink
-from megakv.offload.tiers import HostTier, available_memory, check_host_budget
 
 WIDTH = 5
 PAGE = 7 * WIDTH * 4
@@ -27,13 +26,13 @@ def make_pool(host_pages: int, disk_pages: int = 0, folder: Path | None = None) 
     return PagePool(tiers, PAGE)
 
 
-def write(link: ThreadLink, paged: PagedRows, rows: Tensor) -> None:
+def write(link: EmulatedLink, paged: PagedRows, rows: Tensor) -> None:
     first = paged.extend(len(rows))
     moves, pages = paged.moves(first, rows)
     mark_written(pages, link.start("out", moves))
 
 
-def read(link: ThreadLink, paged: PagedRows, first: int, count: int) -> Tensor:
+def read(link: EmulatedLink, paged: PagedRows, first: int, count: int) -> Tensor:
     target = torch.empty(count, WIDTH)
     moves, pages = paged.moves(first, target)
     link.start("in", moves, after=unwritten(pages)).wait()
@@ -42,7 +41,7 @@ def read(link: ThreadLink, paged: PagedRows, first: int, count: int) -> Tensor:
 
 def test_a_freed_page_is_written_to_when_it_was_read() -> None:
     """Reads are queued behind others; its next user's rows go another way, which is free."""
-    pool, link = make_pool(2), ThreadLink(bytes_s=PAGE / 0.3)
+    pool, link = make_pool(2), EmulatedLink(bytes_s=PAGE / 0.3)
     rows = torch.randn(2, 7, WIDTH)
     first, second = (PagedRows(pool, WIDTH, torch.float32) for _ in range(2))
     for paged, each in zip((first, second), rows, strict=True):
@@ -50,8 +49,7 @@ def test_a_freed_page_is_written_to_when_it_was_read() -> None:
     targets = torch.empty(2, 7, WIDTH)
     for paged, target in zip((first, second), targets, strict=True):
         moves, pages = paged.moves(0, target)
-        ticket = link.start("in", moves, after=unwritten(pages))
-        mark_read(pages, ticket)
+        ticket = start_reading(link, moves, pages)
     second.truncate(0)
     following, outgoing = PagedRows(pool, WIDTH, torch.float32), OutgoingRows()
     outgoing.add(following, torch.randn(7, WIDTH))
@@ -66,7 +64,7 @@ def test_a_freed_page_is_written_to_when_it_was_read() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None:
     generator = random.Random(seed)
-    pool, link = make_pool(9, 200, tmp_path), ThreadLink()
+    pool, link = make_pool(9, 200, tmp_path), EmulatedLink()
     torch.manual_seed(seed)
     held = [(PagedRows(pool, WIDTH, torch.float32), torch.empty(0, WIDTH))]
     for _ in range(120):
@@ -121,7 +119,7 @@ def test_a_prompt_moves_in_one_copy() -> None:
 
 
 def test_budgets_that_are_used_up_change_nothing() -> None:
-    pool, link = make_pool(3), ThreadLink()
+    pool, link = make_pool(3), EmulatedLink()
     paged = PagedRows(pool, WIDTH, torch.float32)
     rows = torch.randn(20, WIDTH)
     write(link, paged, rows)
@@ -190,13 +188,13 @@ def test_host_memory_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
         return sum(int(line.split()[1]) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
                    if line.startswith("Anonymous:")) << 10  # fmt: skip
 
-    monkeypatch.setattr(tiers, "PIECE_BYTES", 3 << 20)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 3 << 20)
     size, before = (40 << 20) + 12345, held()
     tier = HostTier(size)
     assert held() - before >= 0.99 * size
     tier.close()
     # What others take in the midst of it is noticed before the rest is asked for, and all is given back.
-    monkeypatch.setattr(tiers, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 64 << 10)
     left = iter([size, size, 5 << 20])
     with pytest.raises(ValueError, match=r"host_gb asks for .* MiB of host memory, 5.00 MiB are free"):
         HostTier(size, free=lambda: next(left))
@@ -232,20 +230,20 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(
 ) -> None:
     driver = Driver(pieces)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(tiers, "_forget_error", driver.forget)
-    monkeypatch.setattr(tiers, "PIN_BYTES", 1000)
+    monkeypatch.setattr(host_memory, "_forget_error", driver.forget)
+    monkeypatch.setattr(host_memory, "PIN_BYTES", 1000)
     tier = HostTier(2600, pin=True)
     assert not driver.error
     # Copies keep within a piece, and within what is locked.
-    start = tier.rows(0, 1, 1, torch.float32).rows.data_ptr()
+    start = tier.rows(0, 1, 1, torch.float32).data_ptr()
     assert tier.seams == ([start + 1000, start + 2000] if pieces else [])
     # Every byte once, and none beyond the budget.
     assert list(driver.locked.values()) == [1000, 1000, 600][:pieces]
     warned = f"pinning host memory failed after {locked} of 2.54 KiB (error 2): copies"
     assert (warned in caplog.text and "ulimit -l" in caplog.text) == (locked is not None)
     rows, found = torch.randn(130, 5), torch.empty(130, 5)
-    tier.rows(0, 130, 5, torch.float32).write_from(rows)
-    tier.rows(0, 130, 5, torch.float32).read_into(found)
+    tier.rows(0, 130, 5, torch.float32).copy_(rows)
+    found.copy_(tier.rows(0, 130, 5, torch.float32))
     assert torch.equal(found, rows)
     tier.close()
     assert not driver.locked

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload import assembly, stream_link
-from megakv.offload.cuda_link import CudaStreams
+from megakv.offload import assembly, cuda_link
+from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
-from megakv.offload.link import MemoryRows, Move, Rows
-from megakv.offload.stream_link import StreamLink
-from megakv.offload.tiers import HostTier
+from megakv.offload.host_memory import HostTier
+from megakv.offload.link import Move, StoredRows
 from tests.unit.offload.streams import Ahead, ThreadStreams
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
@@ -37,7 +36,7 @@ class Gate:
     def write_from(self, source: Tensor) -> None:
         self.read_into(torch.empty_like(source))
 
-    def part(self, first: int, nbytes: int) -> Rows:
+    def part(self, first: int, nbytes: int) -> StoredRows:
         assert (first, nbytes) == (0, self.nbytes)
         return self
 
@@ -51,14 +50,14 @@ def ahead() -> ThreadStreams:
 @pytest.fixture
 def link(ahead: ThreadStreams, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamLink]:
     """Its link, with small buffers for files."""
-    monkeypatch.setattr(stream_link, "BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(cuda_link, "PINNED_BYTES", 1000)
     made = StreamLink(ahead)
     yield made
     made.close()
 
 
 def moves(*pairs: tuple[Tensor, Tensor]) -> list[Move]:
-    return [Move(MemoryRows(host), device) for host, device in pairs]
+    return [Move(host, device) for host, device in pairs]
 
 
 def threads() -> set[str]:
@@ -161,13 +160,13 @@ def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: T
         on_disk, first = bool(step % 3), int(torch.randint(0, 49, (1,), generator=generator))
         target, after = buffers[step % 2], [written[row] for row in range(first, first + 16) if row in written]
         # Rows lie in memory and in a file: those that are written last are in both.
-        source = disk.rows(first * 132, 16, width, host.dtype) if on_disk else MemoryRows(host[first : first + 16])
+        source = disk.rows(first * 132, 16, width, host.dtype) if on_disk else host[first : first + 16]
         link.start("in", [Move(source, target)], after=after).wait()
         held = expected[first : first + 16].clone()
         ahead.compute.put(lambda target=target, held=held: wrong.append(not torch.equal(target, held)))
         new = torch.randn(1, width, generator=generator)
         expected[first] = new[0]
-        places = [MemoryRows(host[first : first + 1]), disk.rows(first * 132, 1, width, host.dtype)]
+        places = [host[first : first + 1], disk.rows(first * 132, 1, width, host.dtype)]
         # It may be read no more before it is written again.
         written[first] = link.start("out", [Move(place, new) for place in places])
     ahead.compute.synchronize()
@@ -185,7 +184,7 @@ def test_tokens_are_the_plain_model_s_over_both_tiers(
     method: str, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "make_link", lambda *_: StreamLink(ThreadStreams()))
-    monkeypatch.setattr(stream_link, "BOUNCE_BYTES", 3000)
+    monkeypatch.setattr(cuda_link, "PINNED_BYTES", 3000)
     model = plain_model("opt")
     ids, mask = ragged(4)
     expected = generate(model, ids, mask)
@@ -222,6 +221,6 @@ def test_costs_are_learned_behind_the_steps(offloaded: Any, monkeypatch: pytest.
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its memory is pinned")
 def test_what_files_pass_through_is_pageable_where_pinning_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    memory = CudaStreams(torch.device("cuda")).bounce(1 << 20)
+    memory = CudaStreams(torch.device("cuda")).pinned(1 << 20)
     assert memory.nbytes == 1 << 20 and memory.device.type == "cpu" and not memory.is_pinned()
     assert "pinning host memory failed for 1.00 MiB that rows of files pass through" in caplog.text

@@ -55,9 +55,9 @@ def test_unseen_tokens_are_those_that_no_query_sees(seed: int) -> None:
         ]
         table.extend(Layout(tuple(blocks), tuple(blocks), replicated=False))
         news = [np.diff(each.bounds).tolist() for each in blocks]
-    windows = Windows(3)
+    windows: Windows = [None] * 3
     for layer, window in enumerate((None, int(generator.integers(1, 12)), int(generator.integers(1, 50)))):
-        windows.note(layer, window)
+        windows[layer] = window
     for rank in range(ranks):
         unseen = UnseenTokens(windows, table, rank, news)
         for beyond in (False, True):

@@ -1,4 +1,4 @@
-"""Where rows lie off the accelerator: host memory and a file, each with a budget."""
+"""Host memory as a place for rows: how much there is to be had, and a budget of it, taken at start."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from megakv.offload.link import MemoryRows, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +44,7 @@ def in_units(nbytes: float) -> str:
 def available_memory(system: Path = Path("/")) -> int | None:
     """Bytes of host memory that can be had without swapping, by the system and by this process's control groups.
 
-    None where neither says.
-
-    Parameters
-    ----------
-    system : Path
-        Where the system's own folders ``proc`` and ``sys`` are.
+    None where neither says; `system` is where the system's own folders ``proc`` and ``sys`` are.
     """
     found = [_free_of_system(system), *(_free_of_group(folder, *names) for folder, names in _groups(system))]
     return min((free for free in found if free is not None), default=None)
@@ -95,13 +88,7 @@ def _free_of_group(folder: Path, limit: str, used: str, reclaimable: str) -> int
 
 
 def check_host_budget(budget: int, free: int | None, *, ranks: int = 1) -> None:
-    """Refuse a budget of each of several ranks on a host that has less memory.
-
-    Raises
-    ------
-    ValueError
-        With both numbers.
-    """
+    """Refuse a budget of each of several ranks on a host that has less memory, with both numbers."""
     if free is not None and budget * ranks > free:
         each = "" if ranks == 1 else f" on each of {ranks} ranks of this host"
         raise ValueError(
@@ -125,35 +112,11 @@ def host_memory(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class Tier(Protocol):
-    """Memory of one kind, in pages."""
-
-    name: str
-    budget: int
-    io: str | None
-    """How a disk is read; None for memory."""
-
-    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
-        """``[count, width]`` rows that lie one behind the other from a byte on."""
-
-    def close(self) -> None:
-        """Give it back."""
-
-
 def take_memory(memory: Tensor, free: Callable[[], int | None] = available_memory) -> None:
     """Have the system give every page of some memory now, by all cores: one that it lacks later ends the process.
 
-    Parameters
-    ----------
-    memory : Tensor
-        ``[n]`` bytes that were asked for and not written to.
-    free : callable
-        Bytes that the system still has, which others may take meanwhile.
-
-    Raises
-    ------
-    ValueError
-        If they are fewer than what is left to take, with both numbers.
+    `free` says what the system still has, which others may take meanwhile: where that is less than what is left to
+    take, it is refused with both numbers.
     """
     total, taken, told = memory.numel(), 0, time.monotonic()
     if not total:
@@ -177,25 +140,12 @@ def _touch(piece: Tensor) -> int:
 
 
 class HostTier:
-    """Host memory, taken once: its size is exactly the budget, and all of it is there.
+    """Host memory, taken once: its size is exactly the budget in bytes, and all of it is there.
 
-    Parameters
-    ----------
-    budget : int
-        Bytes.
-    pin : bool
-        Whether to page-lock it, so that an accelerator copies at full speed beside computation.
-    free : callable
-        See `take_memory`.
-
-    Raises
-    ------
-    ValueError
-        If the machine has less memory, with both numbers.
+    With `pin` it is page-locked, so that an accelerator copies at full speed beside computation.
     """
 
     name = "host"
-    io: str | None = None
 
     def __init__(self, budget: int, *, pin: bool = False, free: Callable[[], int | None] = available_memory):
         check_host_budget(budget, free())
@@ -207,14 +157,15 @@ class HostTier:
         if pin:
             self._pin()
 
-    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Rows:
+    def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """``[count, width]`` rows that lie one behind the other from a byte on."""
         # One call, as every sequence asks in every layer of every step.
         typed = self._typed.get(dtype)
         if typed is None:
             whole = self._memory.numel() // dtype.itemsize * dtype.itemsize
             typed = self._typed[dtype] = self._memory[:whole].view(dtype)
         assert offset % dtype.itemsize == 0
-        return MemoryRows(typed.as_strided((count, width), (width, 1), offset // dtype.itemsize))
+        return typed.as_strided((count, width), (width, 1), offset // dtype.itemsize)
 
     @property
     def seams(self) -> list[int]:
