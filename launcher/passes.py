@@ -20,14 +20,9 @@ SEED = 20240
 class TimedPasses:
     """Time to first token of partitions, measured by real prompts.
 
-    Parameters
-    ----------
-    engine : MegaKVEngine
-        With the method ``runahead``.
-    comm : Communicator
-        Of the same mesh.
-    repeats : int
-        Passes of a partition that may be the best, of which the fastest counts.
+    engine: with the method ``runahead``.
+    comm: of the same mesh.
+    repeats: passes of a partition that may be the best, of which the fastest counts.
     """
 
     def __init__(self, engine: megakv.MegaKVEngine, comm: Communicator, repeats: int):
@@ -41,10 +36,7 @@ class TimedPasses:
     def begin(self, context: int, best: float = float("inf")) -> None:
         """Warm up for prompts of a length. Rank 0 calls it; the best time known so far may be given.
 
-        Raises
-        ------
-        ValueError
-            If the model cannot read so many tokens.
+        Raises ValueError: if the model cannot read so many tokens.
         """
         self._best = best
         self._seen.clear()

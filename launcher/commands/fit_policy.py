@@ -47,10 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def check_tokens(tokens: list[int], ring: int) -> None:
     """Refuse contexts without a point to measure.
 
-    Raises
-    ------
-    ValueError
-        Naming the value and what is allowed.
+    Raises ValueError: naming the value and what is allowed.
     """
     if min(tokens) < 2 * ring:
         raise ValueError(f"--tokens {min(tokens)}: allowed: {2 * ring} or more, twice the context-parallel ranks")

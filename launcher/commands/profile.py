@@ -59,10 +59,7 @@ def measure(module: str, arguments: argparse.Namespace, names: Sequence[str]) ->
 def model_shape(arguments: argparse.Namespace) -> ModelShape:
     """That of --model.
 
-    Raises
-    ------
-    ValueError
-        If there is no such model, or its heads cannot be divided among --tp ranks.
+    Raises ValueError: if there is no such model, or its heads cannot be divided among --tp ranks.
     """
     try:
         model = ModelShape.from_path(arguments.model, dtype=DTYPES[arguments.dtype])

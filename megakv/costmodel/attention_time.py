@@ -26,18 +26,11 @@ DECODING = "pass_q_decoding"
 
 @dataclass
 class Prediction:
-    """Seconds of one layer's attention, by what they go to.
-
-    Parameters
-    ----------
-    method : str
-    terms : dict
-        ``attention`` (kernels), ``exposed`` (ring exchange that attention does not hide), ``collective`` (All2All or
-        all-gather), ``straggle`` (waiting in it for the last rank), ``merge``, ``copy`` (packing messages),
-        ``overhead``.
-    """
+    """Seconds of one layer's attention, by what they go to."""
 
     method: str
+    # ``attention`` (kernels), ``exposed`` (ring exchange that attention does not hide), ``collective`` (All2All or
+    # all-gather), ``straggle`` (waiting in it for the last rank), ``merge``, ``copy`` (packing messages), ``overhead``.
     terms: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -71,12 +64,7 @@ class _Step:
 class LayerTimes:
     """Predictions for one attention layer of one pass.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    shape : AttentionShape
-        Of the rank with the most heads.
-    workload : Workload
+    shape: of the rank with the most heads.
     """
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape, workload: Workload):

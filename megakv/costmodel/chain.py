@@ -34,16 +34,9 @@ from megakv.distributed.sharding import pieces
 class Chain:
     """Predictions for all partitions of one model on one machine.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    model : ModelShape
-    tp_size : int
-        Tensor-parallel degree of every link of the chain.
-    kv : str
-        ``sharded`` or ``last``, as ``megakv.runahead.kv``.
-    chunk_tokens : int
-        Tokens that are forwarded at a time.
+    tp_size: tensor-parallel degree of every link of the chain.
+    kv: ``sharded`` or ``last``, as ``megakv.runahead.kv``.
+    chunk_tokens: tokens that are forwarded at a time.
     """
 
     def __init__(
@@ -71,12 +64,8 @@ class Chain:
     def predict(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainPrediction:
         """The timeline of one prompt.
 
-        Parameters
-        ----------
-        partitions : sequence of sequence of int
-            Per sequence of the batch, the new tokens of every rank.
-        cached : sequence of int
-            Per sequence, the tokens that the ranks hold already, evenly spread.
+        partitions: per sequence of the batch, the new tokens of every rank.
+        cached: per sequence, the tokens that the ranks hold already, evenly spread.
         """
         parts = self.parts(partitions, cached)
         if parts.visits is None:

@@ -12,21 +12,11 @@ Message = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ChainPrediction:
-    """When the ranks of a chain end their layers.
+    """When the ranks of a chain end their layers."""
 
-    Parameters
-    ----------
-    seconds : float
-        TTFT: the last rank's last layer, and the logits.
-    ends_s : array
-        ``[N, layers]`` when each rank has computed each layer.
-    waited_s : array
-        ``[N, layers]`` how long it waited for the prefix in it.
-    """
-
-    seconds: float
-    ends_s: Times
-    waited_s: Times
+    seconds: float  # TTFT: the last rank's last layer, and the logits.
+    ends_s: Times  # ``[N, layers]`` when each rank has computed each layer.
+    waited_s: Times  # ``[N, layers]`` how long it waited for the prefix in it.
 
     @property
     def busy_s(self) -> list[float]:
@@ -37,25 +27,14 @@ class ChainPrediction:
 
 @dataclass(frozen=True)
 class ChainParts:
-    """What the ranks and links of a chain have to do, each as if nothing else ran.
+    """What the ranks and links of a chain have to do, each as if nothing else ran."""
 
-    Parameters
-    ----------
-    messages : list
-        Per rank, tokens of each sequence in the messages that carry its own keys and values.
-    incoming : list
-        Per rank, the messages that it receives in a layer, in order.
-    works : list of LayerWork
-        Per rank.
-    links : list of array
-        Per rank that sends, seconds of the messages it sends in a layer: its own, then those it received.
-    visits : (float, float), optional
-        Seconds of the last layer's wanted queries: attention to them on every rank, and their way round. None where the
-        last layer is like all others, because the last rank collects its keys and values.
-    """
-
+    # Per rank, tokens of each sequence in the messages that carry its own keys and values.
     messages: list[list[tuple[int, ...]]]
-    incoming: list[list[Message]]
-    works: list[LayerWork]
+    incoming: list[list[Message]]  # Per rank, the messages that it receives in a layer, in order.
+    works: list[LayerWork]  # Per rank.
+    # Per rank that sends, seconds of the messages it sends in a layer: its own, then those it received.
     links: list[Times]
+    # Seconds of the last layer's wanted queries: attention to them on every rank, and their way round. None where the
+    # last layer is like all others, because the last rank collects its keys and values.
     visits: tuple[float, float] | None = None

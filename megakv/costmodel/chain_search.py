@@ -43,14 +43,9 @@ def best_partition(
 
     Fewer ranks than all are tried too: on slow links, or for a short prompt, the first ranks get nothing.
 
-    Parameters
-    ----------
-    profile, model, tp_size, kv, chunk_tokens
-        As `megakv.costmodel.chain.Chain`.
-    tokens, cached : int
-        New tokens of the sequence, and those that the ranks hold of it already.
-    size : int
-        Context-parallel degree.
+    profile, model, tp_size, kv, chunk_tokens: as `megakv.costmodel.chain.Chain`.
+    tokens, cached: new tokens of the sequence, and those that the ranks hold of it already.
+    size: context-parallel degree.
     """
     search = _Descent(Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens), tokens, cached, size)
     return search.run()
@@ -59,11 +54,7 @@ def best_partition(
 def balanced_partition(chain: Chain, tokens: int, size: int, *, cached: int = 0) -> Partition:
     """A good partition over all ranks in few predictions: cuts that balance work, and none moved by trial.
 
-    Parameters
-    ----------
-    chain : Chain
-    tokens, size, cached : int
-        As `best_partition`.
+    tokens, size, cached: as `best_partition`.
     """
     return _Descent(chain, tokens, cached, size).balanced()
 

@@ -21,39 +21,17 @@ MOST_SEQUENCES = 10**5
 class Demand:
     """What is asked of the machines.
 
-    Parameters
-    ----------
-    context : int
-        New tokens T of every sequence.
-    gpus : int
-        Accelerators there are.
-    cached : int
-        Tokens P of every sequence that are cached already.
-    batch : int
-        Sequences that one replica of the model serves at a time.
-    new_tokens : int
-        Tokens generated for every sequence, which memory must hold.
-    slo_ttft_s : float, optional
-        Longest time to first token.
-    lossy : bool
-        Whether FP8 weights may be chosen, and compressed caches where nothing else fits.
-    fp8_given : bool
-        Whether FP8 weights may be chosen all the same: the model is meant to run with them.
-
-    Raises
-    ------
-    ValueError
-        Naming the size, its value and what is allowed.
+    Raises ValueError: naming the size, its value and what is allowed.
     """
 
-    context: int
-    gpus: int
-    cached: int = 0
-    batch: int = 1
-    new_tokens: int = 0
-    slo_ttft_s: float | None = None
-    lossy: bool = False
-    fp8_given: bool = False
+    context: int  # New tokens T of every sequence.
+    gpus: int  # Accelerators there are.
+    cached: int = 0  # Tokens P of every sequence that are cached already.
+    batch: int = 1  # Sequences that one replica of the model serves at a time.
+    new_tokens: int = 0  # Tokens generated for every sequence, which memory must hold.
+    slo_ttft_s: float | None = None  # Longest time to first token.
+    lossy: bool = False  # Whether FP8 weights may be chosen, and compressed caches where nothing else fits.
+    fp8_given: bool = False  # Whether FP8 weights may be chosen all the same: the model is meant to run with them.
 
     def __post_init__(self) -> None:
         allowed = {
@@ -104,21 +82,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a model is made to fit.
+    """How a model is made to fit."""
 
-    Parameters
-    ----------
-    fp8 : bool
-        Row-wise FP8 weights in feed-forward layers.
-    offload : bool
-        Keys and values in host memory.
-    kept_share : float
-        What part of a prompt's keys and values compression keeps.
-    """
-
-    fp8: bool = False
-    offload: bool = False
-    kept_share: float = 1.0
+    fp8: bool = False  # Row-wise FP8 weights in feed-forward layers.
+    offload: bool = False  # Keys and values in host memory.
+    kept_share: float = 1.0  # What part of a prompt's keys and values compression keeps.
 
     @property
     def exact(self) -> bool:
@@ -134,36 +102,18 @@ class Fit:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to serve a demand, and what it is predicted to cost.
-
-    Parameters
-    ----------
-    mesh : Mesh
-    fit : Fit
-    prefill, decode : str
-        Methods.
-    memory : RankMemory
-        Of the fullest rank.
-    ttft_s, ttit_s : float
-        Times to first and to each further token.
-    terms : dict
-        What the time to first token goes to.
-    partition : tuple of int, optional
-        Of ``runahead``.
-    chunk_tokens : int
-        Of ``runahead``.
-    """
+    """One way to serve a demand, and what it is predicted to cost."""
 
     mesh: Mesh
     fit: Fit
-    prefill: str
+    prefill: str  # Methods.
     decode: str
-    memory: RankMemory
-    ttft_s: float
+    memory: RankMemory  # Of the fullest rank.
+    ttft_s: float  # Times to first and to each further token.
     ttit_s: float
-    terms: dict[str, float] = field(default_factory=dict)
-    partition: Partition | None = None
-    chunk_tokens: int = 0
+    terms: dict[str, float] = field(default_factory=dict)  # What the time to first token goes to.
+    partition: Partition | None = None  # Of ``runahead``.
+    chunk_tokens: int = 0  # Of ``runahead``.
 
     def prompt_tokens_per_s(self, demand: Demand) -> float:
         """New tokens that all replicas together read per second."""
@@ -211,17 +161,10 @@ def run_config(
 ) -> dict[str, Any]:
     """The JSON of a run, as `megakv.config.load_config` takes it.
 
-    Parameters
-    ----------
-    choice : Choice
-    dtype : str
-        As in ``bfloat16``.
-    host_gb : float, optional
-        Host memory of each rank for offloaded keys and values, in GiB.
-    disk_gb : float
-        Space on disk of each rank for those that have no room there, in GiB.
-    divided : bool
-        Whether some of those may be recomputed from activations, or attended to by the host.
+    dtype: as in ``bfloat16``.
+    host_gb: host memory of each rank for offloaded keys and values, in GiB.
+    disk_gb: space on disk of each rank for those that have no room there, in GiB.
+    divided: whether some of those may be recomputed from activations, or attended to by the host.
     """
     parallel: dict[str, Any] = {"size": choice.mesh.cp_size}
     section: dict[str, Any] = {"context_parallel": parallel}

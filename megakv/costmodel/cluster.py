@@ -36,31 +36,17 @@ SLACK = 0.97
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices from the best on, and what was rejected.
+    """Choices from the best on, and what was rejected."""
 
-    Parameters
-    ----------
-    choices : list of Choice
-        All that fit, and meet the objective where there is one.
-    rejected : list of Rejection
-    evaluated : int
-        Predictions made.
-    """
-
-    choices: list[Choice]
+    choices: list[Choice]  # All that fit, and meet the objective where there is one.
     rejected: list[Rejection] = field(default_factory=list)
-    evaluated: int = 0
+    evaluated: int = 0  # Predictions made.
 
 
 class ClusterPlanner:
     """Plans for one model on one kind of machine.
 
-    Parameters
-    ----------
-    hardware : Hardware
-    model : ModelShape
-    progress : callable, optional
-        Told after every mesh how many of how many are done.
+    progress: told after every mesh how many of how many are done.
     """
 
     def __init__(self, hardware: Hardware, model: ModelShape, *, progress: Callable[[int, int], object] | None = None):
@@ -80,10 +66,7 @@ class ClusterPlanner:
         With a longest time to first token, what serves most prompts per second within it comes first; without one, what
         is fastest.
 
-        Raises
-        ------
-        MegaKVError
-            If nothing fits, or nothing is fast enough: says what is missing.
+        Raises MegaKVError: if nothing fits, or nothing is fast enough: says what is missing.
         """
         candidates, rejected = self._fitting.candidates(demand)
         if not candidates:

@@ -19,22 +19,12 @@ from megakv.distributed.sharding import chunk_bounds
 class Workload:
     """The tokens of one pass over all ranks.
 
-    Parameters
-    ----------
-    new, cached : tuple of int
-        T and P of every sequence of the batch.
-    size : int
-        Context-parallel degree N.
-
-    Raises
-    ------
-    ValueError
-        If a length is negative, no token is new, or the degree is not positive.
+    Raises ValueError: if a length is negative, no token is new, or the degree is not positive.
     """
 
-    new: tuple[int, ...]
+    new: tuple[int, ...]  # T and P of every sequence of the batch.
     cached: tuple[int, ...]
-    size: int
+    size: int  # Context-parallel degree N.
 
     def __post_init__(self) -> None:
         if len(self.new) != len(self.cached):
@@ -151,24 +141,12 @@ def sent_bytes(
 ) -> dict[str, int]:
     """Bytes that a rank sends for one layer, by operation, exactly.
 
-    Parameters
-    ----------
-    method : str
-        ``pass_kv``, ``pass_q``, ``all_gather``, ``replicated``, ``runahead``, ``tsp`` or ``tsp_causal``.
-    shape : AttentionShape
-    new, kept : sequence of int
-        Per rank, the tokens whose queries it computes, and those whose keys and values it holds after the pass.
-    rank : int
-    cached : sequence of int, optional
-        Per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
-    wanted : sequence of int, optional
-        Per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they travel
-        instead of keys and values, but for a collective, or a chain whose last rank keeps all keys and values.
-
-    Returns
-    -------
-    dict
-        An all-gather's messages are of equal size, the largest one's.
+    method: ``pass_kv``, ``pass_q``, ``all_gather``, ``replicated``, ``runahead``, ``tsp`` or ``tsp_causal``.
+    new, kept: per rank, the tokens whose queries it computes, and those whose keys and values it holds after the pass.
+    cached: per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
+    wanted: per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they
+        travel instead of keys and values, but for a collective, or a chain whose last rank keeps all keys and values.
+    Returns an all-gather's messages are of equal size, the largest one's.
     """
     size = len(kept)
     if size == 1:

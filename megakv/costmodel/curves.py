@@ -36,19 +36,12 @@ class Curve(BaseModel):
 
     Below the first point the first time holds (latency); beyond the last, the slope of the last two points goes on
     (bandwidth).
-
-    Parameters
-    ----------
-    sizes : tuple of float
-        Ascending, positive: bytes or elements.
-    seconds : tuple of float
-        Time at each size.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sizes: tuple[Positive, ...] = Field(min_length=2)
-    seconds: tuple[Positive, ...] = Field(min_length=2)
+    sizes: tuple[Positive, ...] = Field(min_length=2)  # Ascending, positive: bytes or elements.
+    seconds: tuple[Positive, ...] = Field(min_length=2)  # Time at each size.
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -91,33 +84,21 @@ class Curve(BaseModel):
 
 
 class AttentionTable(BaseModel):
-    """Seconds of one kernel call by rows and keys, at one head dimension and number of heads.
-
-    Parameters
-    ----------
-    kernel : str
-        ``flash`` (fused), ``math`` (matrix products, for soft caps and position biases), or ``sdpa`` (PyTorch's fused
-        one on a processor, which transformers decodes with and MegaKV does not).
-    head_dim, heads, group : int
-        Head dimension, query heads, and query heads that share a KV head.
-    rows, keys : tuple of float
-        Axes: query rows and keys of a block that every row sees wholly.
-    seconds : tuple of tuple of float
-        ``seconds[row][key]``; the rows of large blocks may stop early, where measuring takes too long.
-    causal : Curve
-        Seconds of a causal square, over its pairs (rows times rows).
-    """
+    """Seconds of one kernel call by rows and keys, at one head dimension and number of heads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    # ``flash`` (fused), ``math`` (matrix products, for soft caps and position biases), or ``sdpa`` (PyTorch's fused one
+    # on a processor, which transformers decodes with and MegaKV does not).
     kernel: str = Field(pattern="^(flash|math|sdpa)$")
-    head_dim: int = Field(gt=0)
+    head_dim: int = Field(gt=0)  # Head dimension, query heads, and query heads that share a KV head.
     heads: int = Field(gt=0)
     group: int = Field(gt=0)
-    rows: tuple[Positive, ...] = Field(min_length=1)
+    rows: tuple[Positive, ...] = Field(min_length=1)  # Axes: query rows and keys of a block that every row sees wholly.
     keys: tuple[Positive, ...] = Field(min_length=1)
+    # ``seconds[row][key]``; the rows of large blocks may stop early, where measuring takes too long.
     seconds: tuple[tuple[Positive, ...], ...]
-    causal: Curve
+    causal: Curve  # Seconds of a causal square, over its pairs (rows times rows).
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -18,16 +18,9 @@ def ttit_seconds(
     last of them is late by a part of what all compute between two meetings. Where every rank has queries of its own to
     attend with while others' are on their way, a ring hides what the one before it is late by.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    model : ModelShape
-    workload : Workload
-        One new token of each sequence, behind what is cached.
-    method : str
-        ``pass_q``, where the sequences' tokens are spread over the ring, or ``replicated``, where all ranks compute all
-        of them.
-    tp_size : int
+    workload: one new token of each sequence, behind what is cached.
+    method: ``pass_q``, where the sequences' tokens are spread over the ring, or ``replicated``, where all ranks compute
+        all of them.
     """
     replicated, sequences = method == "replicated", len(workload.new)
     tokens = workload.total_new if replicated else -(-workload.total_new // workload.size)

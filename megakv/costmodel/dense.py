@@ -12,21 +12,11 @@ from megakv.costmodel.tensor_parallel import all_reduce_seconds
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a decoder layer reads and writes tensors beside its matrix products and attention.
+    """How often a decoder layer reads and writes tensors beside its matrix products and attention."""
 
-    Parameters
-    ----------
-    hidden : float
-        Over the hidden width: norms and residuals.
-    rotary : float
-        Over queries and keys: their rotary embedding.
-    gated, plain : float
-        Over the feed-forward's width: activation and gate; without a gate the activation.
-    """
-
-    hidden: float
-    rotary: float
-    gated: float
+    hidden: float  # Over the hidden width: norms and residuals.
+    rotary: float  # Over queries and keys: their rotary embedding.
+    gated: float  # Over the feed-forward's width: activation and gate; without a gate the activation.
     plain: float
 
 
@@ -54,16 +44,9 @@ class TokenTimes:
     Sums over tensor-parallel ranks are in it as far as the profile knows their links, see
     `megakv.costmodel.tensor_parallel`.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    model : ModelShape
-    tp_size : int
-        Ranks that share a layer's weights.
-    shared_memory : bool
-        Whether they sum by DeepSpeed's shared-memory operation.
-    plain : bool
-        Whether the model runs without MegaKV.
+    tp_size: ranks that share a layer's weights.
+    shared_memory: whether they sum by DeepSpeed's shared-memory operation.
+    plain: whether the model runs without MegaKV.
     """
 
     def __init__(
@@ -85,12 +68,8 @@ class TokenTimes:
     def before(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention.
 
-        Parameters
-        ----------
-        layer : int
-        tokens : float
-        wanted : float, optional
-            As for `after`: the last layer projects no other queries (where one projection makes all three, it does).
+        wanted: as for `after`: the last layer projects no other queries (where one projection makes all three, it
+            does).
         """
         queries, kv = self._query_width / self._tp_size, self._kv_width / self._tp_size
         asked = round(self._inputs * self._query_width / (self._query_width + self._kv_width))
@@ -106,13 +85,8 @@ class TokenTimes:
     def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Output projection and feed-forward: what follows attention.
 
-        Parameters
-        ----------
-        layer : int
-        tokens : float
-        wanted : float, optional
-            Tokens whose logits are asked for: the matrices of the last layer leave out the others, experts do not, and
-            between matrices these are zero, see `megakv.injection.last_layer`.
+        wanted: tokens whose logits are asked for: the matrices of the last layer leave out the others, experts do not,
+            and between matrices these are zero, see `megakv.injection.last_layer`.
         """
         shape, model = self._model.layers[layer], self._model
         asked = self._rows(layer, tokens, wanted)

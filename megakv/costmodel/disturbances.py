@@ -15,27 +15,14 @@ from megakv.costmodel.simulation_program import Program, Task
 class Disturbances:
     """Factors on the times of a program's tasks.
 
-    Parameters
-    ----------
-    slow_ranks : mapping of int to float
-        Computation of a rank takes so many times longer.
-    slow_links : mapping of (int, int) to float
-        Messages between two ranks, both ways, take so many times longer; a collective as long as its slowest link.
-    noise : float
-        Sigma of the log-normal factor, of median 1, that every task gets.
-    seed : int
-        Of that noise.
-
-    Raises
-    ------
-    ValueError
-        If a factor is not above 0, sigma is not between 0 and 5, or a link has one end only.
+    Raises ValueError: if a factor is not above 0, sigma is not between 0 and 5, or a link has one end only.
     """
 
-    slow_ranks: Mapping[int, float] = field(default_factory=dict)
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # Computation of a rank takes so many times longer.
+    # Messages between two ranks, both ways, take so many times longer; a collective as long as its slowest link.
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    noise: float = 0.0
-    seed: int = 0
+    noise: float = 0.0  # Sigma of the log-normal factor, of median 1, that every task gets.
+    seed: int = 0  # Of that noise.
 
     def __post_init__(self) -> None:
         for name, factor in [*self.slow_ranks.items(), *self.slow_links.items()]:
@@ -50,10 +37,7 @@ class Disturbances:
     def check(self, ranks: int) -> None:
         """Refuse ranks that a world of this size has not.
 
-        Raises
-        ------
-        ValueError
-            Naming the rank and what there is.
+        Raises ValueError: naming the rank and what there is.
         """
         named = {*self.slow_ranks, *(rank for link in self.slow_links for rank in link)}
         for rank in sorted(named):

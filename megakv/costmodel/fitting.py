@@ -22,13 +22,7 @@ GB = 1e9
 
 
 class Fitting:
-    """Memory of one model on one kind of machine.
-
-    Parameters
-    ----------
-    spec : MachineSpec
-    model : ModelShape
-    """
+    """Memory of one model on one kind of machine."""
 
     def __init__(self, spec: MachineSpec, model: ModelShape):
         self._spec = spec
@@ -51,13 +45,7 @@ class Fitting:
     def memory(self, demand: Demand, mesh: Mesh, fit: Fit, *, longest: int | None = None) -> RankMemory:
         """Memory of the fullest rank.
 
-        Parameters
-        ----------
-        demand : Demand
-        mesh : Mesh
-        fit : Fit
-        longest : int, optional
-            New tokens of a sequence on the rank with most; None: they are spread evenly.
+        longest: new tokens of a sequence on the rank with most; None: they are spread evenly.
         """
         new = -(-demand.context // mesh.cp_size) if longest is None else longest
         memory = rank_memory(

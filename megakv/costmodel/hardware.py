@@ -20,29 +20,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Fingerprint(BaseModel):
-    """What measured times belong to.
-
-    Parameters
-    ----------
-    processor, accelerator : str
-        Model of the CPU; name of the accelerator, ``cpu`` without one.
-    cores, threads : int
-        Cores that a rank may use, and the threads it computes with.
-    hosts, ranks : int
-        Network stacks and ranks of the whole world.
-    torch_version, dtype : str
-        Version of torch; type of Q, K, V and weights, as in ``float32``.
-    """
+    """What measured times belong to."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    processor: str
+    processor: str  # Model of the CPU; name of the accelerator, ``cpu`` without one.
     accelerator: str
-    cores: int = Field(ge=1)
+    cores: int = Field(ge=1)  # Cores that a rank may use, and the threads it computes with.
     threads: int = Field(ge=1)
-    hosts: int = Field(ge=1)
+    hosts: int = Field(ge=1)  # Network stacks and ranks of the whole world.
     ranks: int = Field(ge=1)
-    torch_version: str
+    torch_version: str  # Version of torch; type of Q, K, V and weights, as in ``float32``.
     dtype: str
 
     @classmethod
@@ -68,40 +56,22 @@ class Fingerprint(BaseModel):
 
 
 class SumTimes(BaseModel):
-    """Sums over ranks, by one of the ways to form them.
-
-    Parameters
-    ----------
-    ranks : int
-        Neighbours that sum.
-    shared_memory : bool
-        Whether DeepSpeed's shared-memory operation did, which is for all ranks of one host.
-    seconds : Curve
-        Of one sum, over its bytes, one after another.
-    wait_s : float
-        What a sum takes longer behind work, which ranks do not end at the same moment.
-    """
+    """Sums over ranks, by one of the ways to form them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ranks: int = Field(ge=2)
-    shared_memory: bool = False
-    seconds: Curve
-    wait_s: Overhead = 0.0
+    ranks: int = Field(ge=2)  # Neighbours that sum.
+    shared_memory: bool = False  # Whether DeepSpeed's shared-memory operation did, which is for all ranks of one host.
+    seconds: Curve  # Of one sum, over its bytes, one after another.
+    wait_s: Overhead = 0.0  # What a sum takes longer behind work, which ranks do not end at the same moment.
 
 
 class CallTimes(BaseModel):
-    """Seconds of the processor that calls, where that is the one that computes.
-
-    Parameters
-    ----------
-    layer_s, pass_s, step_s, begin_s : float
-        Of a layer, of a pass beside its layers, of a generated token beside its pass, of a generation beside its
-        tokens.
-    """
+    """Seconds of the processor that calls, where that is the one that computes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    # Of a layer, of a pass beside its layers, of a generated token beside its pass, of a generation beside its tokens.
     layer_s: Overhead = 0.0
     pass_s: Overhead = 0.0
     step_s: Overhead = 0.0
@@ -109,114 +79,68 @@ class CallTimes(BaseModel):
 
 
 class HardwareProfile(Record):
-    """Measured times of one machine; every prediction starts here.
-
-    Parameters
-    ----------
-    fingerprint : Fingerprint
-    ring_size : int
-        Context-parallel degree that the exchanges and overheads were measured with.
-    attention : tuple of AttentionTable
-        Kernel times; one of kernel ``flash`` at least.
-    matmul : Curve
-        Seconds of a matrix product per weight element, over the tokens that go through it.
-    copy_bytes, copy_fresh : Curve
-        Seconds of copying, over bytes, into memory that is used again and again, and into memory newly asked for.
-    merge, combine : Curve
-        Seconds of merging a partial output in place, over its elements; of merging stacked partial outputs, over the
-        elements of all parts.
-    exchange : Curve
-        Seconds of one ring step (send to the next rank, receive from the previous one), over bytes, nothing else
-        running.
-    exposed_transfer, exposed_compute : float
-        What part of an exchange that attention outlasts is paid all the same, and what part of attention that an
-        exchange outlasts: both take from one processor. 0 is perfect overlap, 1 none.
-    straggle : float
-        How much longer the last of all ranks takes for a computation than any one typically does: what a collective
-        that nobody can leave early adds. 0 where nothing else runs on the machine.
-    all_to_all, all_gather : Curve
-        Seconds of the collectives, over the bytes that a rank sends.
-    step_overhead_s : dict
-        Per method, seconds of one of its N steps that none of the above explains (Python, bookkeeping).
-    exchange_inside : Curve, optional
-        Ring steps between ranks of one host, where `exchange` is of a ring between hosts. None: as `exchange`.
-    exchange_collective : Curve, optional
-        Steps of a sum over hosts, whose many connections may fill a link that the one of `exchange` does not. None: as
-        `exchange`.
-    matmul_fp8 : Curve, optional
-        `matmul` for row-wise FP8 weights. None: as `matmul`.
-    recompute_flops : float, optional
-        Operations per second of recomputing keys and values from activations (KVPR). None: as large matrix products.
-    launch_s : float
-        Seconds that issuing a layer's kernels takes: no layer is faster, however little it computes. 0 where the
-        processor that issues them is the one that computes.
-    issue_s : float
-        Seconds that a layer's small operations take to be called, one by one, where the processor that calls them is
-        the one that computes.
-    pass_s : float
-        Seconds of a pass beside its layers and its logits.
-    step_s, begin_s : float
-        Seconds that transformers' `generate` takes for a token beside its pass, and beside all of its tokens.
-    added : CallTimes
-        What MegaKV adds to `issue_s`, `pass_s`, `step_s` and `begin_s`.
-    share_s : float
-        Seconds until all ranks have what one of them found at the end of a pass.
-    lag : float
-        How much longer the last of all ranks takes for matrix products of one token than such products take by
-        themselves: what is waited for where all ranks meet after them. Ranks of a host divide its memory bandwidth,
-        and not evenly at every moment.
-    sums : tuple of SumTimes
-        Sums over ranks as they were measured; those of other numbers of ranks are worked out from ring steps.
-    host_link : Curve, optional
-        Seconds of moving bytes between host and accelerator. None: not known.
-    host_memory_bandwidth : float, optional
-        Bytes per second that all processors and links of a host together take from its memory. None: not known.
-    disk_bandwidth : float, optional
-        Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
-    memory_bytes : int, optional
-        Of one rank's accelerator. None: not known.
-    host_memory_bytes : int, optional
-        Of one host. None: not known.
-    devices_per_host : int, optional
-        Accelerators of one host. None: not known.
-    """
+    """Measured times of one machine; every prediction starts here."""
 
     format: Literal["megakv hardware profile"] = "megakv hardware profile"
     version: Literal[1] = 1
     fingerprint: Fingerprint
-    ring_size: int = Field(ge=1)
-    attention: tuple[AttentionTable, ...] = Field(min_length=1)
-    matmul: Curve
+    ring_size: int = Field(ge=1)  # Context-parallel degree that the exchanges and overheads were measured with.
+    attention: tuple[AttentionTable, ...] = Field(min_length=1)  # Kernel times; one of kernel ``flash`` at least.
+    matmul: Curve  # Seconds of a matrix product per weight element, over the tokens that go through it.
+    # Seconds of copying, over bytes, into memory that is used again and again, and into memory newly asked for.
     copy_bytes: Curve
     copy_fresh: Curve
+    # Seconds of merging a partial output in place, over its elements; of merging stacked partial outputs, over the
+    # elements of all parts.
     merge: Curve
     combine: Curve
+    # Seconds of one ring step (send to the next rank, receive from the previous one), over bytes, nothing else running.
     exchange: Curve
+    # What part of an exchange that attention outlasts is paid all the same, and what part of attention that an exchange
+    # outlasts: both take from one processor. 0 is perfect overlap, 1 none.
     exposed_transfer: Share
     exposed_compute: Share
+    # How much longer the last of all ranks takes for a computation than any one typically does: what a collective that
+    # nobody can leave early adds. 0 where nothing else runs on the machine.
     straggle: Overhead
-    all_to_all: Curve
+    all_to_all: Curve  # Seconds of the collectives, over the bytes that a rank sends.
     all_gather: Curve
+    # Per method, seconds of one of its N steps that none of the above explains (Python, bookkeeping).
     step_overhead_s: dict[str, Overhead]
+    # Ring steps between ranks of one host, where `exchange` is of a ring between hosts. None: as `exchange`.
     exchange_inside: Curve | None = None
+    # Steps of a sum over hosts, whose many connections may fill a link that the one of `exchange` does not. None: as
+    # `exchange`.
     exchange_collective: Curve | None = None
-    matmul_fp8: Curve | None = None
+    matmul_fp8: Curve | None = None  # `matmul` for row-wise FP8 weights. None: as `matmul`.
+    # Operations per second of recomputing keys and values from activations (KVPR). None: as large matrix products.
     recompute_flops: float | None = Field(default=None, gt=0)
+    # Seconds that issuing a layer's kernels takes: no layer is faster, however little it computes. 0 where the
+    # processor that issues them is the one that computes.
     launch_s: Overhead = 0.0
+    # Seconds that a layer's small operations take to be called, one by one, where the processor that calls them is the
+    # one that computes.
     issue_s: Overhead = 0.0
-    pass_s: Overhead = 0.0
+    pass_s: Overhead = 0.0  # Seconds of a pass beside its layers and its logits.
+    # Seconds that transformers' `generate` takes for a token beside its pass, and beside all of its tokens.
     step_s: Overhead = 0.0
     begin_s: Overhead = 0.0
-    added: CallTimes = CallTimes()
-    share_s: Overhead = 0.0
+    added: CallTimes = CallTimes()  # What MegaKV adds to `issue_s`, `pass_s`, `step_s` and `begin_s`.
+    share_s: Overhead = 0.0  # Seconds until all ranks have what one of them found at the end of a pass.
+    # How much longer the last of all ranks takes for matrix products of one token than such products take by
+    # themselves: what is waited for where all ranks meet after them. Ranks of a host divide its memory bandwidth, and
+    # not evenly at every moment.
     lag: Overhead = 0.0
+    # Sums over ranks as they were measured; those of other numbers of ranks are worked out from ring steps.
     sums: tuple[SumTimes, ...] = ()
-    host_link: Curve | None = None
+    host_link: Curve | None = None  # Seconds of moving bytes between host and accelerator. None: not known.
+    # Bytes per second that all processors and links of a host together take from its memory. None: not known.
     host_memory_bandwidth: float | None = Field(default=None, gt=0)
+    # Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
     disk_bandwidth: float | None = Field(default=None, gt=0)
-    memory_bytes: int | None = Field(default=None, gt=0)
-    host_memory_bytes: int | None = Field(default=None, gt=0)
-    devices_per_host: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0)  # Of one rank's accelerator. None: not known.
+    host_memory_bytes: int | None = Field(default=None, gt=0)  # Of one host. None: not known.
+    devices_per_host: int | None = Field(default=None, gt=0)  # Accelerators of one host. None: not known.
 
     @model_validator(mode="after")
     def _has_fused_kernel(self) -> Self:
@@ -270,10 +194,8 @@ class HardwareProfile(Record):
 def load_profile(path: str | Path, *, setting: str = "profile") -> HardwareProfile:
     """Read and check a profile.
 
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is not a profile, or holds an impossible value: names the setting, the file and the field.
+    Raises ValueError: if it cannot be read, is not a profile, or holds an impossible value: names the setting, the file
+        and the field.
     """
     return load_record(HardwareProfile, path, setting=setting, remedy="write a new one with megakv profile --json FILE")
 

@@ -34,15 +34,9 @@ MERGE_DIM = 64
 
 @dataclass(frozen=True)
 class Matrices:
-    """Weights that tokens go through one after another, as in a layer.
+    """Weights that tokens go through one after another, as in a layer."""
 
-    Parameters
-    ----------
-    shapes : tuple of (int, int)
-        Outputs and inputs of each.
-    """
-
-    shapes: tuple[tuple[int, int], ...] = ((WEIGHT_WIDTH, WEIGHT_WIDTH),) * 2
+    shapes: tuple[tuple[int, int], ...] = ((WEIGHT_WIDTH, WEIGHT_WIDTH),) * 2  # Outputs and inputs of each.
 
     @classmethod
     def of(cls, model: ModelShape) -> Matrices:
@@ -68,20 +62,12 @@ class Matrices:
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """Heads of one rank that attention is measured with.
+    """Heads of one rank that attention is measured with."""
 
-    Parameters
-    ----------
-    head_dim, heads, group : int
-        Head dimension, query heads, and query heads that share a KV head.
-    kernel : str
-        As `AttentionTable` has it.
-    """
-
-    head_dim: int
+    head_dim: int  # Head dimension, query heads, and query heads that share a KV head.
     heads: int
     group: int
-    kernel: str = "flash"
+    kernel: str = "flash"  # As `AttentionTable` has it.
 
     @classmethod
     def of(cls, shape: AttentionShape) -> KernelSizes:
@@ -91,22 +77,12 @@ class KernelSizes:
 
 @dataclass(frozen=True)
 class TableCells:
-    """Cells of one `AttentionTable`.
-
-    Parameters
-    ----------
-    sizes : KernelSizes
-    pool : Pool
-    flops : float
-        Operations per second to expect.
-    longest_s : float
-        Calls expected to take longer are left out.
-    """
+    """Cells of one `AttentionTable`."""
 
     sizes: KernelSizes
     pool: Pool
-    flops: float
-    longest_s: float
+    flops: float  # Operations per second to expect.
+    longest_s: float  # Calls expected to take longer are left out.
 
     def call(self, rows: int, keys: int, *, causal: bool) -> object:
         """One kernel call on numbers from memory."""
@@ -166,23 +142,12 @@ class TableCells:
 
 @dataclass(frozen=True)
 class CurveCells:
-    """Cells of one `Curve`.
+    """Cells of one `Curve`."""
 
-    Parameters
-    ----------
-    name : object
-        What tells its cells from others.
-    sizes : tuple of int
-    make : callable
-        The call to time, of a size.
-    rising : bool
-        Whether no size takes longer than a larger one.
-    """
-
-    name: object
+    name: object  # What tells its cells from others.
     sizes: tuple[int, ...]
-    make: Callable[[int], Callable[[], object]]
-    rising: bool = True
+    make: Callable[[int], Callable[[], object]]  # The call to time, of a size.
+    rising: bool = True  # Whether no size takes longer than a larger one.
 
     def add(self, battery: Battery) -> None:
         """Put the cells into a battery."""

@@ -14,11 +14,7 @@ from megakv.costmodel.shape import AttentionShape
 class Kernels:
     """Kernel calls of one layer on one rank.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    shape : AttentionShape
-        Of the rank with the most heads.
+    shape: of the rank with the most heads.
     """
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape):
@@ -46,11 +42,7 @@ class Kernels:
     def windowed(self, rows: float, keys: float, *, parts: int = 1) -> float:
         """Seconds of rows that each see a window of at most `keys` keys: tiles of rows, each with its own keys.
 
-        Parameters
-        ----------
-        rows, keys : float
-        parts : int
-            Ranks that the keys are spread over, each of which has about an N-th of every window.
+        parts: ranks that the keys are spread over, each of which has about an N-th of every window.
         """
         window = self.shape.window
         assert window is not None

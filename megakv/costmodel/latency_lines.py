@@ -11,38 +11,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LatencySample:
-    """One measurement.
+    """One measurement."""
 
-    Parameters
-    ----------
-    batch : int
-        B, sequences decoded together.
-    budget : int
-        C, tokens kept per KV head.
-    seconds : float
-        L, of one token's attention at one layer.
-    """
-
-    batch: int
-    budget: int
-    seconds: float
+    batch: int  # B, sequences decoded together.
+    budget: int  # C, tokens kept per KV head.
+    seconds: float  # L, of one token's attention at one layer.
 
 
 @dataclass(frozen=True)
 class Line:
-    """L = slope x + intercept, by least squares.
+    """L = slope x + intercept, by least squares."""
 
-    Parameters
-    ----------
-    slope, intercept : float
-        alpha and beta over the batch, gamma and delta over the budget; seconds.
-    r_squared : float
-        Part of the variance that the line explains.
-    """
-
-    slope: float
+    slope: float  # alpha and beta over the batch, gamma and delta over the budget; seconds.
     intercept: float
-    r_squared: float
+    r_squared: float  # Part of the variance that the line explains.
 
     def at(self, x: float) -> float:
         """Seconds at x."""
@@ -51,32 +33,17 @@ class Line:
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """The lines of the paper's Figure 1, and one through all samples.
+    """The lines of the paper's Figure 1, and one through all samples."""
 
-    Parameters
-    ----------
-    over_batch : dict
-        For each budget, L = alpha B + beta.
-    over_budget : dict
-        For each batch, L = gamma C + delta.
-    over_tokens : Line
-        Over B C, the tokens that a KV head's rank reads: what both are where memory is the limit.
-    """
-
-    over_batch: dict[int, Line]
-    over_budget: dict[int, Line]
-    over_tokens: Line
+    over_batch: dict[int, Line]  # For each budget, L = alpha B + beta.
+    over_budget: dict[int, Line]  # For each batch, L = gamma C + delta.
+    over_tokens: Line  # Over B C, the tokens that a KV head's rank reads: what both are where memory is the limit.
 
     def barrier_seconds(self, loads: Sequence[Sequence[float]], batch: int, kv_heads: int) -> float:
         """Attention time of one decoded token over all layers, each as slow as its slowest rank.
 
-        Parameters
-        ----------
-        loads : [layers][ranks]
-            Kept tokens of a sequence, summed over a rank's heads.
-        batch : int
-        kv_heads : int
-            Heads of the rank that the samples were measured on, each with `budget` tokens.
+        loads: kept tokens of a sequence, summed over a rank's heads.
+        kv_heads: heads of the rank that the samples were measured on, each with `budget` tokens.
         """
         return sum(self.over_tokens.at(batch * max(layer) / kv_heads) for layer in loads)
 
@@ -84,10 +51,7 @@ class LatencyModel:
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
     """Least squares.
 
-    Raises
-    ------
-    ValueError
-        If there are not two different values of x.
+    Raises ValueError: if there are not two different values of x.
     """
     if len(xs) != len(ys) or len(set(xs)) < 2:
         raise ValueError(f"a line needs samples at two different values or more; got {sorted(set(xs))}")
@@ -104,10 +68,7 @@ def fit_latency(samples: Iterable[LatencySample]) -> LatencyModel:
 
     Budgets measured at one batch only have no line over the batch, and the other way round.
 
-    Raises
-    ------
-    ValueError
-        If a sample is impossible, or no batch was measured at two budgets and no budget at two batches.
+    Raises ValueError: if a sample is impossible, or no batch was measured at two budgets and no budget at two batches.
     """
     found = list(samples)
     for sample in found:

@@ -89,17 +89,10 @@ def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> Curv
 class RingCells:
     """What the ranks of a ring do together.
 
-    Parameters
-    ----------
-    comm : Communicator
-    kernels : TableCells
-        Whose kernel computes beside an exchange.
-    unit_s : float
-        Seconds of a unit of it, see `OverlapCells`.
-    bandwidth : float
-        Bytes per second of the exchange, about.
-    longest_s : float
-        No call takes longer than this, about.
+    kernels: whose kernel computes beside an exchange.
+    unit_s: seconds of a unit of it, see `OverlapCells`.
+    bandwidth: bytes per second of the exchange, about.
+    longest_s: no call takes longer than this, about.
     """
 
     def __init__(self, comm: Communicator, kernels: TableCells, unit_s: float, bandwidth: float, longest_s: float):
@@ -139,25 +132,13 @@ class OverlapCells:
 
     Both run together twice, once with the one and once with the other as the longer. What the shorter one adds to the
     longer one's own time is the part of it that is not hidden.
-
-    Parameters
-    ----------
-    comm : Communicator
-    kernels : TableCells
-        Whose kernel computes.
-    unit_s : float
-        Seconds of one call of `UNIT_ROWS` by `UNIT_KEYS`.
-    bandwidth : float
-        Bytes per second of the exchange, about.
-    longest_s : float
-        The exchange takes no longer than this, about.
     """
 
     comm: Communicator
-    kernels: TableCells
-    unit_s: float
-    bandwidth: float
-    longest_s: float
+    kernels: TableCells  # Whose kernel computes.
+    unit_s: float  # Seconds of one call of `UNIT_ROWS` by `UNIT_KEYS`.
+    bandwidth: float  # Bytes per second of the exchange, about.
+    longest_s: float  # The exchange takes no longer than this, about.
     _units: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

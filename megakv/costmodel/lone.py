@@ -12,10 +12,7 @@ from megakv.distributed.mesh import Mesh
 class Alone(Communicator):
     """Communicates with nobody, however many ranks there are.
 
-    Parameters
-    ----------
-    device : torch.device
-        Where it computes.
+    device: where it computes.
     """
 
     def __init__(self, device: torch.device):

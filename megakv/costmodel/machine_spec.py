@@ -26,23 +26,14 @@ COMBINE_BYTES = 4
 
 
 class Link(BaseModel):
-    """What carries messages between two ranks.
-
-    Parameters
-    ----------
-    bandwidth : float
-        Bytes per second that one rank reaches with one other, one way.
-    latency_s : float
-        Seconds of an empty message.
-    collective_bandwidth : float, optional
-        Bytes per second that one rank reaches with several others at a time: more connections may fill a link that one
-        does not. None: as `bandwidth`.
-    """
+    """What carries messages between two ranks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    bandwidth: Positive
-    latency_s: Positive
+    bandwidth: Positive  # Bytes per second that one rank reaches with one other, one way.
+    latency_s: Positive  # Seconds of an empty message.
+    # Bytes per second that one rank reaches with several others at a time: more connections may fill a link that one
+    # does not. None: as `bandwidth`.
     collective_bandwidth: Positive | None = None
 
     def curve(self) -> Curve:
@@ -56,85 +47,47 @@ class Link(BaseModel):
 
 
 class MachineSpec(Record):
-    """A kind of machine, in the numbers of its data sheet and what part of them is reached.
-
-    Parameters
-    ----------
-    name, accelerator : str
-    dtype : str
-        Of weights and cache, as in ``bfloat16``.
-    devices_per_host : int
-        Accelerators of one host; each is one rank.
-    memory_bytes : int
-        Of one accelerator.
-    host_memory_bytes : int, optional
-        Of one host; its accelerators share it. None: not known, and offloading is not limited.
-    memory_bandwidth : float
-        Its peak, bytes per second.
-    peak_flops : float
-        Operations per second in `dtype`.
-    fp8_flops : float, optional
-        Operations per second in FP8. None: FP8 weights are computed in `dtype`.
-    inside, between : Link
-        Between two ranks of one host, and of two hosts.
-    host : Link
-        Between host memory and accelerator.
-    host_memory_bandwidth : float, optional
-        Bytes per second that all processors and links of a host together take from its memory. None: not known, and
-        the host is not asked to attend.
-    disk_bandwidth : float, optional
-        Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
-    disk_bytes : int, optional
-        Space on the disk of one host; its accelerators share it. None: not known, and not limited.
-    matmul_efficiency, attention_efficiency, memory_efficiency : float
-        What part of the peaks matrix products, attention and reading memory reach.
-    recompute_efficiency : float, optional
-        What part of the peak recomputing keys and values from activations reaches (KVPR). None: as matrix products.
-    causal_share : float
-        What part of a causal square's scores attention computes: half where masked ones are skipped, 1 where all are
-        computed first and masked then.
-    score_bytes : float
-        Bytes that attention moves for each score of each head: 0 for fused kernels, which keep scores on the chip.
-    exposed_transfer, exposed_compute : float
-        As in a profile: 0 where messages take nothing from what computes.
-    kernel_s : float
-        Seconds that a kernel takes at least.
-    launch_s : float
-        As in a profile.
-    step_s : float
-        Seconds of each of a method's steps that the host takes to issue it.
-    collective_s : float
-        Seconds of a collective beside attention that its link does not take: packing, permuting, waiting for all ranks.
-    """
+    """A kind of machine, in the numbers of its data sheet and what part of them is reached."""
 
     format: Literal["megakv machine"] = "megakv machine"
     version: Literal[1] = 1
     name: str
     accelerator: str
-    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    devices_per_host: int = Field(ge=1)
-    memory_bytes: int = Field(gt=0)
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"  # Of weights and cache, as in ``bfloat16``.
+    devices_per_host: int = Field(ge=1)  # Accelerators of one host; each is one rank.
+    memory_bytes: int = Field(gt=0)  # Of one accelerator.
+    # Of one host; its accelerators share it. None: not known, and offloading is not limited.
     host_memory_bytes: int | None = Field(default=None, gt=0)
-    memory_bandwidth: Positive
-    peak_flops: Positive
-    fp8_flops: Positive | None = None
-    inside: Link
+    memory_bandwidth: Positive  # Its peak, bytes per second.
+    peak_flops: Positive  # Operations per second in `dtype`.
+    fp8_flops: Positive | None = None  # Operations per second in FP8. None: FP8 weights are computed in `dtype`.
+    inside: Link  # Between two ranks of one host, and of two hosts.
     between: Link
-    host: Link
+    host: Link  # Between host memory and accelerator.
+    # Bytes per second that all processors and links of a host together take from its memory. None: not known, and the
+    # host is not asked to attend.
     host_memory_bandwidth: Positive | None = None
+    # Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
     disk_bandwidth: Positive | None = None
+    # Space on the disk of one host; its accelerators share it. None: not known, and not limited.
     disk_bytes: int | None = Field(default=None, gt=0)
+    # What part of the peaks matrix products, attention and reading memory reach.
     matmul_efficiency: float = Field(gt=0, le=1)
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
+    # What part of the peak recomputing keys and values from activations reaches (KVPR). None: as matrix products.
     recompute_efficiency: float | None = Field(default=None, gt=0, le=1)
+    # What part of a causal square's scores attention computes: half where masked ones are skipped, 1 where all are
+    # computed first and masked then.
     causal_share: float = Field(default=0.5, gt=0, le=1)
+    # Bytes that attention moves for each score of each head: 0 for fused kernels, which keep scores on the chip.
     score_bytes: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    exposed_transfer: Share = 0.0
+    exposed_transfer: Share = 0.0  # As in a profile: 0 where messages take nothing from what computes.
     exposed_compute: Share = 0.0
-    kernel_s: Positive = 2e-6
-    launch_s: Overhead = 0.0
-    step_s: Overhead = 0.0
+    kernel_s: Positive = 2e-6  # Seconds that a kernel takes at least.
+    launch_s: Overhead = 0.0  # As in a profile.
+    step_s: Overhead = 0.0  # Seconds of each of a method's steps that the host takes to issue it.
+    # Seconds of a collective beside attention that its link does not take: packing, permuting, waiting for all ranks.
     collective_s: Overhead = 0.0
 
     @property
@@ -156,18 +109,10 @@ class MachineSpec(Record):
     def profile(self, *, cp_size: int = 2, tp_size: int = 1, captured: bool = False) -> HardwareProfile:
         """The profile that these numbers make.
 
-        Parameters
-        ----------
-        cp_size, tp_size : int
-            The mesh. Tensor-parallel ranks are neighbours, so that the ring of the context-parallel ones stays inside
-            a host only where the whole mesh does.
-        captured : bool
-            Whether a pass is replayed as one CUDA graph, so that the host issues nothing.
-
-        Raises
-        ------
-        ValueError
-            If a degree is not positive.
+        cp_size, tp_size: the mesh. Tensor-parallel ranks are neighbours, so that the ring of the context-parallel ones
+            stays inside a host only where the whole mesh does.
+        captured: whether a pass is replayed as one CUDA graph, so that the host issues nothing.
+        Raises ValueError: if a degree is not positive.
         """
         if cp_size < 1 or tp_size < 1:
             raise ValueError(f"cp_size = {cp_size} and tp_size = {tp_size}: allowed: 1 or more")
@@ -250,10 +195,7 @@ class MachineSpec(Record):
 def machine_of(profile: HardwareProfile) -> MachineSpec:
     """A measured machine in the terms of a data sheet, all efficiencies 1: what it reached is what it is taken to have.
 
-    Raises
-    ------
-    ValueError
-        If the profile is of a version that did not note memory: names what to do.
+    Raises ValueError: if the profile is of a version that did not note memory: names what to do.
     """
     if profile.memory_bytes is None:
         raise ValueError(

@@ -48,22 +48,13 @@ def measure_profile(
 ) -> HardwareProfile:
     """Measure this machine. Every rank must call it; all compute at the same time, as they will when serving.
 
-    Parameters
-    ----------
-    comm : Communicator
-        A rank that is alone has no links.
-    dtype : torch.dtype
-        Of Q, K, V and weights.
-    sizes : sequence of KernelSizes
-        Heads to measure attention with.
-    matrices : Matrices
-        Weights to measure matrix products with.
-    seconds : float
-        How long it may take, about. More time makes steadier numbers and reaches larger blocks and messages.
-    sums : sequence of Communicator
-        Further meshes whose tensor-parallel sums are to be known.
-    report : callable, optional
-        Called after each step with the number of all steps.
+    comm: A rank that is alone has no links.
+    dtype: of Q, K, V and weights.
+    sizes: heads to measure attention with.
+    matrices: weights to measure matrix products with.
+    seconds: how long it may take, about. More time makes steadier numbers and reaches larger blocks and messages.
+    sums: further meshes whose tensor-parallel sums are to be known.
+    report: called after each step with the number of all steps.
     """
     ring = comm.mesh.cp_size
     watch = Stopwatch(comm)

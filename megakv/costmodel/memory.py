@@ -36,14 +36,8 @@ def activation_bytes(
 ) -> int:
     """Bytes that a rank works with at a layer's peak: the layer's tensors, and the shards of a ring on their way.
 
-    Parameters
-    ----------
-    model : ModelShape
-    computed, held : int
-        Tokens that it computes, and those whose keys and values travel.
-    row_bytes : int
-        Keys and values of a token in one layer.
-    cp_size, tp_size : int
+    computed, held: tokens that it computes, and those whose keys and values travel.
+    row_bytes: keys and values of a token in one layer.
     """
     ring = RING_SHARDS * held * row_bytes if cp_size > 1 else 0
     return computed * working_bytes(model, tp_size=tp_size) + ring
@@ -57,23 +51,14 @@ def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the fullest rank.
+    """Bytes of the fullest rank."""
 
-    Parameters
-    ----------
-    weights, cache, working : int
-        On the accelerator.
-    host : int
-        In host memory: keys and values that are offloaded, and activations that they may be recomputed from.
-    disk : int
-        On disk: what of those has no room there.
-    """
-
-    weights: int
+    weights: int  # On the accelerator.
     cache: int
     working: int
+    # In host memory: keys and values that are offloaded, and activations that they may be recomputed from.
     host: int = 0
-    disk: int = 0
+    disk: int = 0  # On disk: what of those has no room there.
 
     @property
     def total(self) -> int:
@@ -98,25 +83,12 @@ def rank_memory(
     Keys and values are cut over all: their heads over the tensor-parallel
     ranks, as far as there are any to cut, their tokens over the context-parallel ones.
 
-    Parameters
-    ----------
-    model : ModelShape
-    context : int
-        Tokens of a sequence at the end.
-    batch : int
-        Sequences.
-    new : int, optional
-        Tokens of a sequence that are computed at a time; None: all.
-    cp_size, tp_size : int
-    kept_share : float
-        What part of keys and values compression keeps.
-    offloaded_share : float
-        What part of those lies off the accelerator.
-
-    Raises
-    ------
-    ValueError
-        If a size is not positive, or a share not in 0 to 1.
+    context: tokens of a sequence at the end.
+    batch: sequences.
+    new: tokens of a sequence that are computed at a time; None: all.
+    kept_share: what part of keys and values compression keeps.
+    offloaded_share: what part of those lies off the accelerator.
+    Raises ValueError: if a size is not positive, or a share not in 0 to 1.
     """
     sizes = {"context": context, "batch": batch, "new": context if new is None else new}
     sizes |= {"cp_size": cp_size, "tp_size": tp_size}

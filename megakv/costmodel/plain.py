@@ -22,14 +22,8 @@ from megakv.device import LARGEST_REUSED_BYTES
 class PlainTimes:
     """Predictions for one model.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    model : ModelShape
-    tp_size : int
-        Ranks of DeepSpeed's tensor parallelism; 1: transformers' own model.
-    shared_memory : bool
-        Whether they sum by DeepSpeed's shared-memory operation.
+    tp_size: ranks of DeepSpeed's tensor parallelism; 1: transformers' own model.
+    shared_memory: whether they sum by DeepSpeed's shared-memory operation.
     """
 
     def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
@@ -42,13 +36,8 @@ class PlainTimes:
     def prefill(self, new: int, *, masked: bool = False, generating: bool = False) -> float:
         """TTFT of a prompt of so many tokens.
 
-        Parameters
-        ----------
-        new : int
-        generating : bool
-            Whether `generate` reads it, or the model is called.
-        masked : bool
-            Whether all scores are computed and half of them hidden, as if nobody knew of causality.
+        generating: whether `generate` reads it, or the model is called.
+        masked: whether all scores are computed and half of them hidden, as if nobody knew of causality.
         """
         seconds = self._end(1) + (self._tokens.begin_s if generating else 0.0)
         for index, count in self._model.layer_kinds:
@@ -63,11 +52,7 @@ class PlainTimes:
     def decode(self, context: int, batch: int = 1, *, copied: bool = False) -> float:
         """TTIT of `generate` behind so many cached tokens of each sequence.
 
-        Parameters
-        ----------
-        context, batch : int
-        copied : bool
-            Whether the cache grows by being copied.
+        copied: whether the cache grows by being copied.
         """
         work = Workload((1,) * batch, (context,) * batch, 1)
         late = 1 + self._profile.lag if self._tp_size > 1 else 1.0

@@ -41,30 +41,15 @@ def rounded(count: int) -> int:
 
 @dataclass
 class PrefillPlanner:
-    """Predictions for one engine.
-
-    Parameters
-    ----------
-    profile : HardwareProfile
-    model : ModelShape
-    size : int
-        Context-parallel degree.
-    tp_size : int
-    kv : str
-        As ``megakv.runahead.kv``.
-    chunk_tokens : int
-        As ``megakv.runahead.chunk_tokens``.
-    alone_tokens : int
-        Tokens of a whole prompt that one rank may take.
-    """
+    """Predictions for one engine."""
 
     profile: HardwareProfile
     model: ModelShape
-    size: int
+    size: int  # Context-parallel degree.
     tp_size: int = 1
-    kv: str = "sharded"
-    chunk_tokens: int = CHUNK_TOKENS
-    alone_tokens: int = 0
+    kv: str = "sharded"  # As ``megakv.runahead.kv``.
+    chunk_tokens: int = CHUNK_TOKENS  # As ``megakv.runahead.chunk_tokens``.
+    alone_tokens: int = 0  # Tokens of a whole prompt that one rank may take.
     _partitions: dict[tuple[int, int], Partition] = field(default_factory=dict)
     _seconds: dict[Workload, dict[str, float]] = field(default_factory=dict)
 
@@ -108,11 +93,7 @@ class PrefillPlanner:
     def seconds(self, workload: Workload, sizes: Callable[[int, int], Sequence[int]]) -> dict[str, float]:
         """TTFT of a pass by every method that may serve it.
 
-        Parameters
-        ----------
-        workload : Workload
-        sizes : callable
-            The partition of so many new tokens behind so many cached ones that runahead would use.
+        sizes: the partition of so many new tokens behind so many cached ones that runahead would use.
         """
         similar = Workload(tuple(map(rounded, workload.new)), tuple(map(rounded, workload.cached)), workload.size)
 

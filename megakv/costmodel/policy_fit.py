@@ -24,21 +24,13 @@ CLEAR_DIFFERENCE = 0.02
 
 
 class FitPoint(BaseModel):
-    """Both methods timed at one (T, P).
-
-    Parameters
-    ----------
-    new, cached : int
-        T and P of one sequence.
-    pass_kv_s, pass_q_s : float
-        Seconds of one attention layer.
-    """
+    """Both methods timed at one (T, P)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    new: int = Field(ge=1)
+    new: int = Field(ge=1)  # T and P of one sequence.
     cached: int = Field(ge=0)
-    pass_kv_s: Positive
+    pass_kv_s: Positive  # Seconds of one attention layer.
     pass_q_s: Positive
 
     @property
@@ -48,30 +40,19 @@ class FitPoint(BaseModel):
 
 
 class PolicyFit(Record):
-    """Constants of the rule with the points they were fitted to.
-
-    Parameters
-    ----------
-    alpha, beta, gamma : float
-    fingerprint : Fingerprint
-        Where the points were measured.
-    ring_size, heads, kv_heads, head_dim : int
-        Context-parallel degree, and the layer of one rank.
-    accuracy, clear_accuracy : float
-        Share of the points on which the rule picks the faster method: of all, and of those that differ by over 2%.
-    points : tuple of FitPoint
-    """
+    """Constants of the rule with the points they were fitted to."""
 
     format: Literal["megakv policy fit"] = "megakv policy fit"
     version: Literal[1] = 1
     alpha: float = Field(allow_inf_nan=False)
     beta: float = Field(allow_inf_nan=False)
     gamma: float = Field(allow_inf_nan=False)
-    fingerprint: Fingerprint
-    ring_size: int = Field(ge=2)
+    fingerprint: Fingerprint  # Where the points were measured.
+    ring_size: int = Field(ge=2)  # Context-parallel degree, and the layer of one rank.
     heads: int = Field(ge=1)
     kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
+    # Share of the points on which the rule picks the faster method: of all, and of those that differ by over 2%.
     accuracy: float = Field(ge=0, le=1)
     clear_accuracy: float = Field(ge=0, le=1)
     points: tuple[FitPoint, ...] = Field(min_length=1)
@@ -92,10 +73,7 @@ def fit_constants(points: Sequence[FitPoint]) -> tuple[float, float, float]:
 
     A slight ridge keeps the constants finite where a line separates the points, or one method always wins.
 
-    Raises
-    ------
-    ValueError
-        Without a point.
+    Raises ValueError: without a point.
     """
     if not points:
         raise ValueError("no (T, P) point was measured: allow more --seconds or smaller --tokens")
@@ -133,9 +111,6 @@ def accuracies(constants: Sequence[float], points: Sequence[FitPoint]) -> tuple[
 def load_fit(path: str, *, setting: str = "fit") -> PolicyFit:
     """Read and check a fit.
 
-    Raises
-    ------
-    ValueError
-        As `megakv.costmodel.records.load_record`.
+    Raises ValueError: as `megakv.costmodel.records.load_record`.
     """
     return load_record(PolicyFit, path, setting=setting, remedy="write a new one with megakv fit-policy --json FILE")

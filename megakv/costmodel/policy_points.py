@@ -39,18 +39,10 @@ def measure_points(
 ) -> list[FitPoint]:
     """Time both methods at every point of the grid that fits in the time. Every rank must call it.
 
-    Parameters
-    ----------
-    comm : Communicator
-    shape : AttentionShape
-        The layer on one rank.
-    dtype : torch.dtype
-    totals : sequence of int
-        The values of T + P.
-    seconds : float
-        How long it may take, about.
-    report : callable, optional
-        Called after each point with the number of all points.
+    shape: the layer on one rank.
+    totals: the values of T + P.
+    seconds: how long it may take, about.
+    report: called after each point with the number of all points.
     """
     watch = Stopwatch(comm)
     pool = Pool(dtype, comm.mesh.device)
@@ -97,10 +89,7 @@ def fit_policy(
 ) -> PolicyFit:
     """Measure points and fit the rule to them. Every rank must call it; parameters as `measure_points`.
 
-    Raises
-    ------
-    ValueError
-        If there is no ring, or no point could be measured in the time.
+    Raises ValueError: if there is no ring, or no point could be measured in the time.
     """
     if comm.mesh.cp_size < 2:
         raise ValueError(f"a fit needs 2 or more context-parallel ranks, not {comm.mesh.cp_size}")

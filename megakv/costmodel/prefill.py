@@ -26,17 +26,9 @@ def alone(workload: Workload) -> tuple[Partition, ...]:
 class PrefillTimes:
     """Predictions for one pass over new tokens of one model.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    model : ModelShape
-    workload : Workload
-    tp_size : int
-        Tensor-parallel degree of every context-parallel rank.
-    kv : str
-        ``sharded`` or ``last``, as ``megakv.runahead.kv``.
-    chunk_tokens : int
-        As ``megakv.runahead.chunk_tokens``.
+    tp_size: tensor-parallel degree of every context-parallel rank.
+    kv: ``sharded`` or ``last``, as ``megakv.runahead.kv``.
+    chunk_tokens: as ``megakv.runahead.chunk_tokens``.
     """
 
     def __init__(
@@ -65,12 +57,8 @@ class PrefillTimes:
     def seconds(self, method: str, partitions: Sequence[Partition] | None = None) -> float:
         """TTFT of a method.
 
-        Parameters
-        ----------
-        method : str
-            ``single``, ``runahead``, ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
-        partitions : sequence of tuple of int, optional
-            For ``runahead``, the tokens of every rank, per sequence.
+        method: ``single``, ``runahead``, ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
+        partitions: for ``runahead``, the tokens of every rank, per sequence.
         """
         if method == "single":
             return self.chain(alone(self.workload)).seconds
@@ -82,10 +70,7 @@ class PrefillTimes:
     def terms(self, method: str, partitions: Sequence[Partition] | None = None) -> dict[str, float]:
         """Where a method's seconds go; parameters as `seconds`, which they sum to.
 
-        Returns
-        -------
-        dict
-            ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens,
+        Returns ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens,
             ``all_reduce`` for sums over tensor-parallel ranks.
         """
         tokens, sequences = -(-self.workload.total_new // self.workload.size), len(self.workload.new)

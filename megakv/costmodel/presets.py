@@ -102,18 +102,10 @@ PRESETS: dict[str, MachineSpec] = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine to predict for.
+    """A machine to predict for."""
 
-    Parameters
-    ----------
-    spec : MachineSpec
-        Memory, devices of a host and links.
-    measured : HardwareProfile, optional
-        Where it was measured; predictions then start from that.
-    """
-
-    spec: MachineSpec
-    measured: HardwareProfile | None = None
+    spec: MachineSpec  # Memory, devices of a host and links.
+    measured: HardwareProfile | None = None  # Where it was measured; predictions then start from that.
 
     def on_mesh(self, *, cp_size: int, tp_size: int = 1) -> HardwareProfile:
         """The profile to predict a mesh with. A measured one is what it is: its ring is the one it was measured on."""
@@ -123,10 +115,8 @@ class Hardware:
 def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware:
     """A preset by name; or the machine of a file: a measured profile, or a machine's own data sheet.
 
-    Raises
-    ------
-    ValueError
-        If it is neither a preset's name nor a file that holds one of the two: names the setting and the nearest names.
+    Raises ValueError: if it is neither a preset's name nor a file that holds one of the two: names the setting and the
+        nearest names.
     """
     text = str(name_or_path)
     if text in PRESETS:

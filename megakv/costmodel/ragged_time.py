@@ -18,15 +18,9 @@ LSE_BYTES = 4
 class RaggedTimes:
     """Predictions for tensor-parallel ranks that hold whole KV heads, or parts of their tokens.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-        With sums over so many ranks.
-    shape : AttentionShape
-        Of the whole model.
-    batch, ranks : int
-    shared_memory : bool
-        Whether they sum by DeepSpeed's shared-memory operation.
+    profile: with sums over so many ranks.
+    shape: of the whole model.
+    shared_memory: whether they sum by DeepSpeed's shared-memory operation.
     """
 
     def __init__(
@@ -48,12 +42,8 @@ class RaggedTimes:
     def attention(self, loads: Sequence[Sequence[int]], divided: Sequence[bool]) -> float:
         """Seconds of one step's attention, each layer ending in a sum of its outputs.
 
-        Parameters
-        ----------
-        loads : sequence of sequence of int
-            ``[layer][rank]`` kept tokens of all heads and sequences.
-        divided : sequence of bool
-            ``[layer]`` whether ranks share a head's tokens: then they also learn each other's log-sum-exps.
+        loads: ``[layer][rank]`` kept tokens of all heads and sequences.
+        divided: ``[layer]`` whether ranks share a head's tokens: then they also learn each other's log-sum-exps.
         """
         shape = self._shape
         outputs = self._batch * shape.heads * shape.value_dim * shape.element_bytes

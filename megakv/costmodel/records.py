@@ -26,10 +26,7 @@ class Record(BaseModel):
     def save(self, path: str | Path) -> None:
         """Write the JSON, whole or not at all.
 
-        Raises
-        ------
-        OSError
-            If the file cannot be written.
+        Raises OSError: if the file cannot be written.
         """
         write_whole(path, (self.model_dump_json(indent=1) + "\n").encode())
 
@@ -40,23 +37,12 @@ R = TypeVar("R", bound=Record)
 def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, by_hand: bool = False) -> R:
     """Read and check a record.
 
-    Parameters
-    ----------
-    kind : type
-        What the file must hold.
-    path : str or Path
-    setting : str
-        The setting that named the file, for messages.
-    remedy : str
-        What makes a good file.
-    by_hand : bool
-        People write such files too, and may leave the format out.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is cut short, is something else or holds an impossible value: names the setting, the file,
-        the field and the remedy.
+    kind: what the file must hold.
+    setting: the setting that named the file, for messages.
+    remedy: what makes a good file.
+    by_hand: people write such files too, and may leave the format out.
+    Raises ValueError: if it cannot be read, is cut short, is something else or holds an impossible value: names the
+        setting, the file, the field and the remedy.
     """
     source = f"{setting} = {str(path)!r}"
     wanted = kind.model_fields["format"].default

@@ -51,17 +51,10 @@ def behind(stretch: Callable[[], object], times: int, then: Callable[[], object]
 class MeetingCells:
     """What ranks do together, each behind a stretch.
 
-    Parameters
-    ----------
-    comm : Communicator
-        Its context-parallel degree must be 2 or more.
-    pool : Pool
-    size : KernelSizes
-        Heads of the layer that is passed by every method.
-    sums : sequence of Communicator
-        Meshes whose tensor-parallel ranks sum.
-    matrices : Matrices
-        What one token goes through first.
+    comm: its context-parallel degree must be 2 or more.
+    size: heads of the layer that is passed by every method.
+    sums: meshes whose tensor-parallel ranks sum.
+    matrices: what one token goes through first.
     """
 
     def __init__(

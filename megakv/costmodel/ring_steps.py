@@ -9,30 +9,14 @@ from megakv.costmodel.attention_time import LayerTimes, Prediction, _Step
 
 @dataclass(frozen=True)
 class RingSteps:
-    """What one rank does in one layer.
+    """What one rank does in one layer."""
 
-    Parameters
-    ----------
-    pack_s : float
-        Before the first step: packing what is sent.
-    overhead_s : float
-        At the start of every step.
-    busy_s : tuple of float
-        Attention and merging, per step; its own shard comes first.
-    transfer_s : float
-        Exchange of the shards of one step, where they travel one by one.
-    gather_s : float
-        All-gather before the first step, where they travel together.
-    unpack_s, return_s, combine_s : float
-        After the last step: packing what returns, its All2All, and merging.
-    """
-
-    pack_s: float
-    overhead_s: float
-    busy_s: tuple[float, ...]
-    transfer_s: float = 0.0
-    gather_s: float = 0.0
-    unpack_s: float = 0.0
+    pack_s: float  # Before the first step: packing what is sent.
+    overhead_s: float  # At the start of every step.
+    busy_s: tuple[float, ...]  # Attention and merging, per step; its own shard comes first.
+    transfer_s: float = 0.0  # Exchange of the shards of one step, where they travel one by one.
+    gather_s: float = 0.0  # All-gather before the first step, where they travel together.
+    unpack_s: float = 0.0  # After the last step: packing what returns, its All2All, and merging.
     return_s: float = 0.0
     combine_s: float = 0.0
 
@@ -43,17 +27,9 @@ class LayerSteps(LayerTimes):
     def steps(self, method: str, rank: int) -> RingSteps:
         """A rank's way through one layer.
 
-        Parameters
-        ----------
-        method : str
-            ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
-        rank : int
-            Context-parallel rank.
-
-        Raises
-        ------
-        ValueError
-            For a prompt of fewer than 2N tokens, which is served like decoding.
+        method: ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
+        rank: context-parallel rank.
+        Raises ValueError: for a prompt of fewer than 2N tokens, which is served like decoding.
         """
         if self.size > 1 and max(self.workload.new) < 2 * self.size:
             raise ValueError(
@@ -89,10 +65,7 @@ class LayerSteps(LayerTimes):
     def wanted(self, method: str) -> tuple[float, float, float]:
         """Seconds of a last layer that one token of each sequence is asked of.
 
-        Returns
-        -------
-        (float, float, float)
-            Attention, all else, and what of that is a collective.
+        Returns attention, all else, and what of that is a collective.
         """
         terms = self.predict_last(method).terms
         attention = terms.pop("attention", 0.0)

@@ -24,32 +24,18 @@ LOG_SUM_EXP_COLUMNS = 1
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention of one layer on one rank.
+    """Attention of one layer on one rank."""
 
-    Parameters
-    ----------
-    heads, kv_heads : int
-        Query and KV heads of this rank (after tensor parallelism).
-    key_dim, value_dim : int
-        Head dimensions of queries and keys, and of values.
-    element_bytes : int
-        Bytes of an element of Q, K and V.
-    window : int, optional
-        A query sees that many slots, itself included; None: all.
-    kernel : str
-        ``math`` where a soft cap or a position bias keeps the fused kernels out; ``sdpa`` for PyTorch's own.
-    partial_bytes : int, optional
-        Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
-        other systems keep them in the type of Q.
-    """
-
-    heads: int
+    heads: int  # Query and KV heads of this rank (after tensor parallelism).
     kv_heads: int
-    key_dim: int
+    key_dim: int  # Head dimensions of queries and keys, and of values.
     value_dim: int
-    element_bytes: int
-    window: int | None = None
+    element_bytes: int  # Bytes of an element of Q, K and V.
+    window: int | None = None  # A query sees that many slots, itself included; None: all.
+    # ``math`` where a soft cap or a position bias keeps the fused kernels out; ``sdpa`` for PyTorch's own.
     kernel: Literal["flash", "math", "sdpa"] = "flash"
+    # Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
+    # other systems keep them in the type of Q.
     partial_bytes: int | None = None
 
     @property
@@ -70,28 +56,14 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Weights of one decoder layer, in elements.
+    """Weights of one decoder layer, in elements."""
 
-    Parameters
-    ----------
-    dense : int
-        Those that every token uses.
-    experts : int
-        Of all routed experts together.
-    n_experts, active_experts : int
-        Routed experts, and how many a token uses; 1 and 1 in a dense layer.
-    window : int, optional
-        The attention window of the layer.
-    fp8 : int
-        How many of `dense` are row-wise FP8, one byte each.
-    """
-
-    dense: int
-    experts: int = 0
-    n_experts: int = 1
+    dense: int  # Those that every token uses.
+    experts: int = 0  # Of all routed experts together.
+    n_experts: int = 1  # Routed experts, and how many a token uses; 1 and 1 in a dense layer.
     active_experts: int = 1
-    window: int | None = None
-    fp8: int = 0
+    window: int | None = None  # The attention window of the layer.
+    fp8: int = 0  # How many of `dense` are row-wise FP8, one byte each.
 
     def multiplied(self, tokens: float) -> float:
         """Multiplications of `tokens` tokens through the layer's weights."""
@@ -105,60 +77,30 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal language model as the cost model sees it.
+    """A causal language model as the cost model sees it."""
 
-    Parameters
-    ----------
-    hidden, intermediate, vocab : int
-        Widths; `intermediate` is that of the feed-forward, of one expert where there are several.
-    heads, kv_heads : int
-        Attention heads of the whole model.
-    key_dim, value_dim : int
-        Head dimensions.
-    layers : tuple of LayerShape
-    embedding : int
-        Elements outside the layers: embeddings, head, norms.
-    dtype : torch.dtype
-        Of weights and cache.
-    kernel : str
-        As in `AttentionShape`.
-    partial_bytes : int, optional
-        As in `AttentionShape`.
-    fused : bool
-        Whether norms with residuals, rotary embeddings and gates are one kernel each, as other systems have them.
-    positions : int, optional
-        Tokens that a sequence may have; None: the config does not say.
-    """
-
-    hidden: int
+    hidden: int  # Widths; `intermediate` is that of the feed-forward, of one expert where there are several.
     intermediate: int
     vocab: int
-    heads: int
+    heads: int  # Attention heads of the whole model.
     kv_heads: int
-    key_dim: int
+    key_dim: int  # Head dimensions.
     value_dim: int
     layers: tuple[LayerShape, ...]
-    embedding: int
-    dtype: torch.dtype
-    kernel: Literal["flash", "math"] = "flash"
-    partial_bytes: int | None = None
+    embedding: int  # Elements outside the layers: embeddings, head, norms.
+    dtype: torch.dtype  # Of weights and cache.
+    kernel: Literal["flash", "math"] = "flash"  # As in `AttentionShape`.
+    partial_bytes: int | None = None  # As in `AttentionShape`.
+    # Whether norms with residuals, rotary embeddings and gates are one kernel each, as other systems have them.
     fused: bool = False
-    positions: int | None = None
+    positions: int | None = None  # Tokens that a sequence may have; None: the config does not say.
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
         """Sizes of the model that a config describes.
 
-        Parameters
-        ----------
-        config : PreTrainedConfig
-        dtype : torch.dtype, optional
-            Of weights and cache; the config's own if None, float32 if that has none.
-
-        Raises
-        ------
-        ValueError
-            If the config describes no causal language model that transformers knows.
+        dtype: of weights and cache; the config's own if None, float32 if that has none.
+        Raises ValueError: if the config describes no causal language model that transformers knows.
         """
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
@@ -186,10 +128,7 @@ class ModelShape:
     def from_path(cls, path: str | Path, *, dtype: torch.dtype | None = None) -> ModelShape:
         """Sizes of the model in a directory, of a hub id, or of a config file.
 
-        Raises
-        ------
-        ValueError
-            If there is no such config, or it describes no causal language model.
+        Raises ValueError: if there is no such config, or it describes no causal language model.
         """
         try:
             if Path(path).is_file():

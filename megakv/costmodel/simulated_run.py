@@ -15,21 +15,12 @@ from megakv.tracking.metrics import Event, RankReport, RunReport, Traffic
 
 @dataclass(frozen=True)
 class SimulatedRanks:
-    """What is known of the ranks beside their events.
-
-    Parameters
-    ----------
-    cp_size, tp_size : int
-    hosts : sequence of str
-        Per rank.
-    tokens, kv_bytes, peak_bytes : sequence of int
-        Per rank.
-    """
+    """What is known of the ranks beside their events."""
 
     cp_size: int
     tp_size: int
-    hosts: Sequence[str]
-    tokens: Sequence[int]
+    hosts: Sequence[str]  # Per rank.
+    tokens: Sequence[int]  # Per rank.
     kv_bytes: Sequence[int]
     peak_bytes: Sequence[int]
 
@@ -87,16 +78,8 @@ def simulated_report(
 
     A rank waits between two computations; what it waits for is what ended last before the second of them.
 
-    Parameters
-    ----------
-    schedule : Schedule
-    ranks : SimulatedRanks
-    model : str
-    config, machine : dict
-        As in the report of a real run.
-    new_tokens : int
-        Generated tokens.
-    ttft_s, ttit_s : float, optional
+    config, machine: as in the report of a real run.
+    new_tokens: generated tokens.
     """
     found = [_Rank() for _ in ranks.tokens]
     causes = _causes(schedule)

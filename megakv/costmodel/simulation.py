@@ -18,14 +18,9 @@ from megakv.costmodel.simulation_program import Program, Task
 
 @dataclass(frozen=True)
 class Sharing:
-    """How much slower a processor and a transfer go beside each other.
+    """How much slower a processor and a transfer go beside each other."""
 
-    Parameters
-    ----------
-    compute, transfer : float
-        Parts of their full speeds while both run; a transfer that concerns two ranks slows each by half of it.
-    """
-
+    # Parts of their full speeds while both run; a transfer that concerns two ranks slows each by half of it.
     compute: float = 1.0
     transfer: float = 1.0
 
@@ -40,20 +35,11 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When tasks run.
-
-    Parameters
-    ----------
-    tasks : sequence of Task
-    waits : sequence of (int, int)
-        As in the program.
-    ready, starts, ends : list of float
-        Per task, when all that it waits for had ended, when it began and when it ended.
-    """
+    """When tasks run."""
 
     tasks: Sequence[Task]
-    waits: Sequence[tuple[int, int]]
-    ready: list[float]
+    waits: Sequence[tuple[int, int]]  # As in the program.
+    ready: list[float]  # Per task, when all that it waits for had ended, when it began and when it ended.
     starts: list[float]
     ends: list[float]
 
@@ -78,12 +64,7 @@ def simulate(
 ) -> Schedule:
     """Run a program.
 
-    Parameters
-    ----------
-    program : Program
-    sharing : Sharing
-    progress : callable, optional
-        Told the number of tasks that have ended, now and then.
+    progress: told the number of tasks that have ended, now and then.
     """
     return _Run(program, sharing, progress).schedule()
 

@@ -16,14 +16,8 @@ class ChainTasks:
     A message sets out behind the one before, once it is there to be sent, and once the rank that receives it has room:
     when all but `HELD` of those before were attended to.
 
-    Parameters
-    ----------
-    program : Program
-    ranks : sequence of int
-        First link first.
-    parts : ChainParts
-    works : sequence of LayerWork
-        Of each link.
+    ranks: first link first.
+    works: of each link.
     """
 
     def __init__(self, program: Program, ranks: Sequence[int], parts: ChainParts, works: Sequence[LayerWork]):
@@ -38,15 +32,9 @@ class ChainTasks:
     def add_layer(self, layer: int, row_bytes: int, last: list[list[int]], sums_s: Sequence[float]) -> None:
         """Add a layer of all links.
 
-        Parameters
-        ----------
-        layer : int
-        row_bytes : int
-            Of one token's keys and values.
-        last : list of list of int
-            What each rank of the world did last; brought up to date.
-        sums_s : sequence of float
-            Per link, what part of the work behind attention is sums over tensor-parallel ranks: left to the caller.
+        row_bytes: of one token's keys and values.
+        last: what each rank of the world did last; brought up to date.
+        sums_s: per link, what part of the work behind attention is sums over tensor-parallel ranks: left to the caller.
         """
         for place, rank in enumerate(self._ranks):
             work, program = self._works[place], self._program

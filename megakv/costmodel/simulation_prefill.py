@@ -31,10 +31,7 @@ METHODS = (*RINGS, "runahead")
 class PrefillProgram:
     """Programs of one pass over a prompt.
 
-    Parameters
-    ----------
-    profile, model, workload, tp_size, kv, chunk_tokens
-        As `megakv.costmodel.prefill.PrefillTimes`.
+    profile, model, workload, tp_size, kv, chunk_tokens: as `megakv.costmodel.prefill.PrefillTimes`.
     """
 
     def __init__(
@@ -65,17 +62,9 @@ class PrefillProgram:
     def build(self, method: str, partitions: Sequence[Partition] | None = None) -> Program:
         """The program of a method.
 
-        Parameters
-        ----------
-        method : str
-            One of `METHODS`.
-        partitions : sequence of tuple of int, optional
-            For ``runahead``, the tokens of every rank, per sequence; even ones if left out.
-
-        Raises
-        ------
-        ValueError
-            For a ring over fewer than 2N tokens.
+        method: one of `METHODS`.
+        partitions: for ``runahead``, the tokens of every rank, per sequence; even ones if left out.
+        Raises ValueError: for a ring over fewer than 2N tokens.
         """
         program = Program(self.world)
         # What every rank did last.
@@ -151,16 +140,10 @@ class PrefillProgram:
     ) -> None:
         """A last layer of which one token of each sequence is wanted: its query goes round all ranks.
 
-        Parameters
-        ----------
-        program, last
-            As in the other methods.
-        before_s, after_s, tokens : sequence
-            Per context-parallel rank, what precedes and follows attention, and new tokens.
-        visits : (float, float)
-            Seconds of attention, and of all that is waited for.
-        sent : sequence of dict
-            Per context-parallel rank, bytes by operation.
+        program, last: as in the other methods.
+        before_s, after_s, tokens: per context-parallel rank, what precedes and follows attention, and new tokens.
+        visits: seconds of attention, and of all that is waited for.
+        sent: per context-parallel rank, bytes by operation.
         """
         layer, count = len(self._kinds) - 1, len(self._workload.new)
         attention_s, way_s = visits

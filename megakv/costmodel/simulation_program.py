@@ -9,42 +9,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that happens.
+    """One thing that happens."""
 
-    Parameters
-    ----------
-    name : str
-        As the timeline of a real run calls it: ``attention``, ``dense``, or the operation of a transfer.
-    kind : str
-        ``compute`` or ``communication``.
-    rank : int
-        Who computes, or sends.
-    seconds : float
-        With nothing else running.
-    after : tuple of int
-        Indices of the tasks that must have ended.
-    resource : hashable
-        What serves one task at a time, in the order in which they become ready.
-    peer : int, optional
-        Who receives.
-    nbytes : int
-        What goes over the wire.
-    layer : int, optional
-        Decoder layer.
-    group : tuple of int
-        The ranks of a collective.
-    """
-
-    name: str
-    kind: Literal["compute", "communication"]
-    rank: int
-    seconds: float
-    after: tuple[int, ...]
-    resource: Hashable
-    peer: int | None = None
-    nbytes: int = 0
-    layer: int | None = None
-    group: tuple[int, ...] = ()
+    name: str  # As the timeline of a real run calls it: ``attention``, ``dense``, or the operation of a transfer.
+    kind: Literal["compute", "communication"]  # ``compute`` or ``communication``.
+    rank: int  # Who computes, or sends.
+    seconds: float  # With nothing else running.
+    after: tuple[int, ...]  # Indices of the tasks that must have ended.
+    resource: Hashable  # What serves one task at a time, in the order in which they become ready.
+    peer: int | None = None  # Who receives.
+    nbytes: int = 0  # What goes over the wire.
+    layer: int | None = None  # Decoder layer.
+    group: tuple[int, ...] = ()  # The ranks of a collective.
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -54,18 +30,11 @@ class Task:
 
 @dataclass(slots=True)
 class Program:
-    """Tasks of all ranks.
+    """Tasks of all ranks."""
 
-    Parameters
-    ----------
-    ranks : int
-        Of the whole world.
-    waits : list of (int, int)
-        More that must have ended: a task, and one that was added after it.
-    """
-
-    ranks: int
+    ranks: int  # Of the whole world.
     tasks: list[Task] = field(default_factory=list)
+    # More that must have ended: a task, and one that was added after it.
     waits: list[tuple[int, int]] = field(default_factory=list)
 
     def compute(
@@ -118,17 +87,9 @@ class Program:
     ) -> list[int]:
         """Add what a group does together, which begins when all of `after` have ended.
 
-        Parameters
-        ----------
-        group : sequence of int
-            Ranks.
-        nbytes : int or sequence of int
-            What each of them sends.
-
-        Returns
-        -------
-        list of int
-            The index of every rank's part.
+        group: ranks.
+        nbytes: what each of them sends.
+        Returns the index of every rank's part.
         """
         sent = [nbytes] * len(group) if isinstance(nbytes, int) else nbytes
         first = len(self.tasks)

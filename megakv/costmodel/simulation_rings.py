@@ -14,18 +14,9 @@ RINGS = ("pass_kv", "pass_q")
 class RingTasks:
     """Tasks of one kind of layer.
 
-    Parameters
-    ----------
-    times : LayerSteps
-    method : str
-        ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
-    new, kept : sequence of int
-        Per context-parallel rank, tokens that it computes, and holds.
-
-    Raises
-    ------
-    ValueError
-        For a prompt of fewer than 2N tokens.
+    method: ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
+    new, kept: per context-parallel rank, tokens that it computes, and holds.
+    Raises ValueError: for a prompt of fewer than 2N tokens.
     """
 
     def __init__(self, times: LayerSteps, method: str, new: Sequence[int], kept: Sequence[int]):
@@ -46,14 +37,8 @@ class RingTasks:
     def add_attention(self, program: Program, last: list[list[int]], ranks: Sequence[int], layer: int) -> None:
         """Add one layer of one column of the mesh.
 
-        Parameters
-        ----------
-        program : Program
-        last : list of list of int
-            What each rank of the world did last; brought up to date.
-        ranks : sequence of int
-            Those of the column.
-        layer : int
+        last: what each rank of the world did last; brought up to date.
+        ranks: those of the column.
         """
         travelling = self._method in RINGS and self._size > 1
         for place, rank in enumerate(ranks):

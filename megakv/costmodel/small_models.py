@@ -54,12 +54,7 @@ PLAIN, OWN, READING = "small model", "small model of MegaKV", "reading"
 
 
 class _Reading:
-    """Reads weights that no cache holds, as a product of one token does.
-
-    Parameters
-    ----------
-    pool : Pool
-    """
+    """Reads weights that no cache holds, as a product of one token does."""
 
     def __init__(self, pool: Pool):
         self._pool = pool
@@ -152,10 +147,7 @@ class _Calls:
 class SmallModelCells:
     """Passes of one token, and generations.
 
-    Parameters
-    ----------
-    pool : Pool
-        On CPU: elsewhere operations are called while others compute.
+    pool: on CPU: elsewhere operations are called while others compute.
     """
 
     def __init__(self, pool: Pool):

@@ -32,12 +32,7 @@ def lower_decile(samples: Sequence[float]) -> float:
 
 
 class Stopwatch:
-    """Times calls that all ranks make together.
-
-    Parameters
-    ----------
-    comm : Communicator
-    """
+    """Times calls that all ranks make together."""
 
     def __init__(self, comm: Communicator):
         self.comm = comm
@@ -61,10 +56,6 @@ class Battery:
 
     A neighbour who takes the processor for some seconds then disturbs one round of all cells, and not all samples of
     some: the lower decile forgets the round.
-
-    Parameters
-    ----------
-    watch : Stopwatch
     """
 
     def __init__(self, watch: Stopwatch):
@@ -78,14 +69,9 @@ class Battery:
     def add(self, *key: object, call: Callable[[], object], weight: float = 1.0) -> None:
         """Take a cell.
 
-        Parameters
-        ----------
-        *key : object
-            Its name.
-        call : callable
-            It may communicate; every rank must add the same cells in the same order.
-        weight : float
-            Of its share of the time: more where samples differ much.
+        key: its name.
+        call: it may communicate; every rank must add the same cells in the same order.
+        weight: of its share of the time: more where samples differ much.
         """
         self._calls[key] = call
         self._weights.append(weight)
@@ -93,12 +79,8 @@ class Battery:
     def run(self, seconds: float, report: Callable[[], None] | None = None) -> Times:
         """Time all cells.
 
-        Parameters
-        ----------
-        seconds : float
-            How long it may take, about.
-        report : callable, optional
-            Called after each cell of each of `ROUNDS` rounds; fewer where they take longer than expected.
+        seconds: how long it may take, about.
+        report: called after each cell of each of `ROUNDS` rounds; fewer where they take longer than expected.
         """
         watch = self.watch
         start = time.perf_counter()
@@ -134,10 +116,7 @@ class Cells(Protocol):
 class Times:
     """What the cells of a battery took.
 
-    Parameters
-    ----------
-    samples : dict
-        Per cell and rank, seconds of every repeat; those of one index began together on all ranks, about.
+    samples: per cell and rank, seconds of every repeat; those of one index began together on all ranks, about.
     """
 
     def __init__(self, samples: Mapping[Key, tuple[list[float], ...]]):
@@ -172,12 +151,6 @@ class Pool:
     """Random numbers to read from, larger than any cache.
 
     Layers follow each other with other weights, keys and values: what one call reads is not in the cache from the last.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-    device : torch.device
-    nbytes : int
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, nbytes: int = COLD_BYTES):

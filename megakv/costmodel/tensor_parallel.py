@@ -18,16 +18,11 @@ def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int, *, s
     each over its own link, and gathers inside again; large tensors go in pieces, so that both kinds of links are busy
     at once.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-        One measured on several hosts does not know the links inside them: nothing is counted then.
-    nbytes : float
-        Of the tensor.
-    ranks : int
-        Neighbours: they fill hosts one by one.
-    shared_memory : bool
-        Whether DeepSpeed's shared-memory operation sums. Where that was not measured, other sums stand in for it.
+    profile: one measured on several hosts does not know the links inside them: nothing is counted then.
+    nbytes: of the tensor.
+    ranks: neighbours: they fill hosts one by one.
+    shared_memory: whether DeepSpeed's shared-memory operation sums. Where that was not measured, other sums stand in
+        for it.
     """
     if ranks < 2 or nbytes <= 0:
         return 0.0

@@ -20,24 +20,12 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Seconds of one rank's layers, by kind of layer.
+    """Seconds of one rank's layers, by kind of layer."""
 
-    Parameters
-    ----------
-    before : array
-        ``[layers]`` projections, and packing what is sent.
-    local : array
-        ``[layers]`` attention to its own tokens.
-    chunks : array
-        ``[layers, J]`` attention to each chunk of the prefix, in order of arrival.
-    after : array
-        ``[layers]`` output projection and feed-forward.
-    """
-
-    before: Times
-    local: Times
-    chunks: Times
-    after: Times
+    before: Times  # ``[layers]`` projections, and packing what is sent.
+    local: Times  # ``[layers]`` attention to its own tokens.
+    chunks: Times  # ``[layers, J]`` attention to each chunk of the prefix, in order of arrival.
+    after: Times  # ``[layers]`` output projection and feed-forward.
 
     @property
     def total(self) -> Times:
@@ -98,36 +86,20 @@ def in_step(works: list[LayerWork]) -> list[LayerWork]:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What one rank of the chain does when.
+    """What one rank of the chain does when."""
 
-    Parameters
-    ----------
-    starts, ends : array
-        ``[layers]`` when it begins and ends a layer.
-    pickups : array
-        ``[layers, J]`` when it takes up each chunk of the prefix.
-    waited : array
-        ``[layers]`` how long it waits for chunks.
-    """
-
-    starts: Times
+    starts: Times  # ``[layers]`` when it begins and ends a layer.
     ends: Times
-    pickups: Times
-    waited: Times
+    pickups: Times  # ``[layers, J]`` when it takes up each chunk of the prefix.
+    waited: Times  # ``[layers]`` how long it waits for chunks.
 
 
 def rank_events(work: LayerWork, handed: Times, seconds: Times, *, held: int) -> RankEvents:
     """Events of a rank whose prefix comes over one link.
 
-    Parameters
-    ----------
-    work : LayerWork
-    handed : array
-        ``[layers, J]`` when the rank before hands each chunk to the link.
-    seconds : array
-        ``[J]`` how long each is on its way.
-    held : int
-        Chunks that the rank makes room for at a time: the next one sets out when one of them was attended to.
+    handed: ``[layers, J]`` when the rank before hands each chunk to the link.
+    seconds: ``[J]`` how long each is on its way.
+    held: chunks that the rank makes room for at a time: the next one sets out when one of them was attended to.
     """
     # Chunks that take no longer on their way than attention to the one before never find the room occupied.
     if held >= 2 and (seconds[1:] <= work.chunks[:, :-1]).all():

@@ -24,17 +24,10 @@ def pass_bytes(
 ) -> dict[str, int]:
     """Bytes by operation of the rank that sends most, all layers together.
 
-    Parameters
-    ----------
-    model : ModelShape
-    workload : Workload
-        Cached tokens are spread evenly; so are new ones unless `partitions` says otherwise. With fewer than 2N of each
-        sequence it is a step of decoding.
-    method : str
-        As `megakv.costmodel.context_parallel.sent_bytes`.
-    tp_size : int
-    partitions : sequence of tuple of int, optional
-        For ``runahead``, the tokens of every rank, per sequence.
+    workload: cached tokens are spread evenly; so are new ones unless `partitions` says otherwise. With fewer than 2N of
+        each sequence it is a step of decoding.
+    method: as `megakv.costmodel.context_parallel.sent_bytes`.
+    partitions: for ``runahead``, the tokens of every rank, per sequence.
     """
     size, sequences = workload.size, len(workload.new)
     held = _sums([balanced_tokens(count, size) for count in workload.cached])

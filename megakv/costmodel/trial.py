@@ -33,14 +33,8 @@ def tokens(lengths: tuple[int, ...], first: tuple[int, ...]) -> TokenBlock:
 class TrialLayer:
     """An attention layer that serves one workload again and again.
 
-    Parameters
-    ----------
-    comm : Communicator
-        Its context-parallel group is the workload's ring.
-    shape : AttentionShape
-    workload : Workload
-    pool : Pool
-        Where random numbers come from, in the type that it has.
+    comm: its context-parallel group is the workload's ring.
+    pool: where random numbers come from, in the type that it has.
     """
 
     def __init__(self, comm: Communicator, shape: AttentionShape, workload: Workload, *, pool: Pool):

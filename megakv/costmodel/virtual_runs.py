@@ -37,15 +37,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class VirtualRun(ABC):
-    """What is simulated, on which machine.
-
-    Parameters
-    ----------
-    machine : Hardware
-    model : ModelShape
-    lengths : tuple
-    cp_size, tp_size : int
-    """
+    """What is simulated, on which machine."""
 
     def __init__(self, machine: Hardware, model: ModelShape, lengths: Lengths, *, cp_size: int, tp_size: int):
         self.machine = machine
@@ -88,21 +80,11 @@ class VirtualRun(ABC):
 class PrefillRun(VirtualRun):
     """A prompt that is read.
 
-    Parameters
-    ----------
-    machine, model, lengths, cp_size, tp_size
-        As `VirtualRun`.
-    method : str
-        One of `megakv.costmodel.simulation_prefill.METHODS`.
-    fractions : sequence of float, optional
-        For ``runahead``, the share of every rank; None: balanced work.
-    chunk_tokens : int
-        For ``runahead``.
-
-    Raises
-    ------
-    ValueError
-        If the shares are not one for each rank.
+    machine, model, lengths, cp_size, tp_size: as `VirtualRun`.
+    method: one of `megakv.costmodel.simulation_prefill.METHODS`.
+    fractions: for ``runahead``, the share of every rank; None: balanced work.
+    chunk_tokens: for ``runahead``.
+    Raises ValueError: if the shares are not one for each rank.
     """
 
     def __init__(
@@ -163,20 +145,10 @@ class PrefillRun(VirtualRun):
 class DecodingRun(VirtualRun):
     """Decoding steps over keys and values in host memory, each rank over its own link.
 
-    Parameters
-    ----------
-    machine, model, lengths, cp_size, tp_size
-        As `VirtualRun`; what is new counts as cached, too.
-    steps : int
-    weights_too : bool
-        Whether weights come over the same link.
-    host_bytes : int, optional
-        Host memory of a rank; what has no room there lies on disk. None: there is room for all.
-
-    Raises
-    ------
-    ValueError
-        If the machine's link to host memory is not known, or its disk where that is needed.
+    machine, model, lengths, cp_size, tp_size: as `VirtualRun`; what is new counts as cached, too.
+    weights_too: whether weights come over the same link.
+    host_bytes: host memory of a rank; what has no room there lies on disk. None: there is room for all.
+    Raises ValueError: if the machine's link to host memory is not known, or its disk where that is needed.
     """
 
     def __init__(

@@ -23,25 +23,11 @@ def check_coverage(
     Every index of a parameter that is cut must be on exactly one rank, but for those of heads that the head map copies,
     which are on as many as it says.
 
-    Parameters
-    ----------
-    shapes : mapping
-        Whole shape of every parameter, by name.
-    placements : sequence of mapping
-        From `plan_placement`, one of each rank.
-    head_map : HeadMap
-    attentions : sequence of str
-        Full name of each layer's attention module.
-
-    Returns
-    -------
-    int
-        Parameters that are cut.
-
-    Raises
-    ------
-    MegaKVError
-        Naming the parameter, and which of its indices are on how many ranks.
+    shapes: whole shape of every parameter, by name.
+    placements: from `plan_placement`, one of each rank.
+    attentions: full name of each layer's attention module.
+    Returns parameters that are cut.
+    Raises MegaKVError: naming the parameter, and which of its indices are on how many ranks.
     """
     copies = {
         f"{name}.": Copies.of(head_map.layers[layer], head_map.n_heads, head_map.n_kv_heads)
@@ -71,16 +57,9 @@ def check_coverage(
 
 @dataclass(frozen=True)
 class Copies:
-    """How many heads of a layer all ranks together hold beyond those of the model.
+    """How many heads of a layer all ranks together hold beyond those of the model."""
 
-    Parameters
-    ----------
-    heads, kv_heads : int
-        Of the model.
-    more_heads, more_kv_heads : int
-    """
-
-    heads: int
+    heads: int  # Of the model.
     kv_heads: int
     more_heads: int
     more_kv_heads: int

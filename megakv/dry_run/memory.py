@@ -23,31 +23,20 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class VirtualRank:
-    """One rank of the mesh.
-
-    Parameters
-    ----------
-    rank, cp_rank, tp_rank : int
-    tokens : int
-        Whose queries it computes, over the batch.
-    kept : int
-        Whose keys and values it keeps, before compression.
-    weight_bytes, kv_bytes, activation_bytes : int
-        On the accelerator: weights and buffers; keys and values when the prompt is read, where they are compressed with
-        the one layer that is not yet, where they are offloaded only staging buffers and what stays; tensors of the
-        layer under way and the shards that a ring keeps on their way, as the cost model estimates them.
-    host_bytes, host_weight_bytes : int
-        Off the accelerator: the pages of keys, values and activations, and weights; the latter by themselves.
-    """
+    """One rank of the mesh."""
 
     rank: int
     cp_rank: int
     tp_rank: int
-    tokens: int
-    kept: int
+    tokens: int  # Whose queries it computes, over the batch.
+    kept: int  # Whose keys and values it keeps, before compression.
+    # On the accelerator: weights and buffers; keys and values when the prompt is read, where they are compressed with
+    # the one layer that is not yet, where they are offloaded only staging buffers and what stays; tensors of the layer
+    # under way and the shards that a ring keeps on their way, as the cost model estimates them.
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
+    # Off the accelerator: the pages of keys, values and activations, and weights; the latter by themselves.
     host_bytes: int = 0
     host_weight_bytes: int = 0
 
@@ -60,17 +49,8 @@ class VirtualRank:
 class MemoryCount:
     """Bytes of ranks with one configuration.
 
-    Parameters
-    ----------
-    config : MegaKVConfig
-    shape : ModelShape
-    context, new_tokens, batch : int
-        Prompt and generated tokens of each of so many sequences.
-
-    Raises
-    ------
-    ValueError
-        If a compression setting does not fit the model or the prompt.
+    context, new_tokens, batch: prompt and generated tokens of each of so many sequences.
+    Raises ValueError: if a compression setting does not fit the model or the prompt.
     """
 
     def __init__(self, config: MegaKVConfig, shape: ModelShape, *, context: int, new_tokens: int, batch: int):
@@ -88,12 +68,7 @@ class MemoryCount:
     def rank(self, share: Share, cp_rank: int, tokens: int, kept: int) -> VirtualRank:
         """One rank.
 
-        Parameters
-        ----------
-        share : Share
-        cp_rank : int
-        tokens, kept : int
-            As in `VirtualRank`.
+        tokens, kept: as in `VirtualRank`.
         """
         # Generated tokens are kept where the prompt is, in about the same shares.
         answer = self._batch * -(-self._new * kept // (self._context * self._batch))

@@ -14,15 +14,7 @@ from megakv.weights.placement import HeadMap
 class ShapeRuntime:
     """Attention that only compares the heads it is given with the head map, and counts what a cache would hold.
 
-    Parameters
-    ----------
-    head_map : HeadMap
-    tp_rank : int
-
-    Attributes
-    ----------
-    row_bytes : dict
-        Per layer, bytes of one token's keys and values.
+    row_bytes: per layer, bytes of one token's keys and values.
     """
 
     def __init__(self, head_map: HeadMap, tp_rank: int):
@@ -35,10 +27,7 @@ class ShapeRuntime:
     ) -> Tensor:
         """``[1, L, H, Dv]`` without values.
 
-        Raises
-        ------
-        MegaKVError
-            If there are other heads than this rank has, or rows do not belong together.
+        Raises MegaKVError: if there are other heads than this rank has, or rows do not belong together.
         """
         shard = self._head_map.shard(layer, self._tp_rank)
         heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
@@ -64,24 +53,10 @@ class ShapeRuntime:
 def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int) -> dict[int, int]:
     """Run one rank's share over `tokens` of its tokens.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        On the meta device, cut for this rank.
-    head_map : HeadMap
-    tp_rank : int
-    tokens : int
-        1 or more.
-
-    Returns
-    -------
-    dict
-        Per layer, bytes of one token's keys and values.
-
-    Raises
-    ------
-    MegaKVError
-        If shapes do not fit.
+    model: on the meta device, cut for this rank.
+    tokens: 1 or more.
+    Returns per layer, bytes of one token's keys and values.
+    Raises MegaKVError: if shapes do not fit.
     """
     runtime = ShapeRuntime(head_map, tp_rank)
     try:

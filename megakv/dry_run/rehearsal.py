@@ -32,42 +32,22 @@ LARGEST_CONTEXT = 1 << 24
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be.
-
-    Parameters
-    ----------
-    model, model_type : str
-    mesh : dict
-        ``cp`` and ``tp``.
-    context, new_tokens, batch : int
-    parameters, cut_parameters, tensors : int
-        Elements of the whole model; its tensors, and those of them that ranks share.
-    ranks : tuple of VirtualRank
-        In rank order.
-    memory_bytes : int, optional
-        Of one accelerator; None: not known.
-    host_budget : int, optional
-        Bytes that each rank may offload; None: nothing is offloaded.
-    host_taken : int
-        Bytes of host memory that each rank takes at start, whatever it uses of them.
-    page_bytes : int
-        Of the pages that budgets are cut into: none lies partly in host memory and partly on disk.
-    """
+    """What a run would be."""
 
     model: str
     model_type: str
-    mesh: dict[str, int]
+    mesh: dict[str, int]  # ``cp`` and ``tp``.
     context: int
     new_tokens: int
     batch: int
-    parameters: int
+    parameters: int  # Elements of the whole model; its tensors, and those of them that ranks share.
     cut_parameters: int
     tensors: int
-    ranks: tuple[VirtualRank, ...]
-    memory_bytes: int | None = None
-    host_budget: int | None = None
-    host_taken: int = 0
-    page_bytes: int = 1
+    ranks: tuple[VirtualRank, ...]  # In rank order.
+    memory_bytes: int | None = None  # Of one accelerator; None: not known.
+    host_budget: int | None = None  # Bytes that each rank may offload; None: nothing is offloaded.
+    host_taken: int = 0  # Bytes of host memory that each rank takes at start, whatever it uses of them.
+    page_bytes: int = 1  # Of the pages that budgets are cut into: none lies partly in host memory and partly on disk.
 
     @property
     def problem(self) -> str | None:
@@ -122,27 +102,15 @@ def dry_run(
 ) -> DryRun:
     """Build every rank's share of a model on the meta device, run it on shapes, and sum up its memory.
 
-    Parameters
-    ----------
-    model : path or hub id
-        Only config.json is read.
-    config : dict, path or MegaKVConfig
-        The JSON of the run.
-    context : int, optional
-        Tokens of each prompt; as many as the model has positions if None.
-    batch, new_tokens : int
-        Prompts, and tokens generated for each.
-    memory_bytes : int, optional
-        Of one accelerator.
-    progress : callable
-        Told how many of how many shares are built.
-
-    Raises
-    ------
-    ValueError
-        If a setting is impossible, by its name: the mesh, the positions of the model, a file that is not there.
-    MegaKVError
-        If shapes do not fit or shards do not add up.
+    model: only config.json is read.
+    config: the JSON of the run.
+    context: tokens of each prompt; as many as the model has positions if None.
+    batch, new_tokens: prompts, and tokens generated for each.
+    memory_bytes: of one accelerator.
+    progress: told how many of how many shares are built.
+    Raises ValueError: if a setting is impossible, by its name: the mesh, the positions of the model, a file that is not
+        there.
+    Raises MegaKVError: if shapes do not fit or shards do not add up.
     """
     parsed = load_config(config)
     described = read_config(local_directory(model, weights=False))
@@ -202,10 +170,7 @@ def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[i
 
     As the engine lays them out; where a measured profile or a table would cut the chain unevenly, evenly.
 
-    Raises
-    ------
-    ValueError
-        If a partition does not fit the context.
+    Raises ValueError: if a partition does not fit the context.
     """
     section, size = config.megakv, config.cp_size
     if not is_contiguous(section.context_parallel.prefill):

@@ -24,64 +24,34 @@ from megakv.weights.tensor_parallel import shard_structure
 
 @dataclass(frozen=True)
 class Share:
-    """What one tensor-parallel rank holds.
-
-    Parameters
-    ----------
-    tp_rank : int
-    heads, kv_heads : int
-        Query and KV heads of all layers together.
-    weight_bytes : int
-        Of parameters and buffers.
-    row_bytes : tuple of int
-        Per layer, bytes of one token's keys and values.
-    layer_bytes : tuple of int
-        Per decoder layer, bytes of what `megakv.offload.weights` puts into host memory.
-    """
+    """What one tensor-parallel rank holds."""
 
     tp_rank: int
-    heads: int
+    heads: int  # Query and KV heads of all layers together.
     kv_heads: int
-    weight_bytes: int
-    row_bytes: tuple[int, ...]
+    weight_bytes: int  # Of parameters and buffers.
+    row_bytes: tuple[int, ...]  # Per layer, bytes of one token's keys and values.
+    # Per decoder layer, bytes of what `megakv.offload.weights` puts into host memory.
     layer_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model before it is cut, and how all ranks cut it.
+    """A model before it is cut, and how all ranks cut it."""
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Uncut, on the meta device.
-    dtype : torch.dtype
-    head_map : HeadMap
-    placements : tuple of dict
-        The part of every parameter, by tensor-parallel rank.
-    shapes : dict
-        Whole shape of every parameter, by name.
-    cut : int
-        Parameters that are cut.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # Uncut, on the meta device.
     dtype: torch.dtype
     head_map: HeadMap
-    placements: tuple[dict[str, SliceSpec], ...]
-    shapes: dict[str, torch.Size]
-    cut: int
+    placements: tuple[dict[str, SliceSpec], ...]  # The part of every parameter, by tensor-parallel rank.
+    shapes: dict[str, torch.Size]  # Whole shape of every parameter, by name.
+    cut: int  # Parameters that are cut.
 
     @classmethod
     def plan(cls, config: PreTrainedConfig, dtype: torch.dtype, head_map: HeadMap) -> WholeModel:
         """Cut a model for every rank of a head map, and check that the parts add up.
 
-        Raises
-        ------
-        ValueError
-            If the model cannot be cut so.
-        MegaKVError
-            If the parts are not the model.
+        Raises ValueError: if the model cannot be cut so.
+        Raises MegaKVError: if the parts are not the model.
         """
         model = empty_model(deepcopy(config), dtype)
         placements = tuple(plan_placement(model, head_map, rank) for rank in range(head_map.tp_size))
@@ -105,19 +75,10 @@ class WholeModel:
         Shares whose parameters have the same shapes, and whose layers the same numbers of heads, are run once: nothing
         else decides about the shapes in a pass.
 
-        Parameters
-        ----------
-        tokens : set of int
-            Numbers of tokens to run them over.
-        fp8 : bool
-            Whether feed-forward weights become FP8.
-
-        Raises
-        ------
-        MegaKVError
-            If a parameter has another shape than it should, or shapes do not fit in a pass.
-        ValueError
-            If FP8 is not possible with this model.
+        tokens: numbers of tokens to run them over.
+        fp8: whether feed-forward weights become FP8.
+        Raises MegaKVError: if a parameter has another shape than it should, or shapes do not fit in a pass.
+        Raises ValueError: if FP8 is not possible with this model.
         """
         dtypes = parameter_dtypes(self.model, self.dtype)
         kept = {id(parameter): parameter for parameter in self.model.parameters()}
@@ -167,12 +128,8 @@ class WholeModel:
 def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> int:
     """Bytes of a model's parameters once they are filled, tied ones once, scales of FP8 weights included.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        On the meta device, with FP8 linears in their places where there are any.
-    dtypes : mapping
-        From `parameter_dtypes` of the whole model.
+    model: on the meta device, with FP8 linears in their places where there are any.
+    dtypes: from `parameter_dtypes` of the whole model.
     """
     quantised = {id(module.weight): module.stored_bytes for module in model.modules() if isinstance(module, Fp8Linear)}
     return sum(
