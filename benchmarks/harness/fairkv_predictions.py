@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megakv.costmodel.decoding import RaggedTimes
 from megakv.costmodel.hardware import load_profile
-from megakv.costmodel.ragged_time import RaggedTimes
 from megakv.costmodel.shape import ModelShape
 
 from .head_division import Division

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from megakv.costmodel.bounds import without_links
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.dense import TokenTimes
@@ -78,7 +77,7 @@ class Predictions:
             tp_size = 1 if method in SINGLE else self.size
             seconds = plain.prefill(new, masked=method == "single_masked", generating=generating)
             return seconds + TokenTimes(self.profile, self.model, tp_size=tp_size).first_s(new)
-        profile = without_links(self.profile) if method == "kvr_silent" else self.profile
+        profile = self.profile.without_links() if method == "kvr_silent" else self.profile
         work = Workload((new,), (cached,), self.size // self.tp_size)
         times = PrefillTimes(profile, self.model, work, tp_size=self.tp_size)
         tokens = TokenTimes(profile, self.model, tp_size=self.tp_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megakv.costmodel.bounds import causal_bound, dense_bound
+from megakv.costmodel.context_parallel import causal_bound, dense_bound
 
 from .choices import Cell, judge
 from .noise import ELSEWHERE, LINK, QUIET

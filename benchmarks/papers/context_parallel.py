@@ -21,7 +21,6 @@ from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.machine_spec import MachineSpec
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.ring_steps import LayerSteps
 from megakv.costmodel.shape import AttentionShape, ModelShape
 
 from .fit import Constant, Constants, fitted
@@ -106,7 +105,7 @@ def part(cell: Cell, constants: Constants) -> float:
         profile, work = _profile(constants, cp), Workload((new,), (cached,), cp)
         if setting["part"] == "attention":
             return Kernels(profile, _attention()).block(new / cp, (new + cached) / cp)
-        steps = LayerSteps(profile, _attention(), work).steps(setting["method"], 0)
+        steps = LayerTimes(profile, _attention(), work).steps(setting["method"], 0)
         return steps.transfer_s if setting["part"] == "send_recv" else steps.return_s
     hosts, batch, context = setting["hosts"], setting["batch"], setting["context"]
     profile = _profile(constants, hosts, captured=True)

@@ -15,13 +15,12 @@ from tqdm import tqdm
 
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.choices import MOST_TOKENS, tp_sizes
-from megakv.costmodel.disturbances import Disturbances
 from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.simulation import Schedule, Sharing
 from megakv.costmodel.simulation import simulate as run_program
 from megakv.costmodel.simulation_prefill import METHODS
-from megakv.costmodel.simulation_program import Program
+from megakv.costmodel.simulation_program import Disturbances, Program
 from megakv.costmodel.virtual_runs import GIB, DecodingRun, PrefillRun, VirtualRun
 from megakv.launcher.model_names import model_shape
 from megakv.tracking.files import write_whole

@@ -9,7 +9,7 @@ differently shaped kernel calls. Cached tokens are seen by every row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megakv.attention.visibility import SHORT_RUN
@@ -18,7 +18,9 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import AttentionShape
 
-Shard = Literal["own", "earlier", "later"]
+Shard = Literal["own", "earlier", "later", "hidden"]
+RINGS = ("pass_kv", "pass_q")
+"""Methods whose messages go round, a shard at a time."""
 OUTPUT_BYTES = 4
 DECODING = "pass_q_decoding"
 """What `step_overhead_s` of a profile calls pass-Q of fewer than 2N tokens a sequence."""
@@ -37,10 +39,6 @@ class Prediction:
     def seconds(self) -> float:
         """All terms together."""
         return sum(self.terms.values())
-
-    def add(self, term: str, seconds: float) -> None:
-        """Count seconds towards a term."""
-        self.terms[term] = self.terms.get(term, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,24 @@ class _Step:
         )
 
 
-class LayerTimes:
-    """Predictions for one attention layer of one pass.
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank does in one layer, in seconds."""
 
-    shape: of the rank with the most heads.
-    """
+    steps: tuple[tuple[float, float, float], ...]  # Attention, merging and copying per step; its own shard comes first.
+    pack_s: float = 0.0  # Packing what is sent, before the first step.
+    overhead_s: float = 0.0  # At the start of every step.
+    transfer_s: float = 0.0  # Exchange of the shards of one step, where they travel one by one.
+    gather_s: float = 0.0  # All-gather before the first step, where they travel together.
+    # After the last step, where partial outputs return: packing, waiting for the last rank, the collective, merging.
+    unpack_s: float = 0.0
+    straggle_s: float = 0.0
+    return_s: float = 0.0
+    combine_s: float = 0.0
+
+
+class LayerTimes:
+    """Predictions for one attention layer of one pass, of the rank with the most heads."""
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape, workload: Workload):
         self.profile = profile
@@ -77,139 +88,156 @@ class LayerTimes:
     def predict(self, method: str) -> Prediction:
         """Seconds of a method; a pass of fewer than 2N tokens a sequence goes the way of decoding."""
         if self.size == 1:
-            prediction = Prediction(method)
-            prediction.add("attention", sum((self._alone(t, p) for t, p in self._sequences()), _Step()).attention_s)
-            return prediction
+            alone = sum((self._alone(t, p) for t, p in self._sequences()), _Step()).attention_s
+            return Prediction(method, {"attention": alone})
         if method == "replicated":
-            return self._replicated()
-        if max(self.workload.new) < 2 * self.size:
-            return self._decoding_pass_q()
-        if method in ("tsp", "tsp_causal"):
-            return self._tsp(method)
-        if method == "pass_q":
-            return max((self._pass_q(shard) for shard in _SHARDS), key=lambda p: p.seconds)
-        chosen = self._all_gather if method == "all_gather" else self._pass_kv
-        return max((chosen(shard) for shard in _SHARDS), key=lambda p: p.seconds)
+            return self._added_up(method, self._replicated())
+        if self._short:
+            return self._added_up("pass_q", self._decoding())
+        # After its own, the first rank meets only later ranks' shards and the last only earlier ones': one is slowest.
+        return max(
+            (self._added_up(method, self.steps(method, rank)) for rank in (self.size - 1, 0)), key=lambda p: p.seconds
+        )
 
     def predict_last(self, method: str) -> Prediction:
         """Seconds of a last layer that one token of each sequence is asked of: such queries travel, as in decoding."""
         work, size = self.workload, self.size
         asked = tuple(min(1, new) for new in work.new)
         rest = tuple(t + p - one for t, p, one in zip(work.new, work.cached, asked, strict=True))
-        few = LayerTimes(self.profile, self.shape, Workload(asked, rest, size))
-        if size == 1 or method in ("pass_kv", "pass_q"):
-            return few.predict("pass_q")
-        prediction = self._gathered(method)
-        prediction.add("attention", sum(self._kernels.block(1, new + cached) for new, cached in self._sequences()))
-        return prediction
-
-    # Prefill: after its own, the first rank meets only later ranks' shards and the last only earlier ones'.
-    # The slowest rank sets the time.
-
-    def _pass_kv(self, shard: Shard) -> Prediction:
-        prediction = Prediction("pass_kv")
+        if size == 1 or method in RINGS:
+            return LayerTimes(self.profile, self.shape, Workload(asked, rest, size)).predict("pass_q")
         message = self.shape.kv_row_bytes * self._kept
-        self._copied(prediction, message)
-        steps = [self._step("own"), *[self._step(shard, merging=True)] * (self.size - 1)]
-        self._ring(prediction, steps, self.profile.exchange.at(message))
-        return prediction
+        return Prediction(
+            method,
+            {
+                "copy": self.profile.copy_bytes.at(message),
+                "collective": self.profile.all_gather.at(message * (size - 1)),
+                "attention": sum(self._kernels.block(1, new + cached) for new, cached in self._sequences()),
+            },
+        )
 
-    def _pass_q(self, shard: Shard) -> Prediction:
-        prediction = Prediction("pass_q")
+    def steps(self, method: str, rank: int) -> RankSteps:
+        """A context-parallel rank's way through one layer of a prompt, by any prefill method but ``runahead``.
+
+        Raises ValueError: for a prompt of fewer than 2N tokens, which is served like decoding.
+        """
+        if self.size == 1:
+            return RankSteps(((self.predict(method).seconds, 0.0, 0.0),))
+        if self._short:
+            raise ValueError(
+                f"a prompt of {max(self.workload.new)} tokens on {self.size} context-parallel ranks is served like "
+                f"decoding: allowed here: {2 * self.size} tokens or more"
+            )
+        queries = method == "pass_q"
+        message = self.shape.query_row_bytes * self._computed if queries else self.shape.kv_row_bytes * self._kept
+        kinds = [self._shard(method, rank, step) for step in range(self.size)]
+        timed = {kind: self._timed(self._step(method, kind)) for kind in dict.fromkeys(kinds)}
+        way = RankSteps(
+            tuple(timed[kind] for kind in kinds),
+            pack_s=self.profile.copy_bytes.at(message),
+            overhead_s=self.profile.step_overhead_s.get(method, 0.0),
+            transfer_s=self.profile.exchange.at(message) if method in RINGS else 0.0,
+            gather_s=0.0 if method in RINGS else self.profile.all_gather.at(message * (self.size - 1)),
+        )
+        return self._returning(way, self.workload.total_new - self._computed) if queries else way
+
+    @property
+    def _short(self) -> bool:
+        return max(self.workload.new) < 2 * self.size
+
+    def _decoding(self) -> RankSteps:
         message = self.shape.query_row_bytes * self._computed
-        self._copied(prediction, message)
-        steps = [self._step("own"), *[self._step(shard)] * (self.size - 1)]
-        self._ring(prediction, steps, self.profile.exchange.at(message))
-        self._return(prediction, self._computed, self.workload.total_new - self._computed)
-        return prediction
-
-    def _all_gather(self, shard: Shard) -> Prediction:
-        prediction = self._gathered("all_gather")
-        steps = [self._step("own"), *[self._step(shard, merging=True)] * (self.size - 1)]
-        self._ring(prediction, steps, 0.0)
-        return prediction
-
-    def _gathered(self, method: str) -> Prediction:
-        """Bringing all keys and values to every rank."""
-        prediction = Prediction(method)
-        message = self.shape.kv_row_bytes * self._kept
-        self._copied(prediction, message)
-        prediction.add("collective", self.profile.all_gather.at(message * (self.size - 1)))
-        return prediction
-
-    def _tsp(self, method: str) -> Prediction:
-        """Even contiguous shards: the last rank sees all others', and merges most."""
-        prediction = self._gathered(method)
-        steps = [self._shares(method == "tsp"), *[self._shares(False, foreign=True)] * (self.size - 1)]
-        self._ring(prediction, steps, 0.0)
-        return prediction
-
-    # Decoding
-
-    def _decoding_pass_q(self) -> Prediction:
-        prediction = Prediction("pass_q")
-        message = self.shape.query_row_bytes * self._computed
-        self._copied(prediction, message)
         total = 0.0
         for new, cached in self._sequences():
             rows = math.ceil(new / self.size)
             total += new / rows * self._kernels.block(rows, (new + cached) / self.size)
-        # At every step other sequences are at other ranks: together a rank attends to each of them once.
-        steps = [_Step(total / self.size)] * self.size
-        self._ring(prediction, steps, self.profile.exchange.at(message), known_as=DECODING)
-        # The rank with the fewest queries of its own sends most, and all wait for it.
-        self._return(prediction, self._computed, self.workload.total_new - self.workload.total_new // self.size)
-        return prediction
-
-    def _replicated(self) -> Prediction:
-        prediction = Prediction("replicated")
-        rows = self.workload.total_new
-        for new, cached in self._sequences():
-            prediction.add("attention", self._kernels.block(new, (new + cached) / self.size))
-        partial = rows * self.shape.partial_row_bytes
-        self._copied(prediction, partial)
-        self._gathered_last(prediction, self.profile.all_gather.at(partial * (self.size - 1)))
-        self._combined(prediction, rows)
-        self._overhead(prediction)
-        return prediction
-
-    # Terms
-
-    def _ring(self, prediction: Prediction, steps: list[_Step], transfer_s: float, *, known_as: str = "") -> None:
-        outputs = self.shape.heads * self.shape.value_dim
-        for index, step in enumerate(steps):
-            merge = self.profile.merge.at(step.merged_rows * outputs)
-            copy = self.profile.copy_fresh.at(step.pieces_rows * outputs * OUTPUT_BYTES)
-            prediction.add("attention", step.attention_s)
-            prediction.add("merge", merge)
-            prediction.add("copy", copy)
-            if index + 1 < len(steps):
-                busy = step.attention_s + merge + copy
-                prediction.add("exposed", self.profile.overlapped(busy, transfer_s) - busy)
-        self._overhead(prediction, known_as)
-
-    def _return(self, prediction: Prediction, rows: float, foreign_rows: float) -> None:
-        # Every part is joined with its log-sum-exp, then all are joined to one buffer.
-        fresh, part = self.profile.copy_fresh, rows * self.shape.partial_row_bytes
-        prediction.add("copy", self.size * fresh.at(part) + fresh.at(self.size * part))
-        self._gathered_last(prediction, self.profile.all_to_all.at(foreign_rows * self.shape.partial_row_bytes))
-        self._combined(prediction, rows)
-
-    def _gathered_last(self, prediction: Prediction, seconds: float) -> None:
-        """A collective behind attention: a ring leaves its ranks a step of slack, here all wait for the last one."""
-        prediction.add("straggle", self.profile.straggle * prediction.terms.get("attention", 0.0))
-        prediction.add("collective", seconds)
-
-    def _combined(self, prediction: Prediction, rows: float) -> None:
-        elements = self.size * rows * self.shape.heads * self.shape.value_dim
-        prediction.add("merge", self.profile.combine.at(elements))
-
-    def _copied(self, prediction: Prediction, nbytes: float) -> None:
-        prediction.add("copy", self.profile.copy_bytes.at(nbytes))
-
-    def _overhead(self, prediction: Prediction, known_as: str = "") -> None:
         known = self.profile.step_overhead_s
-        prediction.add("overhead", self.size * known.get(known_as, known.get(prediction.method, 0.0)))
+        way = RankSteps(
+            # At every step other sequences are at other ranks: together a rank attends to each of them once.
+            ((total / self.size, 0.0, 0.0),) * self.size,
+            pack_s=self.profile.copy_bytes.at(message),
+            overhead_s=known.get(DECODING, known.get("pass_q", 0.0)),
+            transfer_s=self.profile.exchange.at(message),
+        )
+        # The rank with the fewest queries of its own sends most, and all wait for it.
+        return self._returning(way, self.workload.total_new - self.workload.total_new // self.size)
+
+    def _replicated(self) -> RankSteps:
+        rows = self.workload.total_new
+        attention = sum(self._kernels.block(new, (new + cached) / self.size) for new, cached in self._sequences())
+        partial = rows * self.shape.partial_row_bytes
+        return RankSteps(
+            ((attention, 0.0, 0.0),),
+            pack_s=self.profile.copy_bytes.at(partial),
+            overhead_s=self.profile.step_overhead_s.get("replicated", 0.0),
+            straggle_s=self.profile.straggle * attention,
+            return_s=self.profile.all_gather.at(partial * (self.size - 1)),
+            combine_s=self._combined(rows),
+        )
+
+    def _returning(self, way: RankSteps, foreign_rows: float) -> RankSteps:
+        """With the return of partial outputs to the ranks that asked."""
+        # Every part is joined with its log-sum-exp, then all are joined to one buffer.
+        fresh, part = self.profile.copy_fresh, self._computed * self.shape.partial_row_bytes
+        return replace(
+            way,
+            unpack_s=self.size * fresh.at(part) + fresh.at(self.size * part),
+            # A ring leaves its ranks a step of slack; in a collective behind attention all wait for the last one.
+            straggle_s=self.profile.straggle * sum(attention for attention, *_ in way.steps),
+            return_s=self.profile.all_to_all.at(foreign_rows * self.shape.partial_row_bytes),
+            combine_s=self._combined(self._computed),
+        )
+
+    def _added_up(self, method: str, way: RankSteps) -> Prediction:
+        """All of a rank's terms, each exchange beside the step that is computed meanwhile."""
+        returns = way.return_s > 0
+        terms = {"copy": way.pack_s, "attention": 0.0, "merge": 0.0, "exposed": 0.0}
+        for index, (attention, merge, copy) in enumerate(way.steps):
+            terms["attention"] += attention
+            terms["merge"] += merge
+            terms["copy"] += copy
+            if index + 1 < len(way.steps):
+                busy = attention + merge + copy
+                terms["exposed"] += self.profile.overlapped(busy, way.transfer_s) - busy
+        terms["copy"] += way.unpack_s
+        terms["merge"] += way.combine_s
+        terms["overhead"] = self.size * way.overhead_s
+        if returns:
+            terms["straggle"] = way.straggle_s
+        if returns or way.gather_s:
+            terms["collective"] = way.gather_s + way.return_s
+        return Prediction(method, terms)
+
+    def _timed(self, step: _Step) -> tuple[float, float, float]:
+        outputs = self.shape.heads * self.shape.value_dim
+        return (
+            step.attention_s,
+            self.profile.merge.at(step.merged_rows * outputs),
+            self.profile.copy_fresh.at(step.pieces_rows * outputs * OUTPUT_BYTES),
+        )
+
+    def _combined(self, rows: float) -> float:
+        return self.profile.combine.at(self.size * rows * self.shape.heads * self.shape.value_dim)
+
+    @staticmethod
+    def _shard(method: str, rank: int, step: int) -> Shard:
+        """Which shard a rank meets in a step, by its place before or behind the rank's own."""
+        if step == 0:
+            return "own"
+        if method == "tsp":
+            return "earlier"  # All that is hidden is computed, too.
+        return "earlier" if rank >= step else "hidden" if method == "tsp_causal" else "later"
+
+    def _step(self, method: str, shard: Shard) -> _Step:
+        if shard == "hidden":
+            return _Step()
+        if method in ("tsp", "tsp_causal"):
+            return self._shares(method == "tsp") if shard == "own" else self._shares(False, foreign=True)
+        total = sum((self._sequence_step(shard, t, p) for t, p in self._sequences()), _Step())
+        if shard == "own" or method == "pass_q":
+            return total
+        # With earlier results in place, every row that sees anything merges, and nothing is written in pieces.
+        return _Step(total.attention_s, total.seen_rows, total.seen_rows + total.merged_rows)
 
     # Kernels
 
@@ -225,13 +253,6 @@ class LayerTimes:
 
     def _sequences(self) -> list[tuple[int, int]]:
         return [(t, p) for t, p in zip(self.workload.new, self.workload.cached, strict=True) if t]
-
-    def _step(self, shard: Shard, *, merging: bool = False) -> _Step:
-        total = sum((self._sequence_step(shard, t, p) for t, p in self._sequences()), _Step())
-        if not merging:
-            return total
-        # With earlier results in place, every row that sees anything merges, and nothing is written in pieces.
-        return _Step(total.attention_s, total.seen_rows, total.seen_rows + total.merged_rows)
 
     def _sequence_step(self, shard: Shard, new: int, cached: int) -> _Step:
         chunk, kept = new / (2 * self.size), cached / self.size
@@ -271,6 +292,3 @@ class LayerTimes:
 
     def _windowed(self, rows: float, kept: float) -> _Step:
         return _Step(self._kernels.windowed(rows, kept, parts=self.size), rows, 0.0, rows)
-
-
-_SHARDS: tuple[Shard, Shard] = ("earlier", "later")

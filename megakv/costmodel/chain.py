@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from megakv.attention.chain import HELD
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes
-from megakv.costmodel.chain_parts import ChainParts, ChainPrediction, Message
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
@@ -29,6 +28,39 @@ from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.timeline import LayerWork, RankEvents, Times, in_step, rank_events, sharing
 from megakv.distributed.sharding import pieces
+
+Message = tuple[int, tuple[int, ...]]
+"""Who computed it, and its tokens of each sequence."""
+
+
+@dataclass(frozen=True)
+class ChainPrediction:
+    """When the ranks of a chain end their layers."""
+
+    seconds: float  # TTFT: the last rank's last layer, and the logits.
+    ends_s: Times  # ``[N, layers]`` when each rank has computed each layer.
+    waited_s: Times  # ``[N, layers]`` how long it waited for the prefix in it.
+
+    @property
+    def busy_s(self) -> list[float]:
+        """``[N]`` how long each rank works, all layers together."""
+        busy: list[float] = (self.ends_s[:, -1] - self.waited_s.sum(axis=1)).tolist()
+        return busy
+
+
+@dataclass(frozen=True)
+class ChainParts:
+    """What the ranks and links of a chain have to do, each as if nothing else ran."""
+
+    # Per rank, tokens of each sequence in the messages that carry its own keys and values.
+    messages: list[list[tuple[int, ...]]]
+    incoming: list[list[Message]]  # Per rank, the messages that it receives in a layer, in order.
+    works: list[LayerWork]  # Per rank.
+    # Per rank that sends, seconds of the messages it sends in a layer: its own, then those it received.
+    links: list[Times]
+    # Seconds of the last layer's wanted queries: attention to them on every rank, and their way round. None where the
+    # last layer is like all others, because the last rank collects its keys and values.
+    visits: tuple[float, float] | None = None
 
 
 class Chain:
@@ -227,26 +259,9 @@ class Chain:
         self, messages: list[list[tuple[int, ...]]], incoming: list[list[Message]], last: int
     ) -> list[Times]:
         """Per link, seconds of each of its messages in a layer, in the order they are sent."""
-        links: list[Times] = []
-        known: dict[int, float] = {}
+        links = []
         for rank in range(last):
             sizes = [sum(tokens) for tokens in messages[rank]] + [sum(tokens) for _, tokens in incoming[rank]]
-            for size in sizes:
-                if size not in known:
-                    known[size] = self._profile.exchange.at(self._row_bytes * size)
+            known = {size: self._profile.exchange.at(self._row_bytes * size) for size in set(sizes)}
             links.append(np.array([known[size] for size in sizes]))
         return links
-
-
-def chain_seconds(
-    profile: HardwareProfile,
-    model: ModelShape,
-    partition: Sequence[int],
-    *,
-    cached: int = 0,
-    tp_size: int = 1,
-    kv: str = "sharded",
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> ChainPrediction:
-    """The timeline of one sequence's chain; parameters as `Chain` and `Chain.predict`."""
-    return Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens).predict((partition,), (cached,))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
-from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.chain import Chain, ChainPrediction
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
@@ -29,26 +29,16 @@ ALL_PAIRS = 6
 
 
 def best_partition(
-    profile: HardwareProfile,
-    model: ModelShape,
-    tokens: int,
-    size: int,
-    *,
-    cached: int = 0,
-    tp_size: int = 1,
-    kv: str = "sharded",
-    chunk_tokens: int = CHUNK_TOKENS,
+    profile: HardwareProfile, model: ModelShape, tokens: int, size: int, *, cached: int = 0, **options: Any
 ) -> Partition:
-    """The partition of a sequence's new tokens that is predicted to be fastest.
+    """The partition of a sequence's new tokens over `size` context-parallel ranks that is predicted to be fastest.
 
     Fewer ranks than all are tried too: on slow links, or for a short prompt, the first ranks get nothing.
 
-    profile, model, tp_size, kv, chunk_tokens: as `megakv.costmodel.chain.Chain`.
-    tokens, cached: new tokens of the sequence, and those that the ranks hold of it already.
-    size: context-parallel degree.
+    cached: tokens that the ranks hold of the sequence already.
+    options: of `megakv.costmodel.chain.Chain`.
     """
-    search = _Descent(Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens), tokens, cached, size)
-    return search.run()
+    return _Descent(Chain(profile, model, **options), tokens, cached, size).run()
 
 
 def balanced_partition(chain: Chain, tokens: int, size: int, *, cached: int = 0) -> Partition:

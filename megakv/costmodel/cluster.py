@@ -10,7 +10,7 @@ from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import balanced_partition
 from megakv.costmodel.choices import Choice, Demand, Fit, Mesh, Rejection
-from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.context_parallel import Workload, pass_bytes
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.fitting import Fitting
 from megakv.costmodel.hardware import HardwareProfile
@@ -20,7 +20,6 @@ from megakv.costmodel.offload_time import moved_seconds, offloaded_ttit
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.traffic import pass_bytes
 from megakv.errors import MegaKVError
 
 MESSAGES = 128

@@ -6,25 +6,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from scipy.stats import linregress
 
 
 @dataclass(frozen=True)
 class LatencySample:
-    """One measurement."""
+    """Seconds L of one token's attention at one layer."""
 
     batch: int  # B, sequences decoded together.
     budget: int  # C, tokens kept per KV head.
-    seconds: float  # L, of one token's attention at one layer.
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Line:
-    """L = slope x + intercept, by least squares."""
+    """L = slope x + intercept in seconds, by least squares, and the part of the variance that it explains."""
 
-    slope: float  # alpha and beta over the batch, gamma and delta over the budget; seconds.
-    intercept: float
-    r_squared: float  # Part of the variance that the line explains.
+    slope: float  # alpha over the batch, gamma over the budget.
+    intercept: float  # beta over the batch, delta over the budget.
+    r_squared: float
 
     def at(self, x: float) -> float:
         """Seconds at x."""
@@ -42,40 +42,31 @@ class LatencyModel:
     def barrier_seconds(self, loads: Sequence[Sequence[float]], batch: int, kv_heads: int) -> float:
         """Attention time of one decoded token over all layers, each as slow as its slowest rank.
 
-        loads: kept tokens of a sequence, summed over a rank's heads.
+        loads: ``[layers][ranks]`` kept tokens of a sequence, summed over a rank's heads.
         kv_heads: heads of the rank that the samples were measured on, each with `budget` tokens.
         """
         return sum(self.over_tokens.at(batch * max(layer) / kv_heads) for layer in loads)
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """Least squares.
-
-    Raises ValueError: if there are not two different values of x.
-    """
+    """Least squares; a ValueError where there are not two different values of x."""
     if len(xs) != len(ys) or len(set(xs)) < 2:
         raise ValueError(f"a line needs samples at two different values or more; got {sorted(set(xs))}")
-    x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
-    dx, dy = x - x.mean(), y - y.mean()
-    slope = float(dx @ dy / (dx @ dx))
-    intercept = float(y.mean() - slope * x.mean())
-    rest, variance = float(((y - slope * x - intercept) ** 2).sum()), float(dy @ dy)
-    return Line(slope, intercept, 1.0 if variance == 0 else 1 - rest / variance)
+    found = linregress(xs, ys)
+    return Line(float(found.slope), float(found.intercept), float(found.rvalue**2) if len(set(ys)) > 1 else 1.0)
 
 
 def fit_latency(samples: Iterable[LatencySample]) -> LatencyModel:
     """Fit the model to measurements.
 
-    Budgets measured at one batch only have no line over the batch, and the other way round.
-
-    Raises ValueError: if a sample is impossible, or no batch was measured at two budgets and no budget at two batches.
+    Budgets measured at one batch only have no line over the batch, and the other way round. A ValueError where a sample
+    is impossible, or no batch was measured at two budgets and no budget at two batches.
     """
     found = list(samples)
+    by_budget, by_batch = defaultdict(list), defaultdict(list)
     for sample in found:
         if sample.batch < 1 or sample.budget < 1 or not 0 < sample.seconds < float("inf"):
             raise ValueError(f"{sample}: allowed: a batch and a budget of 1 or more, and finite seconds above 0")
-    by_budget, by_batch = defaultdict(list), defaultdict(list)
-    for sample in found:
         by_budget[sample.budget].append((sample.batch, sample.seconds))
         by_batch[sample.batch].append((sample.budget, sample.seconds))
     over_batch, over_budget = (

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
-from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.dense import TokenTimes, all_reduce_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.costmodel.tensor_parallel import all_reduce_seconds
 from megakv.device import LARGEST_REUSED_BYTES
 
 

@@ -8,16 +8,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from megakv.costmodel.config_sizes import biased, experts, feed_forward_width, head_dims, positions, windows
 from megakv.weights.placement import head_counts
 
+FEED_FORWARD_NAMES = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+EXPANSION = 4
+"""The feed-forward's width over the hidden one where a config does not say: BLOOM, GPT-2, GPT-J, MPT."""
 LOG_SUM_EXP_COLUMNS = 1
 """A partial output travels with its log-sum-exp: one more column beside the head dimension."""
 
@@ -104,14 +106,14 @@ class ModelShape:
         """
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
-        key_dim, value_dim = head_dims(text, heads)
+        key_dim, value_dim = _head_dims(text, heads)
         if getattr(text, "kv_lora_rank", None) is not None:
             kv_heads = heads
         chosen = dtype or getattr(text, "dtype", None) or torch.float32
         layers, total = _layer_shapes(config, n_layers)
         return cls(
             hidden=text.hidden_size,
-            intermediate=feed_forward_width(text, experts=any(layer.experts for layer in layers)),
+            intermediate=_feed_forward_width(text, experts=any(layer.experts for layer in layers)),
             vocab=text.vocab_size,
             heads=heads,
             kv_heads=kv_heads,
@@ -120,7 +122,7 @@ class ModelShape:
             layers=layers,
             embedding=total - sum(layer.dense + layer.experts for layer in layers),
             dtype=chosen,
-            kernel="math" if biased(text) else "flash",
+            kernel="math" if _biased(text) else "flash",
             positions=positions(text),
         )
 
@@ -210,12 +212,61 @@ def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerS
     if not lists:
         raise ValueError(f"model type {config.model_type!r} has no list of {n_layers} decoder layers")
     text = config.get_text_config()
-    n_experts, active = experts(text)
+    n_experts, active = _experts(text)
     layers = []
-    for layer, window in zip(lists[0], windows(text, n_layers), strict=True):
+    for layer, window in zip(lists[0], _windows(text, n_layers), strict=True):
         routed = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}")
         dense = sum(p.numel() for p in layer.parameters()) - routed
         layers.append(
             LayerShape(dense, routed, n_experts, active, window) if routed else LayerShape(dense, window=window)
         )
     return tuple(layers), sum(p.numel() for p in model.parameters())
+
+
+# What a config says, whatever its family calls it
+
+
+def _head_dims(text: Any, heads: int) -> tuple[int, int]:
+    """Head dimensions of keys and values."""
+    if getattr(text, "qk_nope_head_dim", None) is not None:
+        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return dim, dim
+
+
+def _feed_forward_width(text: Any, *, experts: bool) -> int:
+    """Width of the feed-forward; of one of its experts where it has several."""
+    names = ("moe_intermediate_size", *FEED_FORWARD_NAMES) if experts else FEED_FORWARD_NAMES
+    for name in names:
+        found = getattr(text, name, None)
+        if found:
+            return int(max(found) if isinstance(found, list | tuple) else found)
+    return EXPANSION * int(text.hidden_size)
+
+
+def _biased(text: Any) -> bool:
+    """Whether scores are changed before the softmax, which keeps fused kernels out."""
+    alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
+    return bool(alibi or getattr(text, "attn_logit_softcapping", None))
+
+
+def _windows(text: Any, n_layers: int) -> list[int | None]:
+    """The attention window of every layer; None where it sees everything."""
+    window = getattr(text, "sliding_window", None)
+    if not isinstance(window, int) or getattr(text, "use_sliding_window", True) is False:
+        return [None] * n_layers
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * n_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _experts(text: Any) -> tuple[int, int]:
+    """Routed experts of a layer, and how many a token uses; 1 and 1 without any."""
+    count = getattr(text, "num_local_experts", None) or getattr(text, "n_routed_experts", None)
+    count = count or getattr(text, "num_experts", None) or 1
+    return count, getattr(text, "num_experts_per_tok", None) or 1
+
+
+def positions(text: Any) -> int | None:
+    """Tokens that a sequence may have, the answer included; None where the config does not say."""
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return None if found is None else int(found)

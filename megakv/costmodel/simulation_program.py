@@ -1,10 +1,15 @@
-"""What the simulator plays: tasks of ranks, of the links between them, and of those to host memory."""
+"""What the simulator plays: tasks of ranks, of the links between them, and of those to host memory; and what goes wrong
+with them on real machines: slow ranks, slow links, and noise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,14 +17,14 @@ class Task:
     """One thing that happens."""
 
     name: str  # As the timeline of a real run calls it: ``attention``, ``dense``, or the operation of a transfer.
-    kind: Literal["compute", "communication"]  # ``compute`` or ``communication``.
+    kind: Literal["compute", "communication"]
     rank: int  # Who computes, or sends.
     seconds: float  # With nothing else running.
     after: tuple[int, ...]  # Indices of the tasks that must have ended.
     resource: Hashable  # What serves one task at a time, in the order in which they become ready.
     peer: int | None = None  # Who receives.
     nbytes: int = 0  # What goes over the wire.
-    layer: int | None = None  # Decoder layer.
+    layer: int | None = None
     group: tuple[int, ...] = ()  # The ranks of a collective.
 
     @property
@@ -37,43 +42,23 @@ class Program:
     # More that must have ended: a task, and one that was added after it.
     waits: list[tuple[int, int]] = field(default_factory=list)
 
-    def compute(
-        self, name: str, rank: int, seconds: float, after: Sequence[int] = (), *, layer: int | None = None
-    ) -> int:
-        """Add a computation; returns its index."""
-        self.tasks.append(Task(name, "compute", rank, seconds, tuple(after), ("processor", rank), layer=layer))
-        return len(self.tasks) - 1
+    def compute(self, name: str, rank: int, seconds: float, after: Sequence[int] = (), **more: Any) -> int:
+        """Add a computation; returns its index. `more`: further fields of the task, as ``layer``."""
+        return self._add(Task(name, "compute", rank, seconds, tuple(after), ("processor", rank), **more))
 
-    def send(
-        self,
-        name: str,
-        rank: int,
-        peer: int,
-        seconds: float,
-        after: Sequence[int] = (),
-        *,
-        nbytes: int = 0,
-        layer: int | None = None,
-    ) -> int:
+    def send(self, name: str, rank: int, peer: int, seconds: float, after: Sequence[int] = (), **more: Any) -> int:
         """Add a message over the link from `rank` to `peer`; returns its index."""
         link = ("link", rank, peer)
-        self.tasks.append(Task(name, "communication", rank, seconds, tuple(after), link, peer, nbytes, layer))
-        return len(self.tasks) - 1
+        return self._add(Task(name, "communication", rank, seconds, tuple(after), link, peer, **more))
 
-    def load(
-        self, name: str, rank: int, seconds: float, after: Sequence[int], nbytes: int, *, layer: int | None = None
-    ) -> int:
+    def load(self, name: str, rank: int, seconds: float, after: Sequence[int], nbytes: int, **more: Any) -> int:
         """Add a transfer from host memory; all of a rank's share one link. Returns its index."""
         link = ("host link", rank)
-        self.tasks.append(Task(name, "communication", rank, seconds, tuple(after), link, nbytes=nbytes, layer=layer))
-        return len(self.tasks) - 1
+        return self._add(Task(name, "communication", rank, seconds, tuple(after), link, nbytes=nbytes, **more))
 
-    def attend_on_host(self, rank: int, seconds: float, after: Sequence[int], *, layer: int | None = None) -> int:
+    def attend_on_host(self, rank: int, seconds: float, after: Sequence[int], **more: Any) -> int:
         """Add what a rank's host computes meanwhile; returns its index."""
-        self.tasks.append(
-            Task("host attention", "communication", rank, seconds, tuple(after), ("host", rank), layer=layer)
-        )
-        return len(self.tasks) - 1
+        return self._add(Task("host attention", "communication", rank, seconds, tuple(after), ("host", rank), **more))
 
     def collective(
         self,
@@ -82,30 +67,78 @@ class Program:
         seconds: float,
         after: Sequence[int],
         *,
-        nbytes: Sequence[int] | int = 0,
-        layer: int | None = None,
+        nbytes: Sequence[int],
+        **more: Any,
     ) -> list[int]:
-        """Add what a group does together, which begins when all of `after` have ended.
+        """Add what a group of ranks does together, which begins when all of `after` have ended.
 
-        group: ranks.
         nbytes: what each of them sends.
         Returns the index of every rank's part.
         """
-        sent = [nbytes] * len(group) if isinstance(nbytes, int) else nbytes
-        first = len(self.tasks)
-        for rank, count in zip(group, sent, strict=True):
-            resource = ("collective", tuple(group), rank)
-            self.tasks.append(
-                Task(
-                    name,
-                    "communication",
-                    rank,
-                    seconds,
-                    tuple(after),
-                    resource,
-                    nbytes=count,
-                    layer=layer,
-                    group=tuple(group),
-                )
+        common = {"seconds": seconds, "after": tuple(after), "group": tuple(group), **more}
+        return [
+            self._add(
+                Task(name, "communication", rank, resource=("collective", tuple(group), rank), nbytes=count, **common)
             )
-        return list(range(first, len(self.tasks)))
+            for rank, count in zip(group, nbytes, strict=True)
+        ]
+
+    def _add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+
+@dataclass(frozen=True)
+class Disturbances:
+    """Factors on the times of a program's tasks.
+
+    Raises ValueError: if a factor is not above 0, sigma is not between 0 and 5, or a link has one end only.
+    """
+
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # Computation of a rank takes so many times longer.
+    # Messages between two ranks, both ways, take so many times longer; a collective as long as its slowest link.
+    slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    noise: float = 0.0  # Sigma of the log-normal factor, of median 1, that every task gets.
+    seed: int = 0  # Of that noise.
+
+    def __post_init__(self) -> None:
+        for name, factor in [*self.slow_ranks.items(), *self.slow_links.items()]:
+            if not 0 < factor < math.inf:
+                raise ValueError(f"{name}: factor {factor}: allowed: a number above 0, such as 2 for twice the time")
+        for first, second in self.slow_links:
+            if first == second:
+                raise ValueError(f"link {first}-{second}: allowed: two different ranks")
+        if not 0 <= self.noise <= 5:
+            raise ValueError(f"noise {self.noise}: allowed: a sigma from 0 to 5")
+
+    def check(self, ranks: int) -> None:
+        """Refuse ranks that a world of this size has not.
+
+        Raises ValueError: naming the rank and what there is.
+        """
+        named = {*self.slow_ranks, *(rank for link in self.slow_links for rank in link)}
+        for rank in sorted(named):
+            if not 0 <= rank < ranks:
+                raise ValueError(f"rank {rank}: allowed: 0 to {ranks - 1}")
+
+    def of(self, program: Program) -> Program:
+        """The program as it goes on the disturbed machine."""
+        self.check(program.ranks)
+        tasks = program.tasks
+        factors = [self._factor(task) for task in tasks]
+        if self.noise:
+            noise = np.exp(np.random.default_rng(self.seed).normal(0.0, self.noise, len(tasks)))
+            factors = [factor * float(each) for factor, each in zip(factors, noise, strict=True)]
+        changed = [
+            task if factor == 1.0 else replace(task, seconds=task.seconds * factor)
+            for task, factor in zip(tasks, factors, strict=True)
+        ]
+        return Program(program.ranks, changed, program.waits)
+
+    def _factor(self, task: Task) -> float:
+        if task.kind == "compute":
+            return self.slow_ranks.get(task.rank, 1.0)
+        if task.peer is not None:
+            there, back = (task.rank, task.peer), (task.peer, task.rank)
+            return self.slow_links.get(there, self.slow_links.get(back, 1.0))
+        return max((factor for link, factor in self.slow_links.items() if set(link) <= set(task.group)), default=1.0)

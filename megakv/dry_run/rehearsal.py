@@ -12,8 +12,8 @@ import torch
 
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
-from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.shape import positions as positions_of
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel

@@ -4,12 +4,11 @@ import random
 
 import pytest
 
-from megakv.costmodel.bounds import causal_bound, dense_bound, without_links
-from megakv.costmodel.chain import chain_seconds
+from megakv.costmodel.context_parallel import causal_bound, dense_bound
 from megakv.costmodel.curves import Curve
 from megakv.runahead.partition import even
 from tests.unit.costmodel.profiles import ideal
-from tests.unit.costmodel.test_chain import attention_only
+from tests.unit.costmodel.test_chain import attention_only, chain_seconds
 
 
 def test_dense_bound_is_the_area_of_the_staircase() -> None:
@@ -36,7 +35,7 @@ def test_no_chain_is_faster_than_without_its_links() -> None:
         profile = ideal(exchange=link, exposed=(random.random(), random.random()))
         size, tokens = random.randint(2, 6), random.randint(100, 20_000)
         model, partition = attention_only(random.randint(2, 5)), even(tokens, size)
-        free = chain_seconds(without_links(profile), model, partition).seconds
+        free = chain_seconds(profile.without_links(), model, partition).seconds
         assert free <= chain_seconds(profile, model, partition).seconds
         alone = chain_seconds(profile, model, (0,) * (size - 1) + (tokens,)).seconds
         assert causal_bound(alone, size) < free

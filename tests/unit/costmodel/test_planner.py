@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megakv.costmodel.chain import chain_seconds
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
@@ -15,7 +14,7 @@ from megakv.costmodel.planner import PrefillPlanner, rounded
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.runahead.partition import even
 from tests.unit.costmodel.profiles import ideal
-from tests.unit.costmodel.test_chain import attention_only
+from tests.unit.costmodel.test_chain import attention_only, chain_seconds
 
 MODEL = attention_only(4, dense=500_000)
 MATMUL = Curve(sizes=(1, 101), seconds=(1e-9, 2e-9))

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megakv.costmodel.attention_time import LayerTimes
-from megakv.costmodel.bounds import dense_bound
-from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.context_parallel import Workload, dense_bound
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.prefill import PrefillTimes, alone

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megakv.costmodel.curves import Curve
+from megakv.costmodel.decoding import RaggedTimes
 from megakv.costmodel.hardware import SumTimes
-from megakv.costmodel.ragged_time import RaggedTimes
 from megakv.costmodel.shape import LayerShape, ModelShape
 from tests.unit.costmodel.profiles import ideal
 

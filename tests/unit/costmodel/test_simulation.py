@@ -8,7 +8,6 @@ import torch
 
 from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.disturbances import Disturbances
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.offload import StepTimes
 from megakv.costmodel.offload_pipeline import step_seconds
@@ -18,7 +17,7 @@ from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.costmodel.simulation import Sharing, simulate
 from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import METHODS, PrefillProgram
-from megakv.costmodel.simulation_program import Program
+from megakv.costmodel.simulation_program import Disturbances, Program
 from tests.unit.costmodel.profiles import ideal
 
 

@@ -6,9 +6,8 @@ import random
 import pytest
 
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.dense import TokenTimes, all_reduce_seconds
 from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.tensor_parallel import all_reduce_seconds
 from tests.unit.costmodel.profiles import fingerprint, ideal
 from tests.unit.costmodel.test_chain import attention_only
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.context_parallel import Workload, pass_bytes
+from megakv.costmodel.dense import all_reduce_bytes
 from megakv.costmodel.simulation_prefill import METHODS, PrefillProgram
-from megakv.costmodel.tensor_parallel import all_reduce_bytes
-from megakv.costmodel.traffic import pass_bytes
 from tests.unit.costmodel.test_simulation import machine, shape
 
 
