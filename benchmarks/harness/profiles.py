@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernel_times import KernelSizes, Matrices
-from megakv.costmodel.lone import Alone
 from megakv.costmodel.measurement import measure_profile
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.stopwatch import Alone
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh

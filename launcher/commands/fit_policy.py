@@ -7,13 +7,13 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from megakv.costmodel.policy_fit import PolicyFit, load_fit
 from megakv.costmodel.policy_points import fit_policy
-from megakv.launcher.commands.profile import layer_shape, measure
-from megakv.launcher.environment import adopt_slurm, own_rank
-from megakv.launcher.ranks import DTYPES, Progress, add_rank_arguments, join_ranks
-from megakv.launcher.voice import one_voice, quiet_libraries
+from megakv.distributed.comm import Communicator
+from megakv.launcher.commands.profile import join_and_measure, layer_shape, measure
+from megakv.launcher.ranks import DTYPES, add_rank_arguments
 
 DEFAULT_SECONDS = 120.0
 DEFAULT_TOKENS = (1024, 4096, 16384)
@@ -65,30 +65,17 @@ def summary(fit: PolicyFit) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Entry of every rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, ranks=False)
-    arguments = parser.parse_args()
-    quiet_libraries()
-    with one_voice():
-        adopt_slurm()
-        comm = join_ranks(arguments)
-        check_tokens(arguments.tokens, comm.mesh.cp_size)
-        shape = layer_shape(arguments)
-        progress = Progress("fit-policy")
-        fit = fit_policy(
-            comm,
-            shape,
-            dtype=DTYPES[arguments.dtype],
-            totals=arguments.tokens,
-            seconds=arguments.seconds,
-            report=progress.step,
-        )
-        progress.close()
-        if own_rank() == 0:
-            fit.save(arguments.json)
+def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callable[[int], None]) -> PolicyFit:
+    check_tokens(arguments.tokens, comm.mesh.cp_size)
+    return fit_policy(
+        comm,
+        layer_shape(arguments),
+        dtype=DTYPES[arguments.dtype],
+        totals=arguments.tokens,
+        seconds=arguments.seconds,
+        report=report,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    join_and_measure(__doc__, add_arguments, _measured)

@@ -13,11 +13,9 @@ import torch
 from tqdm import tqdm
 
 from megakv.config import load_config
-from megakv.costmodel.choices import Choice, Demand, run_config
+from megakv.costmodel.choices import Choice, Demand, choice_config
 from megakv.costmodel.cluster import ClusterPlanner, Plan
-from megakv.costmodel.offload_time import recomputes
 from megakv.costmodel.presets import Hardware, hardware
-from megakv.costmodel.shape import ModelShape
 from megakv.launcher.model_names import asks_for_fp8, model_shape
 from megakv.tracking.files import write_whole
 
@@ -25,7 +23,6 @@ SHOWN = 8
 LEAST_SHARE = 0.001
 """Of the bytes that a rank sends: operations with less are not shown."""
 GB = 1e9
-GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,14 +85,6 @@ def run(arguments: argparse.Namespace) -> None:
         )
     print(f"\n{found.evaluated} predictions in {seconds:.1f} s; the best as JSON:")
     print(json.dumps(config, indent=2))
-
-
-def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[str, Any]:
-    """The JSON of a run that makes a choice, as `megakv.config.load_config` takes it."""
-    host_gb = max(1.0, round(choice.memory.host / GIB + 0.5)) if choice.fit.offload else None
-    divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None
-    disk_gb = float(round(choice.memory.disk / GIB + 0.5)) if choice.memory.disk else 0.0
-    return run_config(choice, dtype=machine.spec.dtype, host_gb=host_gb, disk_gb=disk_gb, divided=divided)
 
 
 def _values(

@@ -7,13 +7,15 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.kernel_times import KernelSizes, Matrices
-from megakv.costmodel.measurement import DEFAULT_MATRICES, DEFAULT_SECONDS, DEFAULT_SIZES, measure_profile
+from megakv.costmodel.measurement import DEFAULT_SECONDS, measure_profile
+from megakv.costmodel.records import Record
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.distributed.comm import Communicator
 from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.ranks import (
     DTYPES,
@@ -92,34 +94,39 @@ def summary(profile: HardwareProfile) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Entry of every rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, ranks=False)
+def join_and_measure(
+    description: str | None,
+    arguments_of: Callable[..., None],
+    work: Callable[[argparse.Namespace, Communicator, Callable[[int], None]], Record],
+) -> None:
+    """Entry of every rank of a measuring command: join the others, do the work, and keep what rank 0 found.
+
+    work: takes the arguments, the communicator, and what is to be told the number of steps after each of them.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    arguments_of(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
     with one_voice():
         adopt_slurm()
         comm = join_ranks(arguments)
-        sizes: Sequence[KernelSizes] = DEFAULT_SIZES
-        matrices = DEFAULT_MATRICES
-        if arguments.model:
-            model = model_shape(arguments)
-            sizes = (KernelSizes.of(model.attention(tp_size=arguments.tp)),)
-            matrices = Matrices.of(model)
-        progress = Progress("profile")
-        profile = measure_profile(
-            comm,
-            dtype=DTYPES[arguments.dtype],
-            sizes=sizes,
-            matrices=matrices,
-            seconds=arguments.seconds,
-            report=progress.step,
-        )
+        progress = Progress(parser.prog.removesuffix(".py").replace("_", "-"))
+        found = work(arguments, comm, progress.step)
         progress.close()
         if own_rank() == 0:
-            profile.save(arguments.json)
+            found.save(arguments.json)
+
+
+def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callable[[int], None]) -> HardwareProfile:
+    options: dict[str, Any] = {}
+    if arguments.model:
+        model = model_shape(arguments)
+        options = {
+            "sizes": (KernelSizes.of(model.attention(tp_size=arguments.tp)),),
+            "matrices": Matrices.of(model),
+        }
+    return measure_profile(comm, dtype=DTYPES[arguments.dtype], seconds=arguments.seconds, report=report, **options)
 
 
 if __name__ == "__main__":
-    main()
+    join_and_measure(__doc__, add_arguments, _measured)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.choices import MOST_TOKENS, tp_sizes
 from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.simulation import Schedule, Sharing
-from megakv.costmodel.simulation import simulate as run_program
+from megakv.costmodel.simulation import Sharing, simulate
 from megakv.costmodel.simulation_prefill import METHODS
-from megakv.costmodel.simulation_program import Disturbances, Program
+from megakv.costmodel.simulation_program import Disturbances
 from megakv.costmodel.virtual_runs import GIB, DecodingRun, PrefillRun, VirtualRun
 from megakv.launcher.model_names import model_shape
 from megakv.tracking.files import write_whole
@@ -81,9 +79,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"{len(program.tasks):,} tasks are too many: allowed: {MOST_TASKS:,}; fewer --layers, larger --chunk-tokens"
         )
-    schedule = _played(run, disturbances.of(program))
+    with tqdm(total=len(program.tasks), desc="simulate", unit="task", leave=False, delay=1.0) as bar:
+        schedule = simulate(
+            disturbances.of(program), Sharing.of(run.profile), progress=lambda ended: bar.update(ended - bar.n)
+        )
+    given = {name: value for name, value in vars(arguments).items() if not callable(value)}
     report = run.report(
-        schedule, model=Path(arguments.model).name, config=_config(arguments), machine=machine.spec.name
+        schedule,
+        model=Path(arguments.model).name,
+        config={"simulated": given},
+        machine={"simulated": machine.spec.name},
     )
     if arguments.png:
         draw_timeline(report, arguments.png)
@@ -108,11 +113,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "simulated_in_s": time.perf_counter() - begun,
         **{name: getattr(arguments, name) for name in ("png", "trace", "json") if getattr(arguments, name)},
     }
-
-
-def _played(run: VirtualRun, program: Program) -> Schedule:
-    with tqdm(total=len(program.tasks), desc="simulate", unit="task", leave=False, delay=1.0) as bar:
-        return run_program(program, Sharing.of(run.profile), progress=lambda ended: bar.update(ended - bar.n))
 
 
 def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
@@ -149,32 +149,28 @@ def _run(arguments: argparse.Namespace, machine: Hardware, model: ModelShape) ->
     )  # fmt: skip
 
 
-def _config(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"simulated": {name: value for name, value in vars(arguments).items() if not callable(value)}}
-
-
 def _disturbances(arguments: argparse.Namespace) -> Disturbances:
-    ranks = {_numbers("--slow-rank", "R:FACTOR", text, ":")[0]: text for text in arguments.slow_rank}
-    links = {tuple(_numbers("--slow-link", "A-B:FACTOR", text, "-:")[:2]): text for text in arguments.slow_link}
+    ranks = _slowed("--slow-rank", "R:FACTOR", arguments.slow_rank)
+    links = _slowed("--slow-link", "A-B:FACTOR", arguments.slow_link)
     return Disturbances(
-        slow_ranks={int(rank): _numbers("--slow-rank", "R:FACTOR", text, ":")[-1] for rank, text in ranks.items()},
-        slow_links={
-            (int(first), int(second)): _numbers("--slow-link", "A-B:FACTOR", text, "-:")[-1]
-            for (first, second), text in links.items()
-        },
+        slow_ranks={rank: factor for (rank,), factor in ranks.items()},
+        slow_links={(first, second): factor for (first, second), factor in links.items()},
         noise=arguments.noise,
         seed=arguments.seed,
     )
 
 
-def _numbers(option: str, form: str, text: str, separators: str) -> Sequence[float]:
-    """The numbers of an argument, the last of them a factor and the others ranks."""
-    parts = [text]
-    for separator in separators:
-        parts = [*parts[:-1], *parts[-1].split(separator, 1)]
-    try:
-        if len(parts) != len(separators) + 1:
-            raise ValueError
-        return [*(int(part) for part in parts[:-1]), float(parts[-1])]
-    except ValueError:
-        raise ValueError(f"{option} {text}: allowed: {form}, as in {'1-2:3.5' if '-' in form else '1:2.5'}") from None
+def _slowed(option: str, form: str, texts: list[str]) -> dict[tuple[int, ...], float]:
+    """Factors by the rank, or the two ranks, that they are given for."""
+    found = {}
+    for text in texts:
+        names, _, factor = text.rpartition(":")
+        try:
+            ranks = tuple(map(int, names.split("-")))
+            if len(ranks) != form.count("-") + 1:
+                raise ValueError
+            found[ranks] = float(factor)
+        except ValueError:
+            example = "1-2:3.5" if "-" in form else "1:2.5"
+            raise ValueError(f"{option} {text}: allowed: {form}, as in {example}") from None
+    return found

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megakv.costmodel.memory import RankMemory
+from megakv.costmodel.offload_time import recomputes
+from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 from megakv.weights.placement.heads import contiguous_head_map
@@ -15,6 +17,7 @@ from megakv.weights.placement.heads import contiguous_head_map
 MOST_TOKENS = 10**9
 MOST_GPUS = 10**6
 MOST_SEQUENCES = 10**5
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -156,16 +159,8 @@ def meshes(model: ModelShape, demand: Demand) -> Iterator[Mesh]:
             yield Mesh(cp_size, tp_size, demand.gpus // (cp_size * tp_size))
 
 
-def run_config(
-    choice: Choice, *, dtype: str, host_gb: float | None = None, disk_gb: float = 0.0, divided: bool = False
-) -> dict[str, Any]:
-    """The JSON of a run, as `megakv.config.load_config` takes it.
-
-    dtype: as in ``bfloat16``.
-    host_gb: host memory of each rank for offloaded keys and values, in GiB.
-    disk_gb: space on disk of each rank for those that have no room there, in GiB.
-    divided: whether some of those may be recomputed from activations, or attended to by the host.
-    """
+def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[str, Any]:
+    """The JSON of a run that makes a choice, as `megakv.config.load_config` takes it."""
     parallel: dict[str, Any] = {"size": choice.mesh.cp_size}
     section: dict[str, Any] = {"context_parallel": parallel}
     if choice.mesh.cp_size > 1:
@@ -179,8 +174,12 @@ def run_config(
     if choice.fit.kept_share < 1:
         section["fairkv"] = {"budget": choice.fit.kept_share}
     if choice.fit.offload:
+        # Whether some tokens may be recomputed from activations, or attended to by the host.
+        divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None
+        host_gb = max(1.0, round(choice.memory.host / GIB + 0.5))
         section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if divided else "stream"}
-        if disk_gb:
-            section["offload"]["disk_gb"] = disk_gb
+        if choice.memory.disk:
+            section["offload"]["disk_gb"] = float(round(choice.memory.disk / GIB + 0.5))
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    return {"dtype": names[dtype], "tensor_parallel": {"tp_size": choice.mesh.tp_size}, "megakv": section}
+    dtype = names[machine.spec.dtype]
+    return {"dtype": dtype, "tensor_parallel": {"tp_size": choice.mesh.tp_size}, "megakv": section}

@@ -56,7 +56,7 @@ class Fitting:
             cp_size=mesh.cp_size,
             tp_size=mesh.tp_size,
             kept_share=fit.kept_share,
-            offloaded_share=float(fit.offload),
+            offloaded=fit.offload,
         )
         if not fit.offload:
             return memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,11 +99,8 @@ class TableCells:
 
     @property
     def _rows(self) -> tuple[int, ...]:
-        if self.sizes.kernel == "sdpa":
-            return SDPA_ROWS
-        if self.sizes.kernel == "math":
-            return MATH_ROWS
-        return UNGROUPED_ROWS if self.sizes.group == 1 else GROUPED_ROWS
+        fused = UNGROUPED_ROWS if self.sizes.group == 1 else GROUPED_ROWS
+        return {"sdpa": SDPA_ROWS, "math": MATH_ROWS}.get(self.sizes.kernel, fused)
 
     def _short(self, pairs: int) -> bool:
         return 4 * self.sizes.heads * self.sizes.head_dim * pairs <= self.longest_s * self.flops
@@ -111,21 +109,21 @@ class TableCells:
         return tuple(keys for keys in KEYS if keys == KEYS[0] or self._short(rows * keys))
 
     def _squares(self) -> tuple[int, ...]:
-        if self.sizes.kernel == "sdpa":
-            return SQUARES[:2]
-        return tuple(rows for rows in SQUARES if rows in SQUARES[:2] or self._short(rows * rows))
+        least, larger = SQUARES[:2], SQUARES[2:] if self.sizes.kernel != "sdpa" else ()
+        return (*least, *(rows for rows in larger if self._short(rows * rows)))
 
     def add(self, battery: Battery) -> None:
         """Put the cells into a battery."""
         for rows in self._rows:
             for keys in self._keys(rows):
-                battery.add(self.sizes, rows, keys, call=lambda r=rows, k=keys: self.call(r, k, causal=False))  # type: ignore[misc]
+                battery.add(self.sizes, rows, keys, call=partial(self.call, rows, keys, causal=False))
         for rows in self._squares():
-            battery.add(self.sizes, rows, call=lambda r=rows: self.call(r, r, causal=True))  # type: ignore[misc]
+            battery.add(self.sizes, rows, call=partial(self.call, rows, rows, causal=True))
 
     def table(self, times: Times) -> AttentionTable:
         """What they came to."""
         sizes, squares = self.sizes, self._squares()
+        square_s = times.rising((sizes, rows) for rows in squares)
         return AttentionTable(
             kernel=sizes.kernel,
             head_dim=sizes.head_dim,
@@ -134,9 +132,7 @@ class TableCells:
             rows=self._rows,
             keys=KEYS,
             seconds=tuple(times.rising((sizes, rows, keys) for keys in self._keys(rows)) for rows in self._rows),
-            causal=Curve(
-                sizes=tuple(rows * rows for rows in squares), seconds=times.rising((sizes, rows) for rows in squares)
-            ),
+            causal=Curve(sizes=tuple(rows * rows for rows in squares), seconds=square_s),
         )
 
 
@@ -148,61 +144,48 @@ class CurveCells:
     sizes: tuple[int, ...]
     make: Callable[[int], Callable[[], object]]  # The call to time, of a size.
     rising: bool = True  # Whether no size takes longer than a larger one.
+    scale: float = 1.0  # Of the curve, over the seconds of a call.
 
     def add(self, battery: Battery) -> None:
         """Put the cells into a battery."""
         for size in self.sizes:
             battery.add(self.name, size, call=self.make(size))
 
-    def curve(self, times: Times, *, scale: float = 1.0) -> Curve:
-        """What they came to, times `scale`."""
+    def curve(self, times: Times) -> Curve:
+        """What they came to."""
         keys = [(self.name, size) for size in self.sizes]
         seconds = times.rising(keys) if self.rising else [times[key] for key in keys]
-        return Curve(sizes=self.sizes, seconds=tuple(scale * value for value in seconds))
+        return Curve(sizes=self.sizes, seconds=tuple(self.scale * value for value in seconds))
 
 
-def matmul_cells(pool: Pool, matrices: Matrices) -> CurveCells:
-    """Weight matrices from memory, over the tokens that go through them."""
-    return CurveCells("matmul", TOKENS, lambda tokens: matrices.pass_through(pool, tokens), rising=False)
+def rank_curves(pool: Pool, matrices: Matrices, parts: int) -> dict[str, CurveCells]:
+    """Curves of what a rank does alone, by field of the profile; partial outputs of so many parts are stacked."""
+    device, itemsize = pool.device, pool.dtype.itemsize
 
+    def copying(nbytes: int) -> Callable[[], object]:
+        buffer = torch.empty(nbytes // itemsize, dtype=pool.dtype, device=device)
+        return lambda: buffer.copy_(pool.take(len(buffer)))
 
-def copy_cells(pool: Pool) -> CurveCells:
-    """Copying into one buffer again and again, over bytes."""
+    def outputs(stacked: int, elements: int) -> tuple[Tensor, Tensor]:
+        # [parts, 1, L, D] partial outputs of so many elements a part, and their log-sum-exps.
+        rows = max(1, elements // MERGE_DIM)
+        return torch.rand(stacked, 1, rows, MERGE_DIM, device=device), torch.rand(stacked, 1, rows, device=device)
 
-    def make(nbytes: int) -> Callable[[], object]:
-        count = nbytes // pool.dtype.itemsize
-        buffer = torch.empty(count, dtype=pool.dtype, device=pool.device)
-        return lambda: buffer.copy_(pool.take(count))
-
-    return CurveCells("copy", COPY_SIZES, make)
-
-
-def fresh_copy_cells(pool: Pool) -> CurveCells:
-    """Copying into newly allocated memory, over bytes."""
-    return CurveCells("fresh copy", COPY_SIZES, lambda nbytes: lambda: pool.take(nbytes // pool.dtype.itemsize).clone())
-
-
-def _outputs(device: torch.device, parts: int, elements: int) -> tuple[Tensor, Tensor]:
-    """``[parts, 1, L, D]`` partial outputs of so many elements a part, and their log-sum-exps."""
-    rows = max(1, elements // MERGE_DIM)
-    return torch.rand(parts, 1, rows, MERGE_DIM, device=device), torch.rand(parts, 1, rows, device=device)
-
-
-def merge_cells(device: torch.device) -> CurveCells:
-    """Merging a partial output into another, over its elements."""
-
-    def make(elements: int) -> Callable[[], object]:
-        out, lse = _outputs(device, 2, elements)
+    def merging(elements: int) -> Callable[[], object]:
+        out, lse = outputs(2, elements)
         return lambda: merge_(out[0], lse[0], out[1], lse[1])
 
-    return CurveCells("merge", MERGE_SIZES, make)
+    def combining(elements: int) -> Callable[[], object]:
+        return partial(merge_parts, *outputs(parts, max(1, elements // parts)))
 
-
-def combine_cells(device: torch.device, parts: int) -> CurveCells:
-    """Merging stacked partial outputs, over the elements of all parts."""
-
-    def make(elements: int) -> Callable[[], object]:
-        out, lse = _outputs(device, parts, max(1, elements // parts))
-        return lambda: merge_parts(out, lse)
-
-    return CurveCells("combine", MERGE_SIZES, make)
+    return {
+        "matmul": CurveCells(
+            "matmul", TOKENS, partial(matrices.pass_through, pool), rising=False, scale=1 / matrices.elements
+        ),
+        "copy_bytes": CurveCells("copy", COPY_SIZES, copying),
+        "copy_fresh": CurveCells(
+            "fresh copy", COPY_SIZES, lambda nbytes: lambda: pool.take(nbytes // itemsize).clone()
+        ),
+        "merge": CurveCells("merge", MERGE_SIZES, merging),
+        "combine": CurveCells("combine", MERGE_SIZES, combining),
+    }

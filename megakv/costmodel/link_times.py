@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megakv.costmodel.curves import Curve
 from megakv.costmodel.kernel_times import CurveCells, TableCells
-from megakv.costmodel.stopwatch import Battery, Cells, Times
+from megakv.costmodel.stopwatch import Battery, Times
 from megakv.distributed.comm import Communicator
 
 MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
@@ -42,31 +41,31 @@ def exchange(comm: Communicator, size: int) -> Callable[[], object]:
     return lambda: comm.shift(send, receive, operation=OPERATION, layer=None).wait()
 
 
-def exchange_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
-    """One step of the ring with nothing else running, over bytes."""
-    return CurveCells("exchange", _sizes(bandwidth, longest_s), lambda size: exchange(comm, size))
+def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> dict[str, CurveCells]:
+    """Curves of what the ranks of a ring do together with nothing else running, by field of the profile.
 
+    The ring's step is over the bytes of its messages; the collectives are over the bytes that a rank sends to others.
 
-def all_to_all_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
-    """All2All with equal pieces, over the bytes that a rank sends to others."""
+    bandwidth: bytes per second of the exchange, about.
+    longest_s: no call takes longer than this, about.
+    """
+    others, device = comm.mesh.cp_size - 1, comm.mesh.device
 
-    def make(size: int) -> Callable[[], object]:
-        ranks = comm.mesh.cp_size
-        counts = [max(1, size // (ranks - 1) // torch.float32.itemsize)] * ranks
-        send = torch.zeros(sum(counts), device=comm.mesh.device)
+    def scattering(size: int) -> Callable[[], object]:
+        counts = [max(1, size // others // torch.float32.itemsize)] * (others + 1)
+        send = torch.zeros(sum(counts), device=device)
         return lambda: comm.cp_all_to_all(send, counts, counts, operation=OPERATION, layer=None)
 
-    return CurveCells("all to all", _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE), make)
-
-
-def all_gather_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
-    """All-gather, over the bytes that a rank sends to others."""
-
-    def make(size: int) -> Callable[[], object]:
-        piece = _bytes(comm, max(1, size // (comm.mesh.cp_size - 1)))
+    def gathering(size: int) -> Callable[[], object]:
+        piece = _bytes(comm, max(1, size // others))
         return lambda: comm.cp_all_gather(piece, operation=OPERATION, layer=None)
 
-    return CurveCells("all gather", _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE), make)
+    fewer = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
+    return {
+        "exchange": CurveCells("exchange", _sizes(bandwidth, longest_s), partial(exchange, comm)),
+        "all_to_all": CurveCells("all to all", fewer, scattering),
+        "all_gather": CurveCells("all gather", fewer, gathering),
+    }
 
 
 def sum_name(comm: Communicator) -> tuple[str, int, bool]:
@@ -83,47 +82,7 @@ def summing(comm: Communicator, size: int) -> Callable[[], object]:
 def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
     """Sums over a mesh's tensor-parallel ranks, over bytes."""
     sizes = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
-    return CurveCells(sum_name(comm), sizes, lambda size: summing(comm, size))
-
-
-class RingCells:
-    """What the ranks of a ring do together.
-
-    kernels: whose kernel computes beside an exchange.
-    unit_s: seconds of a unit of it, see `OverlapCells`.
-    bandwidth: bytes per second of the exchange, about.
-    longest_s: no call takes longer than this, about.
-    """
-
-    def __init__(self, comm: Communicator, kernels: TableCells, unit_s: float, bandwidth: float, longest_s: float):
-        self._step = exchange_cells(comm, bandwidth=bandwidth, longest_s=longest_s)
-        self._scatter = all_to_all_cells(comm, bandwidth=bandwidth, longest_s=longest_s)
-        self._gather = all_gather_cells(comm, bandwidth=bandwidth, longest_s=longest_s)
-        self._overlap = OverlapCells(comm, kernels, unit_s, bandwidth, longest_s)
-        self._all: tuple[Cells, ...] = (self._step, self._scatter, self._gather, self._overlap)
-
-    def add(self, battery: Battery) -> None:
-        """Put the cells into a battery."""
-        for cells in self._all:
-            cells.add(battery)
-
-    def fields(self, times: Times) -> dict[str, Any]:
-        """Fields of `HardwareProfile`."""
-        exposed_transfer, exposed_compute = self._overlap.exposed(times)
-        return {
-            "exchange": self._step.curve(times),
-            "exposed_transfer": exposed_transfer,
-            "exposed_compute": exposed_compute,
-            "straggle": self._overlap.straggle(times),
-            "all_to_all": self._scatter.curve(times),
-            "all_gather": self._gather.curve(times),
-        }
-
-
-def no_links() -> dict[str, Any]:
-    """The same fields for a rank that is alone: whatever is sent to nobody takes no time."""
-    instant = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
-    return {**instant, "exposed_transfer": 0.0, "exposed_compute": 0.0, "straggle": 0.0}
+    return CurveCells(sum_name(comm), sizes, partial(summing, comm))
 
 
 @dataclass
@@ -163,23 +122,22 @@ class OverlapCells:
             self._compute(units)
             transfer.wait()
 
-        battery.add("overlap", 0, True, call=lambda: both(0))
+        battery.add("overlap", 0, True, call=partial(both, 0))
         for units in self._units:
-            battery.add("overlap", units, False, call=lambda n=units: self._compute(n))  # type: ignore[misc]
-            battery.add("overlap", units, True, call=lambda n=units: both(n))  # type: ignore[misc]
+            battery.add("overlap", units, False, call=partial(self._compute, units))
+            battery.add("overlap", units, True, call=partial(both, units))
 
-    def exposed(self, times: Times) -> tuple[float, float]:
-        """``exposed_transfer`` and ``exposed_compute`` of `HardwareProfile`."""
+    def fields(self, times: Times) -> dict[str, float]:
+        """Fields of `HardwareProfile`."""
         fewer, more = self._units
         alone = times["overlap", 0, True]
         added_transfer = times["overlap", more, True] - times["overlap", more, False]
         added_compute = times["overlap", fewer, True] - alone
         shares = _share(added_transfer, alone), _share(added_compute, times["overlap", fewer, False])
-        return fair(*shares) if self.comm.mesh.device.type == "cpu" else shares
-
-    def straggle(self, times: Times) -> float:
-        """``straggle`` of `HardwareProfile`."""
-        return times.straggle(("overlap", self._units[1], False))
+        if self.comm.mesh.device.type == "cpu":
+            shares = fair(*shares)
+        straggle = times.straggle(("overlap", more, False))
+        return {"exposed_transfer": shares[0], "exposed_compute": shares[1], "straggle": straggle}
 
 
 def fair(transfer: float, compute: float) -> tuple[float, float]:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
-from megakv.costmodel.kernel_times import (
-    KernelSizes,
-    Matrices,
-    TableCells,
-    combine_cells,
-    copy_cells,
-    fresh_copy_cells,
-    matmul_cells,
-    merge_cells,
-)
-from megakv.costmodel.link_times import UNIT_KEYS, UNIT_ROWS, RingCells, exchange, no_links, sum_cells
+from megakv.costmodel.kernel_times import KernelSizes, Matrices, TableCells, rank_curves
+from megakv.costmodel.link_times import UNIT_KEYS, UNIT_ROWS, OverlapCells, exchange, ring_curves, sum_cells
 from megakv.costmodel.rehearsal import MeetingCells
 from megakv.costmodel.small_models import SmallModelCells
-from megakv.costmodel.stopwatch import ROUNDS, Battery, Cells, Pool, Stopwatch, lower_decile
+from megakv.costmodel.stopwatch import ROUNDS, Battery, Pool, Stopwatch, lower_decile
 from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 
@@ -63,36 +56,34 @@ def measure_profile(
     probe = TableCells(sizes[0], pool, 1.0, longest_s)
     flops, unit_s, bandwidth = _probe(watch, probe)
     tables = [TableCells(size, pool, flops, longest_s) for size in _all_tables(sizes, pool.device)]
-    matmul, copy, fresh = matmul_cells(pool, matrices), copy_cells(pool), fresh_copy_cells(pool)
-    merge, combine = merge_cells(pool.device), combine_cells(pool.device, max(2, ring))
-    everything: list[Cells] = [*tables, matmul, copy, fresh, merge, combine]
-    links = meeting = None
+    curves = rank_curves(pool, matrices, max(2, ring))
     summed = [each for each in (comm, *sums) if each.mesh.tp_size > 1]
-    curves = [sum_cells(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
+    sum_curves = [sum_cells(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
+    overlap = meeting = None
     if ring > 1:
-        links = RingCells(comm, probe, unit_s, bandwidth, longest_s)
+        curves |= ring_curves(comm, bandwidth=bandwidth, longest_s=longest_s)
+        overlap = OverlapCells(comm, probe, unit_s, bandwidth, longest_s)
         meeting = MeetingCells(comm, pool, sizes[0], summed, matrices)
-        everything += [links, *curves, meeting]
     small = SmallModelCells(pool) if pool.device.type == "cpu" else None
-    everything += [small] if small else []
     battery = Battery(watch)
-    for cells in everything:
-        cells.add(battery)
+    for cells in (*tables, *curves.values(), overlap, *(sum_curves if meeting else ()), meeting, small):
+        if cells is not None:
+            cells.add(battery)
     steps = ROUNDS * len(battery)
     times = battery.run(seconds, None if report is None else lambda: report(steps))
     machine = fingerprint(comm, dtype)
     local = -(-machine.ranks // machine.hosts)
+    # Whatever a rank that is alone sends to nobody takes no time.
+    measured: dict[str, Any] = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
+    measured |= dict.fromkeys(("exposed_transfer", "exposed_compute", "straggle"), 0.0)
+    measured |= {name: cells.curve(times) for name, cells in curves.items()}
+    measured |= overlap.fields(times) if overlap else {}
     profile = HardwareProfile(
         fingerprint=machine,
         ring_size=ring,
         attention=tuple(table.table(times) for table in tables),
-        matmul=matmul.curve(times, scale=1 / matrices.elements),
-        copy_bytes=copy.curve(times),
-        copy_fresh=fresh.curve(times),
-        merge=merge.curve(times),
-        combine=combine.curve(times),
-        **(links.fields(times) if links else no_links()),
-        sums=meeting.sum_times(times, curves) if meeting else (),
+        **measured,
+        sums=meeting.sum_times(times, sum_curves) if meeting else (),
         step_overhead_s={},
         memory_bytes=_memory_bytes(comm, local),
         host_memory_bytes=min(comm.gather_objects(machine_info()["memory_bytes"])),

@@ -75,7 +75,7 @@ def rank_memory(
     cp_size: int = 1,
     tp_size: int = 1,
     kept_share: float = 1.0,
-    offloaded_share: float = 0.0,
+    offloaded: bool = False,
 ) -> RankMemory:
     """Memory of a rank of a mesh.
 
@@ -87,7 +87,7 @@ def rank_memory(
     batch: sequences.
     new: tokens of a sequence that are computed at a time; None: all.
     kept_share: what part of keys and values compression keeps.
-    offloaded_share: what part of those lies off the accelerator.
+    offloaded: whether those lie off the accelerator.
     Raises ValueError: if a size is not positive, or a share not in 0 to 1.
     """
     sizes = {"context": context, "batch": batch, "new": context if new is None else new}
@@ -95,21 +95,19 @@ def rank_memory(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} = {size}: allowed: 1 or more")
-    for name, share in (("kept_share", kept_share), ("offloaded_share", offloaded_share)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{name} = {share}: allowed: 0 to 1")
+    if not 0 <= kept_share <= 1:
+        raise ValueError(f"kept_share = {kept_share}: allowed: 0 to 1")
     row = model.attention(tp_size=tp_size).kv_row_bytes
     kept, computed = -(-context // cp_size) * batch, -(-sizes["new"] // cp_size) * batch
     cache = len(model.layers) * kept * row * kept_share
-    resident = cache * (1 - offloaded_share)
-    if offloaded_share:
+    if offloaded:
         # Two layers' worth is on the accelerator: the one at work, and the next; with activations that are recomputed.
         inputs = model.hidden * model.element_bytes
         staged = kept * (row * kept_share + (inputs if may_pay(inputs, row) else 0))
-        resident = max(resident, min(cache, STAGED_LAYERS * grown_bytes(round(staged))))
+        cache = min(cache, STAGED_LAYERS * grown_bytes(round(staged)))
     whole = model.embedding * model.element_bytes
     return RankMemory(
         weights=whole + -(-(model.weight_bytes - whole) // tp_size),
-        cache=round(resident),
+        cache=round(cache),
         working=activation_bytes(model, computed=computed, held=kept, row_bytes=row, cp_size=cp_size, tp_size=tp_size),
     )

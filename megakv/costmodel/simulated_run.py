@@ -63,23 +63,10 @@ class _Rank:
         self.computed = end
 
 
-def simulated_report(
-    schedule: Schedule,
-    ranks: SimulatedRanks,
-    *,
-    model: str,
-    config: dict[str, Any],
-    machine: dict[str, Any],
-    new_tokens: int = 0,
-    ttft_s: float | None = None,
-    ttit_s: float | None = None,
-) -> RunReport:
-    """The report of a run that took place on paper.
+def simulated_report(schedule: Schedule, ranks: SimulatedRanks, **values: Any) -> RunReport:
+    """The report of a run that took place on paper; `values` are further fields of it.
 
     A rank waits between two computations; what it waits for is what ended last before the second of them.
-
-    config, machine: as in the report of a real run.
-    new_tokens: generated tokens.
     """
     found = [_Rank() for _ in ranks.tokens]
     causes = _causes(schedule)
@@ -91,16 +78,11 @@ def simulated_report(
         for rank in task.ends:
             found[rank].transfer(task, start, end, sends=rank == task.rank)
     return RunReport(
-        config=config,
-        model=model,
         mesh={"cp": ranks.cp_size, "tp": ranks.tp_size},
-        ttft_s=ttft_s,
-        ttit_s=ttit_s,
         prompt_tokens=sum(ranks.tokens) // ranks.tp_size,
-        new_tokens=new_tokens,
         ranks=[_rank_report(rank, each, ranks) for rank, each in enumerate(found)],
         versions=version_info(),
-        machine=machine,
+        **values,
     )
 
 
@@ -122,12 +104,10 @@ def _rank_report(rank: int, found: _Rank, ranks: SimulatedRanks) -> RankReport:
         Traffic(name, layer, count.calls, count.nbytes, max(count.seconds, count.exposed), count.exposed)
         for (name, layer), count in counts
     ]
-    totals = {entry.operation: [0, 0, 0.0] for entry in traffic}
-    for entry in traffic:
-        total = totals[entry.operation]
-        total[0] += entry.calls
-        total[1] += entry.bytes_sent
-        total[2] += entry.seconds_exposed
+    of = {
+        name: [entry for entry in traffic if entry.operation == name]
+        for name in sorted({name for name, _ in found.counts})
+    }
     return RankReport(
         rank=rank,
         host=ranks.hosts[rank],
@@ -136,9 +116,9 @@ def _rank_report(rank: int, found: _Rank, ranks: SimulatedRanks) -> RankReport:
         tokens=ranks.tokens[rank],
         kv_bytes=ranks.kv_bytes[rank],
         peak_bytes=ranks.peak_bytes[rank],
-        bytes_sent={name: int(total[1]) for name, total in totals.items()},
-        calls={name: int(total[0]) for name, total in totals.items()},
-        seconds_exposed={name: float(total[2]) for name, total in totals.items()},
+        bytes_sent={name: sum(entry.bytes_sent for entry in entries) for name, entries in of.items()},
+        calls={name: sum(entry.calls for entry in entries) for name, entries in of.items()},
+        seconds_exposed={name: sum(entry.seconds_exposed for entry in entries) for name, entries in of.items()},
         traffic=traffic,
         events=sorted(found.events, key=lambda event: event.start),
     )

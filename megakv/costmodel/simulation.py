@@ -48,13 +48,6 @@ class Schedule:
         """When the last one ended."""
         return max(self.ends, default=0.0)
 
-    def resource_seconds(self) -> dict[Hashable, float]:
-        """How long every resource was in use."""
-        used: dict[Hashable, float] = defaultdict(float)
-        for task, start, end in zip(self.tasks, self.starts, self.ends, strict=True):
-            used[task.resource] += end - start
-        return dict(used)
-
 
 ALONE = Sharing()
 

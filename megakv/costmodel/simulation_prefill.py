@@ -25,7 +25,7 @@ METHODS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal", "runahead")
 
 
 class PrefillProgram:
-    """Programs of one pass over a prompt; arguments as of `megakv.costmodel.prefill.PrefillTimes`."""
+    """Programs of one pass over a prompt; `chunk_tokens` are those of a message of the chain."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class PrefillProgram:
         workload: Workload,
         *,
         tp_size: int = 1,
-        kv: str = "sharded",
         chunk_tokens: int = CHUNK_TOKENS,
     ):
         self._profile = profile
@@ -42,7 +41,7 @@ class PrefillProgram:
         self._workload = workload
         self._tp_size = tp_size
         self._times = TokenTimes(profile, model, tp_size=tp_size)
-        self._chain = Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens)
+        self._chain = Chain(profile, model, tp_size=tp_size, chunk_tokens=chunk_tokens)
         kinds = {model.layers[index]: index for index, _ in model.layer_kinds}
         self._kinds = [kinds[layer] for layer in model.layers]
 
@@ -110,26 +109,25 @@ class PrefillProgram:
 
     def _add_chain(self, building: _Building, partitions: Sequence[Partition]) -> None:
         parts = self._chain.parts(partitions, self._workload.cached)
-        whole = len(self._kinds) - (parts.visits is not None)
-        works = [work.first(whole) for work in parts.works]
+        assert parts.visits is not None
+        last = len(self._kinds) - 1
+        works = [work.first(last) for work in parts.works]
         if sum(self._workload.cached):
             works = in_step(works)
         new = _sums(partitions)
         # A rank without tokens computes one that stands in for them.
         rows = [max(1, count) for count in new]
         columns = [_Chain(building, ranks, parts, works) for ranks in building.columns]
-        for layer, kind in enumerate(self._kinds[:whole]):
-            wanted = len(self._workload.new) if layer == len(self._kinds) - 1 else None
-            sums = [self._times.sums(layer, tokens, wanted=wanted) for tokens in rows]
+        for layer, kind in enumerate(self._kinds[:last]):
+            sums = [self._times.sums(layer, tokens) for tokens in rows]
             for column in columns:
                 column.add_layer(layer, self._shape(kind).kv_row_bytes, sums)
             self._add_sums(building, sums, rows, layer)
-        if parts.visits is not None:
-            asking = max(place for place, count in enumerate(new) if count)
-            sent = self._last_bytes(OPERATION, new, new, asking=asking)
-            before = [float(work.before[-1]) for work in parts.works]
-            after = [float(work.after[-1]) for work in parts.works]
-            self._add_last(building, before, after, rows, parts.visits, sent)
+        asking = max(place for place, count in enumerate(new) if count)
+        sent = self._last_bytes(OPERATION, new, new, asking=asking)
+        before = [float(work.before[-1]) for work in parts.works]
+        after = [float(work.after[-1]) for work in parts.works]
+        self._add_last(building, before, after, rows, parts.visits, sent)
 
     def _last_bytes(self, method: str, new: list[int], kept: list[int], *, asking: int) -> list[dict[str, int]]:
         """Per context-parallel rank, bytes by operation of a last layer that one token of each sequence asks."""

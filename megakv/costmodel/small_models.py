@@ -21,9 +21,8 @@ from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import CallTimes, HardwareProfile
-from megakv.costmodel.lone import Alone
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.stopwatch import Battery, Pool, Times
+from megakv.costmodel.stopwatch import Alone, Battery, Pool, Times
 from megakv.distributed.agreement import Agreement
 from megakv.forward_pass import Generation
 from megakv.generation import TokenClock, open_call, prepare_options

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from megakv.device import settle_allocator
 from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import Mesh
 
 Key = tuple[object, ...]
 
@@ -106,13 +107,6 @@ class Battery:
         return Times(dict(zip(self._calls, zip(*watch.comm.gather_objects(samples), strict=True), strict=True)))
 
 
-class Cells(Protocol):
-    """A part of a battery."""
-
-    def add(self, battery: Battery) -> None:
-        """Put what is to be timed into a battery."""
-
-
 class Times:
     """What the cells of a battery took.
 
@@ -169,3 +163,28 @@ class Pool:
         taken = self._numbers[self._start : self._start + count].view(shape)
         self._start += count
         return taken
+
+
+class Alone(Communicator):
+    """Communicates with nobody, however many ranks there are.
+
+    device: where it computes.
+    """
+
+    def __init__(self, device: torch.device):
+        mesh = Mesh(
+            rank=0,
+            world_size=1,
+            cp_size=1,
+            cp_rank=0,
+            tp_size=1,
+            tp_rank=0,
+            cp_ranks=(0,),
+            tp_ranks=(0,),
+            groups={},
+            device=device,
+            shared_memory=False,
+            # Nobody is ever waited for.
+            timeout_s=float("inf"),
+        )
+        super().__init__(mesh, Ledger())

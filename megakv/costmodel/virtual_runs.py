@@ -28,7 +28,7 @@ from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import PrefillProgram
 from megakv.costmodel.simulation_program import Program
 from megakv.offload.division import Division
-from megakv.runahead.partition import check_partition, from_fractions
+from megakv.runahead.partition import Partition, check_partition, from_fractions
 from megakv.tracking.metrics import RunReport
 
 GIB = 1 << 30
@@ -37,7 +37,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class VirtualRun(ABC):
-    """What is simulated, on which machine."""
+    """What is simulated, on which machine: new tokens of every sequence, and cached ones."""
 
     def __init__(self, machine: Hardware, model: ModelShape, lengths: Lengths, *, cp_size: int, tp_size: int):
         self.machine = machine
@@ -56,8 +56,8 @@ class VirtualRun(ABC):
         """Its tasks."""
 
     @abstractmethod
-    def report(self, schedule: Schedule, *, model: str, config: dict[str, Any], machine: str) -> RunReport:
-        """The report of the run, once it was played through."""
+    def report(self, schedule: Schedule, **values: Any) -> RunReport:
+        """The report of the run, once it was played through; `values` are its model, config and machine."""
 
     def _ranks(self, tokens: Sequence[int]) -> SimulatedRanks:
         world = self.cp_size * self.tp_size
@@ -80,11 +80,8 @@ class VirtualRun(ABC):
 class PrefillRun(VirtualRun):
     """A prompt that is read.
 
-    machine, model, lengths, cp_size, tp_size: as `VirtualRun`.
     method: one of `megakv.costmodel.simulation_prefill.METHODS`.
     fractions: for ``runahead``, the share of every rank; None: balanced work.
-    chunk_tokens: for ``runahead``.
-    Raises ValueError: if the shares are not one for each rank.
     """
 
     def __init__(
@@ -101,45 +98,34 @@ class PrefillRun(VirtualRun):
     ):
         super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
         self.method = method
-        self._chunk_tokens = chunk_tokens
-        self._program = PrefillProgram(self.profile, model, self.workload, tp_size=tp_size, chunk_tokens=chunk_tokens)
+        options: dict[str, Any] = {"tp_size": tp_size, "chunk_tokens": chunk_tokens}
+        self._program = PrefillProgram(self.profile, model, self.workload, **options)
+        self._times = PrefillTimes(self.profile, model, self.workload, **options)
         if fractions is not None:
             check_partition(fractions, cp_size, setting="--partition")
-        self._partitions = self._cuts(fractions) if method == "runahead" else None
-
-    def _cuts(self, fractions: Sequence[float] | None) -> tuple[tuple[int, ...], ...]:
-        if fractions is not None:
-            return tuple(from_fractions(fractions, new) for new in self.workload.new)
-        chain = Chain(self.profile, self.model, tp_size=self.tp_size, chunk_tokens=self._chunk_tokens)
-        return tuple(
-            balanced_partition(chain, new, self.cp_size, cached=cached)
-            for new, cached in zip(self.workload.new, self.workload.cached, strict=True)
-        )
+        self._partitions: tuple[Partition, ...] | None = None
+        if method == "runahead" and fractions is not None:
+            self._partitions = tuple(from_fractions(fractions, new) for new in self.workload.new)
+        elif method == "runahead":
+            chain = Chain(self.profile, model, **options)
+            self._partitions = tuple(
+                balanced_partition(chain, new, cp_size, cached=cached) for new, cached in zip(*lengths, strict=True)
+            )
 
     @property
     def closed_form_s(self) -> float:
         """TTFT without disturbances."""
-        times = PrefillTimes(
-            self.profile, self.model, self.workload, tp_size=self.tp_size, chunk_tokens=self._chunk_tokens
-        )
-        return times.seconds(self.method, self._partitions)
+        return self._times.seconds(self.method, self._partitions)
 
     def program(self) -> Program:
         """Layers of all ranks, and the logits."""
         return self._program.build(self.method, self._partitions)
 
-    def report(self, schedule: Schedule, *, model: str, config: dict[str, Any], machine: str) -> RunReport:
+    def report(self, schedule: Schedule, **values: Any) -> RunReport:
         """A run that generates one token."""
         ranks = self._ranks(self._program.tokens(self.method, self._partitions))
-        return simulated_report(
-            schedule,
-            ranks,
-            model=model,
-            config=config,
-            machine={"simulated": machine},
-            new_tokens=len(self.workload.new),
-            ttft_s=schedule.seconds,
-        )
+        new_tokens = len(self.workload.new)
+        return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=schedule.seconds, ttit_s=None, **values)
 
 
 class DecodingRun(VirtualRun):
@@ -213,19 +199,13 @@ class DecodingRun(VirtualRun):
             sent=self._sent,
         )
 
-    def report(self, schedule: Schedule, *, model: str, config: dict[str, Any], machine: str) -> RunReport:
+    def report(self, schedule: Schedule, **values: Any) -> RunReport:
         """A run whose prompt was read before: all steps are decoding."""
         even = -(-self.workload.total_new // self.cp_size)
         ranks = self._ranks([even] * (self.cp_size * self.tp_size))
-        return simulated_report(
-            schedule,
-            ranks,
-            model=model,
-            config=config,
-            machine={"simulated": machine},
-            new_tokens=self._steps * len(self.workload.new),
-            ttit_s=schedule.seconds / self._steps,
-        )
+        steps_s = schedule.seconds / self._steps
+        new_tokens = self._steps * len(self.workload.new)
+        return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=None, ttit_s=steps_s, **values)
 
 
 def _layer_of(costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> tuple[StepTimes, Division]:

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.context_parallel import balanced_tokens
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.shape import positions as positions_of
-from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
@@ -27,7 +26,7 @@ from megakv.weights.loading import read_config
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 LARGEST_CONTEXT = 1 << 24
-"""Tokens of a sequence whose shards are laid out here; positions of all of them are in memory."""
+"""Tokens of a sequence: more are taken for a mistake."""
 
 
 @dataclass(frozen=True)
@@ -175,13 +174,10 @@ def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[i
     section, size = config.megakv, config.cp_size
     if not is_contiguous(section.context_parallel.prefill):
         # Every sequence of a batch is dealt out by itself.
-        slots = np.arange(context, dtype=np.int64)
-        layout = balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), size)
-        counts = [batch * len(block) for block in layout.tokens]
+        counts = [batch * tokens for tokens in balanced_tokens(context, size)]
         return counts, counts
-    given = section.runahead.partition
-    chain = section.context_parallel.prefill == "runahead" and not isinstance(given, str)
-    own = explicit(given, context, size) if chain and not isinstance(given, str) else even(context, size)
+    given, chain = section.runahead.partition, section.context_parallel.prefill == "runahead"
+    own = even(context, size) if isinstance(given, str) or not chain else explicit(given, context, size)
     counts = [batch * part for part in own]
     if section.runahead.kv == "last":
         return counts, [0] * (size - 1) + [batch * context]
@@ -193,10 +189,9 @@ def _check_lengths(context: int | None, batch: int, new_tokens: int) -> int:
         raise ValueError("context: the model's config names no number of positions; give the tokens of a prompt")
     if not 1 <= context <= LARGEST_CONTEXT:
         raise ValueError(f"context = {context}: allowed: 1 to {LARGEST_CONTEXT} tokens")
-    if batch < 1:
-        raise ValueError(f"batch = {batch}: allowed: 1 or more")
-    if new_tokens < 0:
-        raise ValueError(f"new_tokens = {new_tokens}: allowed: 0 or more")
+    for name, value, least in (("batch", batch, 1), ("new_tokens", new_tokens, 0)):
+        if value < least:
+            raise ValueError(f"{name} = {value}: allowed: {least} or more")
     return context
 
 

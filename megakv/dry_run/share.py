@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megakv.attention.partial import Scoring
 from megakv.dry_run.coverage import check_coverage
-from megakv.dry_run.passage import run_shapes
 from megakv.errors import MegaKVError
+from megakv.injection.shape_pass import shape_pass
 from megakv.offload.weights import layer_places
 from megakv.weights.fp8 import Fp8Linear, use_fp8
 from megakv.weights.loading import empty_model, parameter_dtypes
@@ -27,8 +29,6 @@ class Share:
     """What one tensor-parallel rank holds."""
 
     tp_rank: int
-    heads: int  # Query and KV heads of all layers together.
-    kv_heads: int
     weight_bytes: int  # Of parameters and buffers.
     row_bytes: tuple[int, ...]  # Per layer, bytes of one token's keys and values.
     # Per decoder layer, bytes of what `megakv.offload.weights` puts into host memory.
@@ -92,8 +92,7 @@ class WholeModel:
             form = tuple(parameter.shape for parameter in model.parameters()), tuple(counts)
             if form not in known:
                 known[form] = self._run(model, tp_rank, tokens, dtypes, fp8)
-            heads, kv_heads = sum(count[0] for count in counts), sum(count[1] for count in counts)
-            yield Share(tp_rank, heads, kv_heads, *known[form])
+            yield Share(tp_rank, *known[form])
 
     def _run(
         self, model: PreTrainedModel, tp_rank: int, tokens: set[int], dtypes: Mapping[str, torch.dtype], fp8: bool
@@ -136,3 +135,66 @@ def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -
         quantised.get(id(parameter), parameter.numel() * dtypes[name].itemsize)
         for name, parameter in model.named_parameters()
     )
+
+
+class ShapeRuntime:
+    """Attention that only compares the heads it is given with the head map, and counts what a cache would hold.
+
+    row_bytes: per layer, bytes of one token's keys and values.
+    """
+
+    def __init__(self, head_map: HeadMap, tp_rank: int):
+        self._head_map = head_map
+        self._tp_rank = tp_rank
+        self.row_bytes: dict[int, int] = {}
+
+    def attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """``[1, L, H, Dv]`` without values.
+
+        Raises MegaKVError: if there are other heads than this rank has, or rows do not belong together.
+        """
+        shard = self._head_map.shard(layer, self._tp_rank)
+        heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
+        found = q_BHSD.shape[1], k_BKSD.shape[1], v_BKSD.shape[1]
+        # ALiBi lies in an extra column of the keys, one for each query head.
+        if found not in ((heads, kv_heads, kv_heads), (heads, heads, heads)):
+            raise MegaKVError(
+                f"layer {layer}, tensor-parallel rank {self._tp_rank}: attention got (query, key, value) heads "
+                f"{found}, the head map has {heads} query heads and {kv_heads} KV heads there"
+            )
+        rows = {tensor.shape[2] for tensor in (q_BHSD, k_BKSD, v_BKSD)}
+        if len(rows) > 1 or q_BHSD.shape[3] != k_BKSD.shape[3]:
+            raise MegaKVError(
+                f"layer {layer}: shapes of queries {list(q_BHSD.shape)}, keys {list(k_BKSD.shape)} and values "
+                f"{list(v_BKSD.shape)} do not fit each other"
+            )
+        self.row_bytes[layer] = sum(
+            tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in (k_BKSD, v_BKSD)
+        )
+        return q_BHSD.new_empty((1, q_BHSD.shape[2], heads, v_BKSD.shape[3]))
+
+
+def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int) -> dict[int, int]:
+    """Run one rank's share over `tokens` of its tokens.
+
+    model: on the meta device, cut for this rank.
+    tokens: 1 or more.
+    Returns per layer, bytes of one token's keys and values.
+    Raises MegaKVError: if shapes do not fit.
+    """
+    runtime = ShapeRuntime(head_map, tp_rank)
+    try:
+        layers, logits = shape_pass(model, runtime, tokens)
+    except (RuntimeError, IndexError, AssertionError) as error:
+        raise MegaKVError(
+            f"tensor-parallel rank {tp_rank}: shapes of {type(model).__name__} do not fit: {error}"
+        ) from error
+    vocab = model.config.get_text_config().vocab_size
+    if logits.shape[-1] != vocab or len(runtime.row_bytes) != layers:
+        raise MegaKVError(
+            f"tensor-parallel rank {tp_rank}: {len(runtime.row_bytes)} of {layers} layers called attention, logits "
+            f"have shape {list(logits.shape)} for a vocabulary of {vocab}"
+        )
+    return runtime.row_bytes

@@ -14,7 +14,7 @@ import torch
 
 from docs.generated import ROOT
 from megakv.config import load_config
-from megakv.costmodel.choices import Demand, Fit, Mesh, meshes, run_config, tp_sizes
+from megakv.costmodel.choices import Demand, Fit, Mesh, choice_config, meshes, tp_sizes
 from megakv.costmodel.cluster import ClusterPlanner, Plan
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
@@ -24,7 +24,6 @@ from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.errors import MegaKVError
 from megakv.launcher.command import main
-from megakv.launcher.commands.plan import choice_config
 from tests.families import llama
 
 LARGE = ROOT / "recipes" / "llama3_405b"
@@ -88,7 +87,7 @@ def test_every_choice_fits_and_every_misfit_is_named() -> None:
 def test_cache_goes_off_the_accelerator_only_where_it_must() -> None:
     """Many cached tokens, few new ones: on one rank the cache alone fills the memory."""
     model, demand = small(layers=40), Demand(context=1000, cached=2_000_000, gpus=1)
-    least = rank_memory(model, context=demand.total, new=1000, offloaded_share=1.0).total
+    least = rank_memory(model, context=demand.total, new=1000, offloaded=True).total
     machine = replace(RDMA, spec=RDMA.spec.model_copy(update={"memory_bytes": int(1.1 * least)}))
     (choice,) = ClusterPlanner(machine, model).plan(demand).choices
     assert choice.fit == Fit(offload=True) and choice.fit.exact
@@ -101,7 +100,7 @@ def test_cache_goes_off_the_accelerator_only_where_it_must() -> None:
 
 def test_host_memory_limits_what_is_offloaded() -> None:
     model, demand = small(layers=40), Demand(context=1000, cached=2_000_000, gpus=1)
-    least = rank_memory(model, context=demand.total, new=1000, offloaded_share=1.0).total
+    least = rank_memory(model, context=demand.total, new=1000, offloaded=True).total
     # 40 layers in pages of 512 KiB, which hold 256 tokens.
     cache = 40 * math.ceil(2_001_000 / 256) * (512 << 10)
 
@@ -137,7 +136,7 @@ def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
     """Weights and prompt fit, but not with the whole cache of the prompt; offloaded it would still be too large."""
     model, demand = small(layers=2), Demand(context=4000, cached=0, gpus=1, batch=3000)
     memory = rank_memory(model, context=4000, batch=3000)
-    offloaded = rank_memory(model, context=4000, batch=3000, offloaded_share=1.0)
+    offloaded = rank_memory(model, context=4000, batch=3000, offloaded=True)
     kept = rank_memory(model, context=4000, batch=3000, kept_share=0.5)
     assert kept.total < offloaded.total == memory.total
     room = (kept.total + memory.total) / 2 / 0.95
@@ -204,14 +203,14 @@ def test_slow_links_make_a_chain_worth_its_uneven_work() -> None:
     assert untried and all(why.startswith(("not predicted: 3 chains whose", "a chain there takes ")) for why in untried)
     for bound, best in re.findall(r"takes ([\d.]+) s at least, and .* takes ([\d.]+) s", "\n".join(untried)):
         assert float(best) <= float(bound)
-    config = load_config(run_config(chains[0], dtype="bfloat16"))
+    config = load_config(choice_config(chains[0], RDMA, model))
     assert config.megakv.context_parallel.prefill == "runahead"
 
 
 @pytest.mark.parametrize("fit", [Fit(), Fit(fp8=True), Fit(offload=True), Fit(kept_share=0.25)])
 def test_configurations_can_be_read(fit: Fit) -> None:
     choice = replace(plan(small(), context=5000, gpus=4).choices[-1], fit=fit)
-    config = load_config(run_config(choice, dtype="bfloat16", host_gb=3.0))
+    config = load_config(choice_config(choice, RDMA, small()))
     assert (config.cp_size, config.tp_size) == (choice.mesh.cp_size, choice.mesh.tp_size)
     assert config.megakv.offload.enabled == fit.offload
     assert config.megakv.feed_forward == ("fp8" if fit.fp8 else "dtype")

@@ -117,15 +117,15 @@ def test_the_memory_of_405b() -> None:
     assert memory.total < PRESETS["h100-rdma"].memory_bytes
     half = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, kept_share=0.5, new=4096)
     assert half.cache == memory.cache // 2 and half.working < memory.working
-    away = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, offloaded_share=1)
+    away = rank_memory(LLAMA3_405B, context=1_000_000, cp_size=16, tp_size=8, offloaded=True)
     assert away.cache == 2 * grown_bytes(memory.cache // 126)
     # With as many KV heads as query heads activations come beside them: half as wide.
     wide = replace(LLAMA3_405B, kv_heads=128)
-    away = rank_memory(wide, context=1000, offloaded_share=1)
+    away = rank_memory(wide, context=1000, offloaded=True)
     assert away.cache == 2 * grown_bytes(1000 * 3 * 16384 * 2)
 
 
-@pytest.mark.parametrize("bad", [{"context": -1}, {"cp_size": 0}, {"kept_share": 1.5}, {"offloaded_share": -0.1}])
+@pytest.mark.parametrize("bad", [{"context": -1}, {"cp_size": 0}, {"kept_share": 1.5}])
 def test_impossible_sizes(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} = .*allowed"):
         rank_memory(LLAMA3_405B, **{"context": 1000, **bad})  # type: ignore[arg-type]

@@ -25,7 +25,9 @@ def test_waiting_is_between_computations_and_named_by_its_cause() -> None:
     begun = program.compute("dense", 1, 1.0, layer=0)
     program.compute("attention", 1, 4.0, [sent, begun], layer=0)
     ranks = SimulatedRanks(2, 1, ["a", "b"], [7, 5], [70, 50], [100, 100])
-    report = simulated_report(simulate(program), ranks, model="m", config={}, machine={}, ttft_s=9.0)
+    report = simulated_report(
+        simulate(program), ranks, model="m", config={}, machine={}, new_tokens=0, ttft_s=9.0, ttit_s=None
+    )
     waits = [event for event in report.ranks[1].events if event.kind == "wait"]
     assert [(wait.name, wait.start, wait.end) for wait in waits] == [("runahead", 1.0, 5.0)]
     assert not [event for event in report.ranks[0].events if event.kind == "wait"]

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megakv.costmodel.dense import TokenTimes
-from megakv.costmodel.lone import Alone
 from megakv.costmodel.plain import PlainTimes
 from megakv.costmodel.small_models import FEW, MANY, OFTEN, ONCE, OWN, PLAIN, READING, SmallModelCells
-from megakv.costmodel.stopwatch import Battery, Pool, Stopwatch, Times
+from megakv.costmodel.stopwatch import Alone, Battery, Pool, Stopwatch, Times
 from tests.measuring import until_it_holds
 from tests.unit.costmodel.test_chain import attention_only
 from tests.unit.costmodel.test_rehearsal import machine, pool

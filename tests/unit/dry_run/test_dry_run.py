@@ -19,8 +19,8 @@ from megakv.costmodel.shape import ModelShape
 from megakv.dry_run import dry_run
 from megakv.dry_run.coverage import check_coverage
 from megakv.dry_run.memory import VirtualRank
-from megakv.dry_run.passage import ShapeRuntime, run_shapes
 from megakv.dry_run.rehearsal import token_counts
+from megakv.dry_run.share import ShapeRuntime, run_shapes
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import load_mapping
