@@ -19,10 +19,9 @@ from transformers import AutoConfig
 import megakv
 from megakv.config import MegaKVConfig
 from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.identity import ModelIdentity
-from megakv.fairkv.profile import BudgetProfile
-from megakv.fairkv.profile_figure import draw_profile
-from megakv.fairkv.profiling import MeasuredPrompt, kept_tokens, make_profile
+from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, make_profile
 from megakv.launcher.budget_tables import print_tables
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.environment import adopt_slurm, own_rank

@@ -25,7 +25,6 @@ from megakv.engine import MegaKVEngine
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.methods import make_method
 from megakv.fairkv.placement import check_same_mapping, check_weights, place_heads, read_mapping
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.ownership import check_unused, own_config
@@ -140,7 +139,7 @@ def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrain
     """Where the JSON places heads; settings of compression that do not fit the model end here, before any weight."""
     if config.budget is not None:
         layers, _, kv_heads = head_counts(model)
-        make_method(config, layers, kv_heads)
+        config.make_method(layers, kv_heads)
     return None if mapping is None else place_heads(mapping, model)
 
 

@@ -17,7 +17,7 @@ from megakv.device import on_device
 from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.turn import Turn
+from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Generation
 from megakv.generation import (
     RankZeroStreamer,

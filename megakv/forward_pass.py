@@ -16,7 +16,7 @@ from megakv.cache.cache import ShardedCache
 from megakv.costmodel.context_parallel import Workload
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
-from megakv.fairkv.turn import Turn
+from megakv.fairkv.observation import Turn
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
-from megakv.fairkv.turn import Turn
+from megakv.fairkv.observation import Turn
 from megakv.forward_pass import ForwardPass, Wanted
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition

@@ -20,9 +20,9 @@ from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.divided import DividedStore
+from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.store import RaggedStore
-from megakv.fairkv.turn import Turn
 from megakv.forward_pass import ForwardPass, Generation, Wanted
 from megakv.planning import PassPlanner
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import Layout, TokenBlock, balanced
 from megakv.errors import MegaKVError
-from megakv.fairkv.session_shares import read_shares
-from megakv.fairkv.session_spans import is_dense, read_spans
+from megakv.fairkv.sessions import is_dense, read_shares, read_spans
 from megakv.fairkv.store import RaggedStore
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megakv.fairkv.budgets import divide
-from megakv.fairkv.efficiency import barrier_utilisation
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
+from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import HeadMapping, apportioned
 from megakv.fairkv.profile import BudgetProfile

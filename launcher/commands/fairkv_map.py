@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megakv.costmodel.shape import ModelShape
-from megakv.fairkv.heatmap import draw_mapping
+from megakv.fairkv.figures import draw_mapping
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import load_budgets
 

@@ -16,7 +16,7 @@ from megakv.distributed.sharding import Layout, TokenTable
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
-    from megakv.fairkv.shares import HeadShares
+    from megakv.fairkv.splitting import HeadShares
 
 
 class _LayerView(CacheLayerMixin):

@@ -11,7 +11,6 @@ from megakv.costmodel.memory import activation_bytes, grown_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import is_compressed, tokens_per_head
-from megakv.fairkv.methods import make_method
 from megakv.offload.pages import page_bytes
 from megakv.offload.prefetch import BUFFERS
 from megakv.offload.quantization import group_size, packed_bytes
@@ -62,8 +61,8 @@ class MemoryCount:
         self._kept_share = 1.0
         fairkv = self._section.fairkv
         if fairkv.budget is not None and is_compressed(fairkv.budget, fairkv.min_tokens, np.array(context)):
-            method = make_method(fairkv, len(shape.layers), shape.kv_heads)
-            self._kept_share = tokens_per_head(fairkv.budget, context, getattr(method, "window", 1) or 1) / context
+            method = fairkv.make_method(len(shape.layers), shape.kv_heads)
+            self._kept_share = tokens_per_head(fairkv.budget, context, method.least) / context
 
     def rank(self, share: Share, cp_rank: int, tokens: int, kept: int) -> VirtualRank:
         """One rank.

@@ -202,7 +202,7 @@ def _check_files(config: MegaKVConfig) -> None:
         "megakv.context_parallel.profile": section.context_parallel.profile,
         "megakv.context_parallel.fit": section.context_parallel.fit,
         "megakv.runahead.table": section.runahead.table,
-        "megakv.fairkv.importance": section.fairkv.importance,
+        "megakv.fairkv.importance": section.fairkv.model_dump().get("importance"),
     }
     for setting, path in named.items():
         if path is not None and not Path(path).is_file():

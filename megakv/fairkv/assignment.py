@@ -27,14 +27,9 @@ EXCHANGED = 16
 class Schemes:
     """Ways to place heads that are sorted by budget, the largest first.
 
-    Parameters
-    ----------
-    counts : array of shape [schemes, heads]
-        How many places each head goes to, which divide it equally.
-    speeds : array of shape [schemes, places]
-        Ranks of each place. Where a head goes to several places, these are single ranks.
-    complete : bool
-        Whether these are all that there are.
+    ``counts[scheme, head]``: how many places a head goes to, which divide it equally. ``speeds[scheme, place]``: the
+    ranks of a place; where a head goes to several places, these are single ranks. `complete`: whether these are all
+    that there are.
     """
 
     counts: NDArray[np.int64]
@@ -165,16 +160,9 @@ class _Search:
 
 
 def assign(weights: Sequence[float], schemes: Schemes, *, nodes: int = NODES) -> Placement:
-    """Place heads so that the slowest place is fastest.
+    """Place heads, positive and the largest first, so that the slowest place is fastest.
 
     Exact unless the search is cut off at `nodes`; the bound then says how far from the optimum it can be.
-
-    Parameters
-    ----------
-    weights : sequence of float
-        Budgets, positive, the largest first.
-    schemes : Schemes
-    nodes : int
     """
     sizes = np.asarray(weights) / schemes.counts
     speeds = schemes.speeds

@@ -22,13 +22,7 @@ PAGED_ROWS = 64
 class RaggedPart:
     """Kept tokens of one sequence on one rank, as attention methods take them (see `megakv.attention.part.Part`).
 
-    Parameters
-    ----------
-    sequence : int
-        Batch row.
-    body : RaggedBody
-    slots, positions : IntArray
-        Of all this rank's tokens of the sequence; the body's rows index them.
+    The body's rows index `slots` and `positions`, those of all this rank's tokens of the sequence.
     """
 
     sequence: int
@@ -75,26 +69,13 @@ def _with_slopes(scoring: Scoring, slopes: Tensor | None) -> Scoring:
 def paged_attention(
     q_HLD: Tensor, body: RaggedBody, scale: float, *, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Few queries against every kept token of their head.
+    """Few queries ``[H, L, D]`` against every kept token of their head.
 
     On a processor all pages go through the compiled kernel at once. Elsewhere, and without that kernel, all pages of a
     size go through the kernel of dense attention as if each were a KV head; their results are merged by log-sum-exp.
 
-    Parameters
-    ----------
-    q_HLD : Tensor
-        ``[H, L, D]`` queries, H a multiple of the body's heads.
-    body : RaggedBody
-    scale : float
-        Factor of the dot products.
-    softcap : float, optional
-        See `Scoring`.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        ``[H, L, Dv]`` and the log-sum-exp ``[H, L]``, float32 (float64 for float64); 0 and -inf for a head without
-        tokens.
+    Returns ``[H, L, Dv]`` and the log-sum-exp ``[H, L]``, float32 (float64 for float64); 0 and -inf for a head without
+    tokens.
     """
     heads, length, dim = q_HLD.shape
     kv_heads = len(body.counts)
@@ -123,21 +104,10 @@ def paged_attention(
 def merge_by_owner(
     outs: Sequence[Tensor], lses: Sequence[Tensor], owners: Sequence[Tensor], kv_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge partial results that belong to the same head.
+    """Merge partial results over disjoint keys that belong to the same head.
 
-    Parameters
-    ----------
-    outs, lses : sequence of Tensor
-        ``[P, R, Dv]`` and ``[P, R]`` partial results over disjoint keys, in several lots; the outputs are used up.
-    owners : sequence of Tensor
-        ``[P]`` head of each.
-    kv_heads : int
-        K.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        ``[K, R, Dv]`` and ``[K, R]``; 0 and -inf for a head without a part.
+    Outputs ``[P, R, Dv]``, which are used up, log-sum-exps ``[P, R]`` and heads ``[P]`` of each come in several lots.
+    Returns ``[K, R, Dv]`` and ``[K, R]``; 0 and -inf for a head without a part.
     """
     lses_PR, owners_P = torch.cat(list(lses)), torch.cat(list(owners))
     top = lses_PR.new_full((kv_heads, lses_PR.shape[1]), -torch.inf)

@@ -17,12 +17,8 @@ FloatArray = npt.NDArray[np.float64]
 class HeadBudgets:
     """What the KV heads of one layer, over all ranks, keep of one sequence.
 
-    Parameters
-    ----------
-    floors : IntArray
-        ``[K]`` tokens that every head keeps for certain: its own highest scored ones.
-    total : int
-        Tokens of all heads together. What the floors leave goes to the highest scored tokens of any head.
+    Every head keeps its own ``floors[head]`` highest scored tokens for certain; what these leave of `total` goes to the
+    highest scored tokens of any head.
     """
 
     floors: IntArray
@@ -41,16 +37,9 @@ def is_compressed(budget: float, min_tokens: int, length: IntArray) -> npt.NDArr
 
 
 def tokens_per_head(budget: float, length: int, least: int) -> int:
-    """Tokens that a head keeps on average of a sequence.
+    """Tokens that a head keeps on average of a sequence of `length`, `least` in any case.
 
-    Parameters
-    ----------
-    budget : float
-        Up to 1 a fraction of the sequence's tokens, above 1 their number.
-    length : int
-        Tokens of the sequence.
-    least : int
-        Tokens that are kept in any case.
+    A budget up to 1 is a fraction of the sequence's tokens, above 1 their number.
     """
     wanted = round(budget * length) if budget <= 1 else int(budget)
     return min(length, max(wanted, least))
@@ -64,15 +53,8 @@ def equal(tokens: int, kv_heads: int) -> HeadBudgets:
 def shared(tokens: int, kv_heads: int, safeguard: float, least: int) -> HeadBudgets:
     """One pool for all heads of the layer (Ada-KV, Algorithm 1), but no head below a safeguard.
 
-    Parameters
-    ----------
-    tokens : int
-        Mean tokens per head.
-    kv_heads : int
-    safeguard : float
-        Fraction of what `least` leaves of `tokens` that every head keeps.
-    least : int
-        Tokens that every head keeps in any case, the observation window; at most `tokens`.
+    Every head keeps `least`, the observation window, and the fraction `safeguard` of what that leaves of the mean
+    `tokens`.
     """
     floor = least + int(safeguard * (tokens - least))
     return HeadBudgets(np.full(kv_heads, floor, dtype=np.int64), tokens * kv_heads)
@@ -81,17 +63,8 @@ def shared(tokens: int, kv_heads: int, safeguard: float, least: int) -> HeadBudg
 def pyramid(tokens: int, layer: int, layers: int, *, length: int, least: int, decay: float) -> int:
     """Tokens per head of a layer, falling linearly from the first layer to the last (PyramidKV, Section 4.2).
 
-    Parameters
-    ----------
-    tokens : int
-        Mean over the layers.
-    layer, layers : int
-    length : int
-        Tokens of the sequence, which no layer can exceed.
-    least : int
-        Tokens that are kept in any case, the observation window; only what is beyond them falls.
-    decay : float
-        The last layer keeps the mean over this.
+    `tokens` is the mean over the layers; only what is beyond `least`, the observation window, falls, and the last layer
+    keeps the mean of that over `decay`. No layer exceeds `length`, the sequence's.
     """
     mean, room = max(tokens - least, 0), max(length - least, 0)
     first = min(2 * mean - mean / decay, float(room))
@@ -103,27 +76,11 @@ def pyramid(tokens: int, layer: int, layers: int, *, length: int, least: int, de
 
 
 def weighted(tokens: int, weights: FloatArray, *, length: int, least: int, spread: float) -> IntArray:
-    """Fixed budgets of all heads of all layers by their importance (HeadKV, Section 3.2).
+    """``[layers, K]`` fixed budgets of all heads by their importance (HeadKV, Section 3.2), with a mean of `tokens`.
 
-    Every head keeps a base; the rest of all bases is one pool that is divided by importance.
-
-    Parameters
-    ----------
-    tokens : int
-        Mean tokens per head.
-    weights : FloatArray
-        ``[layers, K]`` importance, not negative and not all zero.
-    length : int
-        Tokens of the sequence; what a head cannot use goes to the others.
-    least : int
-        Tokens that every head keeps in any case.
-    spread : float
-        Beta of the paper, at least 1: the pool holds ``1 / spread`` of all tokens.
-
-    Returns
-    -------
-    IntArray
-        ``[layers, K]``, which sums to ``tokens * layers * K``.
+    Every head keeps a base, `least` at least; the rest of all bases, ``1 / spread`` of all tokens (the paper's beta),
+    is one pool that is divided by the importances ``[layers, K]``. What a head cannot use of `length` goes to the
+    others.
     """
     base = min(tokens, max(least, round(tokens * (1.0 - 1.0 / spread))))
     pool = (tokens - base) * weights.size

@@ -15,32 +15,19 @@ from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
-from megakv.fairkv.methods import make_method
-from megakv.fairkv.observation import Queries, add_attention_mass, coarse_peaks, pooled_mass
+from megakv.fairkv.method import EVERYTHING, Segment
+from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.fairkv.scoring import EVERYTHING, Segment
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
 from megakv.fairkv.store import RaggedStore
-from megakv.fairkv.turn import Observation, Turn
 from megakv.weights.placement.heads import HeadMap
 
 
 class Compressor:
     """Compresses an engine's caches to per-head budgets.
 
-    Parameters
-    ----------
-    config : FairKVConfig
-    head_map : HeadMap
-        Which heads are on which tensor-parallel rank.
-    comm : Communicator
-    replicas : HeadReplicas, optional
-        The ranks of copied heads, which share what such a head keeps.
-
-    Raises
-    ------
-    ValueError
-        If a setting does not fit the method or the model.
+    `replicas` are the ranks of copied heads, which share what such a head keeps. A setting that does not fit the method
+    or the model is a `ValueError`.
     """
 
     def __init__(
@@ -53,7 +40,7 @@ class Compressor:
         self._comm = comm
         self._replicas = replicas
         self._layers = len(head_map.layers)
-        self.method = make_method(config, self._layers, head_map.n_kv_heads)
+        self.method = config.make_method(self._layers, head_map.n_kv_heads)
         if head_map.n_kv_heads > HEADS:
             raise ValueError(
                 f"megakv.fairkv is not supported for {head_map.n_kv_heads} KV heads: no more than {HEADS} are"
@@ -64,27 +51,14 @@ class Compressor:
         return tuple(np.flatnonzero(is_compressed(self._budget, self._min_tokens, lengths)).tolist())
 
     def check(self, turn: Turn) -> None:
-        """Refuse a sequence that is too long to be ranked.
-
-        Raises
-        ------
-        MegaKVError
-        """
+        """A `MegaKVError` for a sequence that is too long to be ranked."""
         if turn.stop > SLOTS:
             raise MegaKVError(f"megakv.fairkv is not supported beyond {SLOTS} tokens; the sequence has {turn.stop}")
 
     def observe(self, call: AttentionCall, lse_HL: Tensor, turn: Turn) -> None:
-        """Note what the queries of a pass look at, of a turn that goes on.
+        """Note what the queries of a pass look at, of a turn that goes on. Every rank must call it.
 
-        Every rank must call it.
-
-        Parameters
-        ----------
-        call : AttentionCall
-            The layer's attention, just computed.
-        lse_HL : Tensor
-            ``[H, L]`` its log-sum-exp, attention sinks included.
-        turn : Turn
+        `lse_HL` is the log-sum-exp of the layer's attention, just computed, attention sinks included.
         """
         if self.method.observed == EVERYTHING:
             masses = self._observed(call, lse_HL, turn, range(call.table.batch))
@@ -94,20 +68,10 @@ class Compressor:
             turn.seen[call.layer] = Observation(self._queries(call, lse_HL, turn))
 
     def compress(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> None:
-        """Compress what a turn, which ends with this pass, added to a layer's store.
+        """Compress what a turn, which ends with this pass, added to some sequences of a layer's store.
 
         Every rank must call it. The kept set is the same however tokens and heads are spread over ranks, and in however
-        many passes the turn was read.
-
-        Parameters
-        ----------
-        call : AttentionCall
-            The layer's attention, just computed.
-        lse_HL : Tensor
-            ``[H, L]`` its log-sum-exp, attention sinks included.
-        turn : Turn
-        rows : sequence of int
-            The sequences that are compressed.
+        many passes the turn was read. `lse_HL` is as in `observe`.
         """
         store = call.store
         assert isinstance(store, RaggedStore)
@@ -155,8 +119,8 @@ class Compressor:
                 mass[:, : earlier.shape[1]] = earlier
             masses[segment.sequence] = mass
         # Every head looks at the next tokens; a question that comes later is far from what it asks for.
-        near = 2 * self.method.pool_radius + 1 if self.method.reduce == "peak" else 0
-        add_attention_mass(call, queries, segments, list(masses.values()), self.method.reduce, near)
+        near = 2 * self.method.pool_radius + 1 if self.method.peaks else 0
+        add_attention_mass(call, queries, segments, list(masses.values()), self.method.peaks, near)
         return masses
 
     def _adder(self, over: Literal["cp", "world"], layer: int) -> AddUp:
@@ -190,7 +154,7 @@ class Compressor:
         # What is kept anyway lends nothing to its neighbours.
         for segment, mass in zip(segments, masses, strict=True):
             mass[:, segment.recent(self._protected(segment))] = 0.0
-        if self.method.reduce == "peak":
+        if self.method.peaks:
             masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
@@ -227,7 +191,7 @@ class Compressor:
             # Replicas with the same query heads have seen the same: one of them speaks for all.
             if head in copied and (index in counted or head not in same):
                 everyone[copied[head]] = mass_KS[index]
-        how: Literal["sum", "max"] = "sum" if self.method.reduce == "mean" else "max"
+        how: Literal["sum", "max"] = "max" if self.method.peaks else "sum"
         everyone = self._comm.tp_combine(everyone, how, operation="compression", layer=layer)
         mass_KS = mass_KS.clone()
         for index, head in enumerate(own):

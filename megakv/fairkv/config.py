@@ -1,21 +1,25 @@
-"""Section ``megakv.fairkv``: compression of the cache to per-head budgets, and where heads are placed."""
+"""Section ``megakv.fairkv``: compression of the cache to per-head budgets, and where heads are placed.
+
+The methods' own settings are declared by the methods (`megakv.fairkv.methods`), and become keys of this section here.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Optional, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
+from megakv.fairkv.method import CompressionMethod
+from megakv.fairkv.methods import METHODS
 from megakv.sections import Section
 
-GENERAL = ("method", "budget", "min_tokens", "mapping")
 WITHOUT_BUDGET = ("budget", "mapping")
 
 
-class FairKVConfig(Section):
+class GeneralConfig(Section):
     """What is kept of a prompt's keys and values once it is read, and on which ranks."""
 
-    method: Literal["streaming_llm", "snapkv", "pyramidkv", "h2o", "ada_snapkv", "headkv"] = "ada_snapkv"
+    method: str = "ada_snapkv"
     """How tokens are chosen."""
 
     budget: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
@@ -24,37 +28,6 @@ class FairKVConfig(Section):
 
     min_tokens: int = Field(128, ge=2)
     """A row is compressed from this many new tokens on; a shorter one, a question, is kept whole."""
-
-    window: int | None = None
-    """Last tokens of the prompt that are observed and kept (snapkv, pyramidkv, ada_snapkv, headkv; 32)."""
-
-    observe: Literal["window", "prompt"] | None = None
-    """Whether the window's queries are observed or all of the prompt's (the same methods; window)."""
-
-    reduce: Literal["mean", "peak"] | None = None
-    """What counts of the observed attention (the same methods; mean). Where the question is not known yet, the peak
-    over the whole prompt, looks at the ``pool`` tokens before a query aside, finds what a question may ask for."""
-
-    pool: int | None = None
-    """Neighbouring tokens that share the highest of their scores (the same methods; 7)."""
-
-    sinks: int | None = None
-    """First tokens that are kept (streaming_llm; 4)."""
-
-    recent: float | None = None
-    """Fraction of what is kept that goes to the last tokens (h2o; 0.5)."""
-
-    safeguard: float | None = None
-    """Fraction of the mean budget beside the window that every head keeps (ada_snapkv; 0.2)."""
-
-    decay: float | None = None
-    """Mean budget over that of the last layer (pyramidkv; 20)."""
-
-    importance: str | None = None
-    """JSON file with the importance of every KV head (headkv)."""
-
-    spread: float | None = None
-    """All tokens over those divided by importance (headkv; 1.2)."""
 
     mapping: str | None = None
     """Head mapping that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. The
@@ -70,19 +43,47 @@ class FairKVConfig(Section):
     @model_validator(mode="after")
     def _check_use(self) -> Self:
         given = [
-            name for name in FairKVConfig.model_fields if name in self.model_fields_set and name not in WITHOUT_BUDGET
+            name for name in type(self).model_fields if name in self.model_fields_set and name not in WITHOUT_BUDGET
         ]
         if self.budget is None and given:
             raise ValueError(
                 f"{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it to a fraction "
                 "such as 0.25, or a number of tokens such as 1024"
             )
+        self._make_method()
         return self
 
-    def method_settings(self) -> dict[str, Any]:
-        """The settings of the method that were given."""
-        return {
-            name: value
-            for name in sorted(self.model_fields_set)
-            if name not in GENERAL and (value := getattr(self, name)) is not None
-        }
+    def _make_method(self) -> CompressionMethod:
+        kind = METHODS[self.method]
+        own = self.model_fields_set - GeneralConfig.model_fields.keys()
+        given = {name: value for name in sorted(own) if (value := getattr(self, name)) is not None}
+        for name in given:
+            if name not in kind.model_fields:
+                raise ValueError(
+                    f"megakv.fairkv.{name} is not a setting of method {self.method!r}, which has: "
+                    f"{', '.join(kind.model_fields)}"
+                )
+        return kind(**given)
+
+    def make_method(self, layers: int, kv_heads: int) -> CompressionMethod:
+        """The method that this asks for; a `ValueError` if a setting does not fit the model or the budget."""
+        method = self._make_method()
+        method.bind(layers, kv_heads)
+        if self.budget is not None and 1 < self.budget < method.least:
+            raise ValueError(
+                f"megakv.fairkv.budget = {self.budget:g} tokens per head is below the {method.least} that "
+                f"{self.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
+            )
+        return method
+
+
+def _keys() -> dict[str, Any]:
+    fields = {name: field for method in METHODS.values() for name, field in method.model_fields.items()}
+    own = {name: (Optional[field.annotation], None) for name, field in fields.items()}  # noqa: UP045
+    return {"method": (Literal[tuple(METHODS)], "ada_snapkv"), **own}
+
+
+if TYPE_CHECKING:
+    FairKVConfig = GeneralConfig
+else:
+    FairKVConfig = create_model("FairKVConfig", __base__=GeneralConfig, __doc__=GeneralConfig.__doc__, **_keys())

@@ -15,7 +15,7 @@ from megakv.attention.partial import PartialAttention
 from megakv.cache.stores import GROWTH_MINIMUM, DenseStore, KVStore
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenColumn
-from megakv.fairkv.shares import HeadShares
+from megakv.fairkv.splitting import HeadShares
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
@@ -34,16 +34,8 @@ class DividedPart:
     Every pair of a query and a key is counted on one replica of its head only: with a token of an earlier pass on that
     which keeps it; with a token of this pass on that which has the query.
 
-    Parameters
-    ----------
-    sequence : int
-        Batch row.
-    shares : HeadShares
-    held : tuple of KVPart, optional
-        What is kept of earlier passes, or was dealt out already: of the heads of this rank alone, then of each shared
-        one; None where there is nothing.
-    new : KVPart, optional
-        Tokens of this pass, of all heads.
+    `held` is what is kept of earlier passes, or was dealt out already: of the heads of this rank alone, then of each
+    shared one; None where there is nothing. `new` are tokens of this pass, of all heads.
     """
 
     sequence: int
@@ -107,19 +99,8 @@ class DividedStore:
     out when it releases the store, or compressed before. A single token is dealt out at once. Where a turn that may be
     compressed is read in several passes, its tokens stay whole until it ends.
 
-    Parameters
-    ----------
-    batch : int
-        Number of sequences.
-    shares : HeadShares
-    least_growth : int
-        Rows that a full buffer grows by at least.
-
-    Attributes
-    ----------
-    complete : bool
-        Whether nothing was cached before the pass under way: then it attends on every replica to all there is, by
-        whatever method, and what counts of it is decided afterwards.
+    `complete` says that nothing was cached before the pass under way: then it attends on every replica to all there is,
+    by whatever method, and what counts of it is decided afterwards.
     """
 
     def __init__(self, batch: int, shares: HeadShares, least_growth: int = GROWTH_MINIMUM):
@@ -133,15 +114,7 @@ class DividedStore:
         self._new: dict[int, Pair] = {}
 
     def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
-        """A pass begins.
-
-        Parameters
-        ----------
-        complete : bool
-            See `complete`.
-        turn, ends : bool
-            Whether it belongs to a turn that may be compressed, and is its last: until then tokens are not dealt out.
-        """
+        """A pass begins, perhaps of a turn that may be compressed: until that ends, tokens are not dealt out."""
         self.complete, self._turn, self._ends = complete, turn, ends
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
@@ -182,17 +155,10 @@ class DividedStore:
                 self._rows[index][sequence].extend(own + first)
 
     def fill(self, sequence: int, slots: IntArray, alone: Pair | None, shared: dict[int, Dealt]) -> None:
-        """Take what was kept of a saved sequence.
+        """Take what was kept of a saved sequence, whose tokens on this rank have `slots`.
 
-        Parameters
-        ----------
-        sequence : int
-        slots : IntArray
-            Of all tokens that this rank has now.
-        alone : tuple of Tensor, optional
-            Their keys and values in the heads of this rank alone; None where there are no such heads.
-        shared : dict
-            By shared head, the slots of those of its tokens that this rank keeps, with their keys and values.
+        `alone` are their keys and values in the heads of this rank alone, None where there are no such heads; `shared`
+        has by shared head the slots of those of its tokens that this rank keeps, with their keys and values.
         """
         if alone is not None:
             self._kept[0].append(sequence, *alone)

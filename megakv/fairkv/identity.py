@@ -22,12 +22,8 @@ TOLERANCE = 0.02
 class ModelIdentity(BaseModel):
     """Of a model that something was measured on.
 
-    Parameters
-    ----------
-    sizes : dict
-        Fields of its config; None for those that it does not have.
-    embeddings : tuple of float
-        Samples of its input embeddings, which every rank holds whole.
+    `sizes` are fields of its config, None for those that it does not have; `embeddings` samples of its input
+    embeddings, which every rank holds whole.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -41,25 +37,14 @@ class ModelIdentity(BaseModel):
         return cls(sizes=_sizes(model.config), embeddings=tuple(_samples(model).tolist()))
 
     def check_sizes(self, config: PreTrainedConfig) -> None:
-        """Refuse another model by its config, before any weight is read.
-
-        Raises
-        ------
-        ValueError
-            With the first field that differs.
-        """
+        """A `ValueError` with the first field of its config that differs for another model."""
         here = _sizes(config)
         for name, value in self.sizes.items():
             if here.get(name) != value:
                 raise ValueError(f"{name} {value}, but this model has {here.get(name)}")
 
     def check_weights(self, model: PreTrainedModel) -> None:
-        """Refuse a model of the same sizes with other weights.
-
-        Raises
-        ------
-        ValueError
-        """
+        """A `ValueError` for a model of the same sizes with other weights."""
         own, here = torch.tensor(self.embeddings, dtype=torch.float64), _samples(model)
         if own.shape != here.shape or (own - here).abs().max() > TOLERANCE * own.abs().max():
             raise ValueError("the same sizes, but other weights")

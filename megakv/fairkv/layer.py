@@ -1,21 +1,20 @@
-"""Where one layer's KV heads live, and which share of each its ranks attend to."""
+"""Where one layer's KV heads live, which share of each its ranks attend to, and how busy that keeps the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 
 @dataclass(frozen=True)
 class LayerMapping:
     """The replicas of every KV head of a layer.
 
-    Parameters
-    ----------
-    ranks : tuple
-        ``ranks[head]``: the ranks that hold the head, ascending; more than one where it is copied.
-    shares : tuple
-        ``shares[head]``: what part of the head's kept tokens each of those ranks attends to; they sum to 1.
+    ``ranks[head]`` hold the head, ascending; more than one where it is copied. ``shares[head]`` says what part of the
+    head's kept tokens each of those ranks attends to; they sum to 1.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -30,23 +29,17 @@ class LayerMapping:
     @classmethod
     def even(cls, ranks: Sequence[Sequence[int]]) -> LayerMapping:
         """Every replica of a head with an equal share."""
-        held = tuple(tuple(sorted(part)) for part in ranks)
-        return cls(held, tuple((1.0 / len(part),) * len(part) for part in held))
+        return cls.of([dict.fromkeys(held, 1.0 / len(held)) for held in ranks])
+
+    @property
+    def replicas(self) -> list[int]:
+        """Of each head."""
+        return [len(held) for held in self.ranks]
 
     @property
     def copies(self) -> int:
         """Replicas beyond one per head."""
-        return sum(len(held) - 1 for held in self.ranks)
-
-    @property
-    def copied_heads(self) -> int:
-        """Heads with more than one replica: CH."""
-        return sum(len(held) > 1 for held in self.ranks)
-
-    @property
-    def most_replicas(self) -> int:
-        """Of one head: what R_max limits."""
-        return max(len(held) for held in self.ranks)
+        return sum(self.replicas) - len(self.ranks)
 
     def loads(self, budgets: Sequence[float], tp_size: int) -> list[float]:
         """Kept tokens that each rank attends to, summed over its heads: the inner sum of the paper's Equation 4."""
@@ -58,12 +51,8 @@ class LayerMapping:
 
     def renumbered(self, order: Sequence[int]) -> LayerMapping:
         """The same with the contents of rank r on rank ``order[r]``."""
-        return LayerMapping.of(
-            [
-                {order[rank]: share for rank, share in zip(held, shares, strict=True)}
-                for held, shares in zip(self.ranks, self.shares, strict=True)
-            ]
-        )
+        pairs = [zip(held, shares, strict=True) for held, shares in zip(self.ranks, self.shares, strict=True)]
+        return LayerMapping.of([{order[rank]: share for rank, share in pair} for pair in pairs])
 
     def with_shares(self, parts: Sequence[Sequence[float]]) -> LayerMapping:
         """The same placement with the heads divided otherwise; ``parts[head]`` goes along with ``ranks[head]``."""
@@ -85,3 +74,43 @@ def contiguous_layer(heads: int, tp_size: int) -> LayerMapping:
         return LayerMapping.even([[r] for r in range(tp_size) for _ in range(bounds[r], bounds[r + 1])])
     bounds = [head * tp_size // heads for head in range(heads + 1)]
     return LayerMapping.even([range(bounds[head], bounds[head + 1]) for head in range(heads)])
+
+
+def _checked(loads: ArrayLike) -> NDArray[np.float64]:
+    found = np.asarray(loads, dtype=np.float64)
+    if found.ndim != 2 or not found.size:
+        raise ValueError(f"loads have shape {list(found.shape)}; allowed: [layers, ranks], one of each or more")
+    if not np.isfinite(found).all() or (found < 0).any():
+        raise ValueError("loads must be finite and not negative")
+    return found
+
+
+def _of_slowest(loads: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Along the last axis, every load over the largest; 1 where there is nothing to do."""
+    slowest = loads.max(axis=-1, keepdims=True)
+    return np.divide(loads, slowest, out=np.ones_like(loads), where=slowest > 0)
+
+
+def barrier_utilisation(loads: ArrayLike) -> float:
+    """Mean load over the slowest rank's, averaged over layers, of ``[layers, ranks]`` loads.
+
+    Every layer ends in an all-reduce, at which the ranks wait for the slowest: this is the part of the attention time
+    in which a rank works. A layer without any load counts as 1.
+    """
+    return float(_of_slowest(_checked(loads)).mean(axis=1).mean())
+
+
+def efficiency(loads: ArrayLike) -> float:
+    """Equation 5 of the paper: mean over ranks of a rank's load, summed over layers, over the largest such sum.
+
+    It is what would count if ranks met once per token and not in every layer, and what memory is like: a mapping whose
+    slowest rank is another one in every layer has an efficiency of 1 and keeps the ranks waiting all the same.
+    """
+    return float(_of_slowest(_checked(loads).sum(axis=0)).mean())
+
+
+def busy_rates(loads: ArrayLike) -> list[float]:
+    """For each rank, its load over the sum of the slowest ranks' loads: what part of the attention time it works."""
+    found = _checked(loads)
+    slowest = found.max(axis=1).sum()
+    return [float(total / slowest) if slowest > 0 else 1.0 for total in found.sum(axis=0)]

@@ -8,26 +8,16 @@ from typing import get_args
 
 import numpy as np
 
-from megakv.fairkv.arrangement import arrange
-from megakv.fairkv.copying import Split
-from megakv.fairkv.efficiency import barrier_utilisation, busy_rates, efficiency
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
-from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.capacity import Weights, arrange, check_cap, least_total, map_layers
+from megakv.fairkv.fair_copying import CopyLimits, Split
+from megakv.fairkv.layer import LayerMapping, barrier_utilisation, busy_rates, contiguous_layer, efficiency
 from megakv.fairkv.mapping import Balance, HeadMapping, Objective, by_rank
-from megakv.fairkv.memory import Weights, check_cap, least_total, map_layers
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.requests import imagined_requests, place_for_requests
 
 
 def balance(layers: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> Balance:
-    """How evenly mappings load the ranks under some budgets.
-
-    Parameters
-    ----------
-    layers : sequence of LayerMapping
-    budgets : [layers][heads]
-    tp_size : int
-    """
+    """How evenly mappings load the ranks under some budgets ``[layers][heads]``."""
     loads = [m.loads(row, tp_size) for m, row in zip(layers, budgets, strict=True)]
     return Balance(
         barrier_utilisation=min(1.0, barrier_utilisation(loads)),

@@ -21,15 +21,7 @@ Objective = Literal["barrier", "equation4", "requests"]
 
 
 class Replica(BaseModel):
-    """A KV head on a rank.
-
-    Parameters
-    ----------
-    kv_head : int
-        Index in the whole model.
-    share : float
-        Part of the head's kept tokens that this rank attends to, under the profile's budgets.
-    """
+    """A KV head on a rank, and the part of the head's kept tokens that this rank attends to."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -140,18 +132,9 @@ class HeadMapping(Record, Balance):
     def head_map(self, n_heads: int, *, whole: bool = False) -> HeadMap:
         """The placement of weights.
 
-        Parameters
-        ----------
-        n_heads : int
-            Query heads of the model.
-        whole : bool
-            Every rank of a copied KV head holds all its query heads, so that the ranks can share its tokens; such heads
-            come last on their ranks. Else its query heads are divided among its ranks by their shares.
-
-        Raises
-        ------
-        ValueError
-            If a KV head has more replicas than query heads: names the setting that limits them.
+        Where every rank of a copied KV head holds it `whole`, with all its query heads, the ranks can share its tokens;
+        such heads come last on their ranks. Else its query heads are divided among its ranks by their shares, and more
+        replicas than query heads are a `ValueError`.
         """
         group, remainder = divmod(n_heads, self.n_kv_heads)
         if remainder or not group:
@@ -206,12 +189,6 @@ def by_rank(layer: LayerMapping, tp_size: int) -> tuple[tuple[Replica, ...], ...
 
 
 def load_mapping(path: str | Path, *, setting: str = "mapping") -> HeadMapping:
-    """Read and check a mapping.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is something else or incomplete: names the setting, the file and the field.
-    """
+    """Read and check a mapping; a `ValueError` names the setting, the file and the field."""
     remedy = "make one: megakv fairkv-map --profile PROFILE --tp N --copies C --json FILE"
     return load_record(HeadMapping, path, setting=setting, remedy=remedy)

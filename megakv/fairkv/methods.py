@@ -1,44 +1,200 @@
-"""The registry of compression methods."""
+"""The compression methods, and the registry from which the JSON, the tests and the tables take them."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from megakv.fairkv.config import FairKVConfig
-from megakv.fairkv.scoring import CompressionMethod
-from megakv.fairkv.scoring_ada_snapkv import AdaSnapKV
-from megakv.fairkv.scoring_h2o import H2O
-from megakv.fairkv.scoring_headkv import HeadKV
-from megakv.fairkv.scoring_pyramidkv import PyramidKV
-from megakv.fairkv.scoring_snapkv import SnapKV
-from megakv.fairkv.scoring_streaming_llm import StreamingLLM
+import numpy as np
+import torch
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor
+
+from megakv.fairkv.budgets import FloatArray, HeadBudgets, equal, pyramid, shared, weighted
+from megakv.fairkv.method import EVERYTHING, CompressionMethod, Segment
+
+
+class StreamingLLM(CompressionMethod):
+    """Attention sinks and a recent window (Xiao et al. 2024, Section 3.2)."""
+
+    name: ClassVar[str] = "streaming_llm"
+    sinks: int = Field(4, ge=0)
+    """First tokens that are kept."""
+
+    @property
+    def least(self) -> int:
+        """The sinks and one recent token."""
+        return self.sinks + 1
+
+    def scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
+        """Later is better, but the sinks are best."""
+        score = segment.order.float()
+        score[segment.order < self.sinks] = torch.inf
+        return score.expand(segment.k_KSD.shape[0], -1)
+
+
+class SnapKV(CompressionMethod):
+    """Attention from an observation window at the end of the prompt, pooled over neighbours (Li et al. 2024).
+
+    The window tells what matters where it holds the question. Where the question comes after compression, what the
+    whole prompt ever looked at sharply tells more: ``observe = "prompt"`` with ``reduce = "peak"``.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    window: int = Field(32, ge=1)
+    """Last tokens whose queries are observed, and which are always kept."""
+    observe: Literal["window", "prompt"] = "window"
+    """Whose queries are observed: those of the window, or all, which costs as much as the prompt's own attention."""
+    reduce: Literal["mean", "peak"] = "mean"
+    """What counts of their attention."""
+    pool: int = Field(7, ge=1)
+    """Width of the maximum over neighbouring tokens, odd: clusters are kept together. 1 pools nothing."""
+
+    @field_validator("pool")
+    @classmethod
+    def _check_pool(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("allowed: odd numbers, 1 for no pooling")
+        return value
+
+    @property
+    def observed(self) -> int:
+        """The window, or everything."""
+        return self.window if self.observe == "window" else EVERYTHING
+
+    @property
+    def peaks(self) -> bool:
+        """See `reduce`."""
+        return self.reduce == "peak"
+
+    @property
+    def pool_radius(self) -> int:
+        """Neighbours on either side."""
+        return self.pool // 2
+
+    @property
+    def least(self) -> int:
+        """The window."""
+        return self.window
+
+    def protected(self, tokens: int) -> int:
+        """The window."""
+        return self.window
+
+
+class PyramidKV(SnapKV):
+    """SnapKV's scores under budgets that fall linearly over the layers (Cai et al. 2024, Section 4.2)."""
+
+    name: ClassVar[str] = "pyramidkv"
+    decay: float = Field(20.0, ge=1)
+    """The last layer keeps the mean over this, beside its window."""
+
+    def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
+        """The same for all heads of a layer."""
+        own = pyramid(tokens, layer, layers, length=length, least=min(self.window, length), decay=self.decay)
+        return equal(own, kv_heads)
+
+
+class H2O(CompressionMethod):
+    """Heavy hitters by the attention accumulated over all queries, and recent tokens (Zhang et al. 2023, Algorithm 1).
+
+    Every query against every key is computed a second time, so this costs as much as the prompt's own attention.
+    """
+
+    name: ClassVar[str] = "h2o"
+    recent: float = Field(0.5, ge=0, le=1)
+    """Fraction of what is kept that goes to the most recent tokens."""
+
+    @property
+    def observed(self) -> int:
+        """Everything."""
+        return EVERYTHING
+
+    @property
+    def least(self) -> int:
+        """A heavy hitter and a recent token."""
+        return 2
+
+    def protected(self, tokens: int) -> int:
+        """The recent share."""
+        return int(self.recent * tokens)
+
+
+class AdaSnapKV(SnapKV):
+    """SnapKV's scores compete for one pool of tokens of all heads of a layer (Feng et al. 2024, Algorithm 1)."""
+
+    name: ClassVar[str] = "ada_snapkv"
+    uneven: ClassVar[bool] = True
+    safeguard: float = Field(0.2, ge=0, le=1)
+    """Fraction of the mean budget beside the window that every head keeps of its own best."""
+
+    def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
+        """A pool above the safeguard."""
+        return shared(tokens, kv_heads, self.safeguard, min(self.window, length))
+
+
+class HeadKV(SnapKV):
+    """SnapKV's scores under budgets that a file of importances fixes beforehand (Fu et al. 2024, Section 3.2)."""
+
+    name: ClassVar[str] = "headkv"
+    uneven: ClassVar[bool] = True
+    importance: str | None = None
+    """JSON file whose ``budgets`` (or ``importance``) are numbers ``[layer][KV head]``: a head's share of the pool, in
+    proportion. A profile of `megakv fairkv-profile` is one."""
+    spread: float = Field(1.2, ge=1)
+    """The pool holds one over this of all tokens; the rest is divided evenly."""
+    _weights: FloatArray = PrivateAttr(default_factory=lambda: np.zeros((0, 0)))
+
+    def bind(self, layers: int, kv_heads: int) -> None:
+        """Read the importances."""
+        if self.importance is None:
+            raise ValueError(
+                "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance: a JSON file with the importance of "
+                "every KV head, such as megakv fairkv-profile writes"
+            )
+        self._weights = read_importance(self.importance, layers, kv_heads)
+
+    def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
+        """What the head's importance gives it."""
+        own = weighted(tokens, self._weights, length=length, least=min(self.window, length), spread=self.spread)[layer]
+        return HeadBudgets(own, int(own.sum()))
+
+
+def read_importance(path: str, layers: int, kv_heads: int) -> FloatArray:
+    """``[layers, K]`` importance of heads; a `ValueError` if the file holds no such numbers, or another model's."""
+    setting = f"megakv.fairkv.importance = {path!r}"
+    try:
+        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{setting} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{setting} is not valid JSON: {error}") from error
+    table = values.get("importance", values.get("budgets")) if isinstance(values, dict) else None
+    try:
+        weights = np.array(table, dtype=np.float64)
+    except (TypeError, ValueError):
+        weights = np.zeros(0)
+    if weights.ndim != 2:
+        raise ValueError(f"{setting} holds no numbers 'budgets' [layer][KV head]")
+    if weights.shape != (layers, kv_heads):
+        raise ValueError(
+            f"{setting} is of another model: {weights.shape[0]} layers of {weights.shape[1]} KV heads, "
+            f"this one has {layers} of {kv_heads}"
+        )
+    if not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() == 0:
+        raise ValueError(f"{setting}: 'budgets' must be finite numbers, none below 0 and not all 0")
+    return weights
+
 
 METHODS: dict[str, type[CompressionMethod]] = {
-    method.name: method for method in (StreamingLLM, SnapKV, PyramidKV, H2O, AdaSnapKV, HeadKV)
+    method.name: method
+    for method in (
+        StreamingLLM,
+        SnapKV,
+        PyramidKV,
+        H2O,
+        AdaSnapKV,
+        HeadKV,
+    )
 }
-
-
-def make_method(config: FairKVConfig, layers: int, kv_heads: int) -> CompressionMethod:
-    """The method that a configuration asks for.
-
-    Raises
-    ------
-    ValueError
-        If a setting is not one of this method's, or does not fit the model or the budget.
-    """
-    kind = METHODS[config.method]
-    known = [entry.name for entry in fields(kind) if not entry.name.startswith("_")]  # type: ignore[arg-type]
-    given = config.method_settings()
-    for name in given:
-        if name not in known:
-            raise ValueError(
-                f"megakv.fairkv.{name} is not a setting of method {config.method!r}, which has: {', '.join(known)}"
-            )
-    method = kind(**given)
-    method.bind(layers, kv_heads)
-    if config.budget is not None and 1 < config.budget < method.least:
-        raise ValueError(
-            f"megakv.fairkv.budget = {config.budget:g} tokens per head is below the {method.least} that "
-            f"{config.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
-        )
-    return method

@@ -7,7 +7,7 @@ with it a rank has the true attention weights of its own keys and needs no other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from megakv.attention.partial import Scoring
 from megakv.attention.visibility import visible_pairs
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.fairkv.scoring import EVERYTHING, Reduce, Segment
+from megakv.fairkv.method import EVERYTHING, Segment
 
 CHUNK_QUERIES = 512
 """Queries of every rank that travel, and are scored, at a time."""
@@ -30,12 +30,8 @@ SCORE_ELEMENTS = 4 << 20
 class Queries:
     """Queries of some tokens, each counted on one rank.
 
-    Parameters
-    ----------
-    tokens : tuple of TokenBlock
-        Per context-parallel rank.
-    packed : Tensor
-        ``[L, H, D + 1]`` this rank's queries, and behind them the log-sum-exp of their attention over all keys.
+    `tokens` are those of every context-parallel rank; `packed` ``[L, H, D + 1]`` are this rank's queries, and behind
+    them the log-sum-exp of their attention over all keys.
     """
 
     tokens: tuple[TokenBlock, ...]
@@ -43,17 +39,7 @@ class Queries:
 
     @classmethod
     def of_pass(cls, call: AttentionCall, lse_HL: Tensor, observed: int) -> Queries:
-        """Those of a pass, or of the last `observed` tokens that it has of each sequence.
-
-        Parameters
-        ----------
-        call : AttentionCall
-            The layer's attention of the pass, of all its tokens.
-        lse_HL : Tensor
-            ``[H, L]`` log-sum-exp of its queries over all keys.
-        observed : int
-            A number, or `EVERYTHING`.
-        """
+        """Those of a pass, or of the last `observed` tokens that it has of each sequence."""
         layout = call.layout
         # Where every rank computes every token, each is counted where it is kept.
         tokens = layout.stored if layout.replicated else layout.tokens
@@ -79,24 +65,13 @@ def add_attention_mass(
     queries: Queries,
     segments: Sequence[Segment],
     masses: Sequence[Tensor],
-    reduce: Reduce,
+    peak: bool,
     near: int = 0,
 ) -> None:
     """Count in the attention that queries give to each token: its sum, or peak, over them and the heads of a KV group.
 
-    Parameters
-    ----------
-    call : AttentionCall
-        The layer's attention of this pass.
-    queries : Queries
-    segments : sequence of Segment
-        The tokens.
-    masses : sequence of Tensor
-        Per segment ``[K, n]``, float32 (float64 for float64 keys); changed in place.
-    reduce : {"mean", "peak"}
-        Sum (all means are over equally many) or maximum.
-    near : int
-        Tokens right before a query whose attention from it does not count, nor its own; 0 counts everything.
+    The masses, per segment ``[K, n]`` in float32 (float64 for float64 keys), are changed in place. Attention from a
+    query to itself and the `near` tokens before it does not count; 0 counts everything.
     """
     for start in range(0, max(map(len, queries.tokens)), CHUNK_QUERIES):
         pieces = [np.arange(start, min(start + CHUNK_QUERIES, len(block))) for block in queries.tokens]
@@ -107,7 +82,7 @@ def add_attention_mass(
                 run = tokens.run(segment.sequence)
                 if run.stop > run.start and len(segment.slots):
                     with call.comm.ledger.compute("compression", call.layer):
-                        _add_mass(mass, segment, found[run], tokens.slot[run], call.scoring, reduce, near)
+                        _add_mass(mass, segment, found[run], tokens.slot[run], call.scoring, peak, near)
 
 
 def _observed_rows(tokens: Sequence[TokenBlock], observed: int) -> list[IntArray]:
@@ -130,7 +105,7 @@ def _exchanged(call: AttentionCall, own: Tensor, most: int) -> Tensor:
 
 
 def _add_mass(
-    mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring, reduce: Reduce, near: int
+    mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring, peak: bool, near: int
 ) -> None:
     """Count in the weights of ``[L, H, D + 1]`` queries, with their log-sum-exp, in tiles of keys."""
     heads, rows = queries.shape[1], queries.shape[0]
@@ -161,27 +136,18 @@ def _add_mass(
                 counts &= q_orders[:, None] - k_orders[None, keys] > near
             unseen = upload(~counts, weights.device)
             weights.view(kv_heads, group, rows, -1).masked_fill_(unseen, 0.0)
-        if reduce == "mean":
-            mass_KS[:, keys] += weights.sum(1)
-        else:
+        if peak:
             mass_KS[:, keys] = torch.maximum(mass_KS[:, keys], weights.amax(1))
+        else:
+            mass_KS[:, keys] += weights.sum(1)
 
 
 def pooled_mass(
     call: AttentionCall, masses: Sequence[Tensor], segments: Sequence[Segment], radius: int
 ) -> list[Tensor]:
-    """The maximum over every token's neighbours, those on other ranks included.
+    """The maximum over every token's neighbours within a radius, those on other ranks included.
 
-    Only tokens next to another rank's travel.
-
-    Parameters
-    ----------
-    call : AttentionCall
-    masses : sequence of Tensor
-        Per segment ``[K, n]``.
-    segments : sequence of Segment
-    radius : int
-        Neighbours on either side.
+    Masses are per segment ``[K, n]``. Only tokens next to another rank's travel.
     """
     edges = [_edges(segment.orders, radius) for segment in segments]
     counts = [sum(len(edge[rank]) for edge in edges) for rank in range(call.size)]
@@ -244,3 +210,27 @@ def _neighbour_maximum(segment: Segment, orders: IntArray, values: Tensor, radiu
             source = upload(by_order[place[there]], values.device)
             best[:, index] = torch.maximum(best[:, index], values[:, source])
     return best
+
+
+@dataclass
+class Observation:
+    """What a layer has seen of a turn that goes on, on one rank.
+
+    `queries` are the last ones, which may yet belong to the window at the turn's end; None where there is no window.
+    `masses` has by sequence ``[K, n]`` what all queries so far have given to this rank's tokens of the turn.
+    """
+
+    queries: Queries | None = None
+    masses: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Turn:
+    """Slots, from `first` to before `stop`, that are compressed together: read in one pass or as chunks in several.
+
+    `seen` has by layer what its tokens were observed to look at.
+    """
+
+    first: int
+    stop: int
+    seen: dict[int, Observation] = field(default_factory=dict)

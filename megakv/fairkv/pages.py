@@ -31,14 +31,8 @@ OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 class Pages:
     """All pages of one size.
 
-    Parameters
-    ----------
-    k_PSD, v_PSD : Tensor
-        ``[P, S, D]`` and ``[P, S, Dv]`` keys and values.
-    heads : array of uint8
-        ``[P]`` local KV head of each page, ascending.
-    offsets : OffsetArray
-        ``[P, S]`` row of each token, counted from the body's first; ascending in a head.
+    Keys ``[P, S, D]`` and values ``[P, S, Dv]``; the local KV head ``[P]`` of each page, ascending; the row ``[P, S]``
+    of each token, counted from the body's first, ascending in a head.
     """
 
     k_PSD: Tensor
@@ -60,16 +54,8 @@ class Pages:
 class RaggedBody:
     """Tokens that were kept of one sequence in one layer. Never changed once made, so that copies share it.
 
-    A token is named by its row: its index among all tokens that this rank was given of the sequence.
-
-    Parameters
-    ----------
-    pages : sequence of Pages
-        In the order of `PAGE_SIZES`, sizes without a page left out. At least one.
-    counts : IntArray
-        ``[K]`` tokens of each head.
-    first_row, last_row : int
-        The least and greatest row of any head.
+    A token is named by its row: its index among all tokens that this rank was given of the sequence. `pages` are in the
+    order of `PAGE_SIZES`, one at least; `counts` ``[K]`` are the tokens of each head.
     """
 
     def __init__(self, pages: Sequence[Pages], counts: IntArray, first_row: int, last_row: int):
@@ -98,17 +84,7 @@ class RaggedBody:
 
     @classmethod
     def kept(cls, k_KSD: Tensor, v_KSD: Tensor, keep_KS: Tensor, rows: IntArray) -> RaggedBody | None:
-        """Copy what is kept of dense keys and values; None where nothing is.
-
-        Parameters
-        ----------
-        k_KSD, v_KSD : Tensor
-            ``[K, S, D]`` and ``[K, S, Dv]``.
-        keep_KS : Tensor
-            ``[K, S]`` bool.
-        rows : IntArray
-            ``[S]`` row of each token, ascending.
-        """
+        """Copy what is kept, ``[K, S]``, of dense keys and values ``[K, S, D]``; None where nothing is."""
         heads, places = np.nonzero(keep_KS.cpu().numpy())
         counts = np.bincount(heads, minlength=len(keep_KS)).astype(np.int64)
         return cls._paged(k_KSD, v_KSD, counts, (heads, places), rows[places])
@@ -122,23 +98,11 @@ class RaggedBody:
     def joined(
         cls, parts: Sequence[dict[str, Tensor]], slots: IntArray, first_row: int, device: torch.device
     ) -> RaggedBody | None:
-        """What several ranks' parts, as `saved` gives them, hold of the tokens at some slots.
+        """What several ranks' parts, as `saved` gives them, hold of the tokens at some slots, ascending; rows from
+        `first_row`.
 
-        Parameters
-        ----------
-        parts : sequence of dict
-            Each with ``counts`` ``[K]``, ``slots`` ``[n]``, ``k`` ``[n, D]`` and ``v`` ``[n, Dv]``.
-        slots : IntArray
-            Those wanted, ascending.
-        first_row : int
-            Row of the first one; the others follow.
-        device : torch.device
-            Where pages go.
-
-        Raises
-        ------
-        ValueError, IndexError
-            If the parts do not fit together.
+        Each part has ``counts`` ``[K]``, ``slots`` ``[n]``, ``k`` ``[n, D]`` and ``v`` ``[n, Dv]``; a `ValueError` or
+        `IndexError` if they do not fit together.
         """
         if not parts:
             return None

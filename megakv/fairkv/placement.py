@@ -21,13 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_mapping(config: FairKVConfig, tp_size: int) -> HeadMapping | None:
-    """The mapping that the JSON names; None where it names none.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, or is for another tensor-parallel degree.
-    """
+    """The mapping that the JSON names, for this tensor-parallel degree; None where it names none."""
     if config.mapping is None:
         return None
     mapping = load_mapping(config.mapping, setting=SETTING)
@@ -41,13 +35,7 @@ def read_mapping(config: FairKVConfig, tp_size: int) -> HeadMapping | None:
 
 
 def place_heads(mapping: HeadMapping, config: PreTrainedConfig) -> HeadMap:
-    """The placement of a model's heads, all query heads beside every replica of their KV head.
-
-    Raises
-    ------
-    ValueError
-        If the mapping is of another model.
-    """
+    """The placement of a model's heads, all query heads beside every replica of their KV head."""
     layers, heads, kv_heads = head_counts(config)
     found = len(mapping.mapping), mapping.n_kv_heads
     if found != (layers, kv_heads):
@@ -65,12 +53,7 @@ def place_heads(mapping: HeadMapping, config: PreTrainedConfig) -> HeadMap:
 def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicator) -> None:
     """Refuse a mapping of a model with the same sizes and other weights; warn of one that does not say whose it is.
 
-    Every rank must call it.
-
-    Raises
-    ------
-    ValueError, MegaKVError
-        On this rank, or on another one.
+    Every rank must call it: it fails on all.
     """
     identity = mapping.identity
     if identity is not None:
@@ -101,12 +84,7 @@ def _named(mapping: HeadMapping) -> Iterator[None]:
 
 
 def check_same_mapping(mapping: HeadMapping, comm: Communicator) -> None:
-    """Refuse to go on where ranks have read different files.
-
-    Raises
-    ------
-    MegaKVError
-    """
+    """Refuse to go on where ranks have read different files."""
     digests = comm.gather_objects(mapping.digest())
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

@@ -1,43 +1,44 @@
-"""The budget profile: how many tokens each KV head of each layer keeps, in one JSON file."""
+"""The budget profile: how many tokens each KV head of each layer keeps of a user's prompts, in one JSON file.
+
+It is made of what a compressed cache kept, with the paper's Tables 1 and 2, or written by hand.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record, load_record
 from megakv.fairkv.identity import ModelIdentity
+from megakv.fairkv.layer import barrier_utilisation, contiguous_layer
+
+if TYPE_CHECKING:
+    from megakv.tracking import RunReport
+    from megakv.weights.placement import HeadMap
 
 Budget = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Budgets = tuple[tuple[Budget, ...], ...]
+BudgetArray = npt.NDArray[np.float64]
+"""``[layers, K]``"""
 Rate = Annotated[float, Field(ge=0, le=1)]
 REMEDY = 'measure it anew, or write {"model": NAME, "budgets": [layer][KV head]}'
-
-
-def _check_shape(name: str, budgets: Budgets, layers: int, heads: int) -> None:
-    if len(budgets) != layers:
-        raise ValueError(f"{name} has {len(budgets)} layers, budgets {layers}")
-    for layer, row in enumerate(budgets):
-        if len(row) != heads:
-            raise ValueError(f"{name}, layer {layer}: {len(row)} KV heads, but layer 0 of budgets has {heads}")
+TP_SIZES = (2, 4, 8)
+"""Tensor-parallel degrees of Table 2."""
 
 
 class DataSet(BaseModel):
     """Prompts of one kind, and how their budgets compare with the others'.
 
-    Parameters
-    ----------
-    name : str
-    prompts : int
-        So many of the profile's prompts, after those of the data sets before it.
-    similarity : float, optional
-        Cosine similarity of its mean budgets with the mean of the other data sets' (the paper's Table 1); None where
-        there is no other.
-    busy_rates : dict
-        Tensor-parallel degree to the part of the attention time in which a rank with neighbouring heads works (Table
-        2), the mean over its prompts.
+    `prompts` of the profile's, after those of the data sets before it. `similarity` is the cosine similarity of its
+    mean budgets with the mean of the other data sets' (the paper's Table 1), None where there is no other. `busy_rates`
+    has for each tensor-parallel degree the part of the attention time in which a rank with neighbouring heads works
+    (Table 2), the mean over its prompts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -86,19 +87,23 @@ class BudgetProfile(Record):
     def _sizes(self) -> Self:
         if not self.budgets[0]:
             raise ValueError("budgets, layer 0: no KV head")
-        _check_shape("budgets", self.budgets, self.n_layers, self.n_kv_heads)
-        for number, prompt in enumerate(self.prompts or ()):
-            _check_shape(f"prompt {number}", prompt, self.n_layers, self.n_kv_heads)
-        if self.data_sets is not None:
-            counted = sum(each.prompts for each in self.data_sets)
-            if counted != len(self.prompts or ()):
-                raise ValueError(f"data_sets have {counted} prompts, prompts {len(self.prompts or ())}")
+        prompts = self.prompts or ()
+        named = {"budgets": self.budgets} | {f"prompt {number}": prompt for number, prompt in enumerate(prompts)}
+        for name, budgets in named.items():
+            if len(budgets) != self.n_layers:
+                raise ValueError(f"{name} has {len(budgets)} layers, budgets {self.n_layers}")
+            for layer, row in enumerate(budgets):
+                if len(row) != self.n_kv_heads:
+                    raise ValueError(
+                        f"{name}, layer {layer}: {len(row)} KV heads, but layer 0 of budgets has {self.n_kv_heads}"
+                    )
+        if self.data_sets is not None and (counted := sum(each.prompts for each in self.data_sets)) != len(prompts):
+            raise ValueError(f"data_sets have {counted} prompts, prompts {len(prompts)}")
         if self.lengths is not None:
-            if self.prompts is not None and len(self.lengths) != len(self.prompts):
-                raise ValueError(f"{len(self.lengths)} lengths of {len(self.prompts)} prompts")
-            _check_length("budgets", self.budgets, max(self.lengths))
-            for number, (prompt, length) in enumerate(zip(self.prompts or (), self.lengths, strict=False)):
-                _check_length(f"prompt {number}", prompt, length)
+            if self.prompts is not None and len(self.lengths) != len(prompts):
+                raise ValueError(f"{len(self.lengths)} lengths of {len(prompts)} prompts")
+            for (name, budgets), length in zip(named.items(), (max(self.lengths), *self.lengths), strict=False):
+                _check_length(name, budgets, length)
         return self
 
     @property
@@ -112,42 +117,26 @@ class BudgetProfile(Record):
         return len(self.budgets[0])
 
     def check_model(self, name: str, n_layers: int, n_kv_heads: int) -> None:
-        """Refuse the profile of another model.
+        """A `ValueError` for the profile of another model.
 
-        Folders are compared by their last part, so that a model may lie anywhere.
-
-        Parameters
-        ----------
-        name : str
-            Hub id or folder of the model in use.
-        n_layers, n_kv_heads : int
-
-        Raises
-        ------
-        ValueError
-            Naming what differs.
+        Names, hub ids or folders, are compared by their last part, so that a model may lie anywhere.
         """
         if (self.n_layers, self.n_kv_heads) != (n_layers, n_kv_heads):
             raise ValueError(
                 f"is the profile of {self.model!r} with {self.n_layers} layers of {self.n_kv_heads} KV heads; "
                 f"{name!r} has {n_layers} layers of {n_kv_heads}; measure a profile of this model"
             )
-        if _last_part(self.model) != _last_part(name):
+        if last_part(self.model).lower() != last_part(name).lower():
             raise ValueError(f"is the profile of {self.model!r}, not of {name!r}; measure a profile of this model")
 
     def check_length(self, length: int) -> None:
-        """Refuse budgets that sequences of `length` tokens cannot fill.
-
-        Raises
-        ------
-        ValueError
-            Naming the layer, the head and the budget.
-        """
+        """A `ValueError` for budgets that sequences of `length` tokens cannot fill."""
         _check_length("budgets", self.budgets, length)
 
 
-def _last_part(name: str) -> str:
-    return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()
+def last_part(name: str) -> str:
+    """Of a hub id or folder."""
+    return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2]
 
 
 def _check_length(name: str, budgets: Budgets, length: int) -> None:
@@ -158,11 +147,79 @@ def _check_length(name: str, budgets: Budgets, length: int) -> None:
 
 
 def load_budgets(path: str | Path, *, setting: str = "profile") -> BudgetProfile:
-    """Read and check a profile; the field ``format`` may be missing, so that one can be written by hand.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is something else or holds an impossible value: names the setting, the file and the field.
-    """
+    """Read and check a profile; the field ``format`` may be missing, so that one can be written by hand."""
     return load_record(BudgetProfile, path, setting=setting, remedy=REMEDY, by_hand=True)
+
+
+@dataclass(frozen=True)
+class MeasuredPrompt:
+    """What compression kept of one prompt: its data set, its tokens, and those kept of each KV head."""
+
+    data_set: str
+    length: int
+    budgets: BudgetArray
+
+
+def kept_tokens(report: RunReport, heads: HeadMap) -> BudgetArray:
+    """Tokens that each KV head of the whole model holds, by a report of all ranks.
+
+    Context-parallel ranks hold different tokens of a head, so theirs add up; tensor-parallel ones that copy a head hold
+    the same.
+    """
+    found = np.zeros((report.mesh["cp"], len(heads.layers), heads.n_kv_heads))
+    for rank in report.ranks:
+        for layer, counts in enumerate(rank.head_tokens):
+            # A rank that holds nothing of a layer lists no head.
+            if counts:
+                found[rank.cp_rank, layer, list(heads.shard(layer, rank.tp_rank).kv_heads)] = counts
+    total: BudgetArray = found.sum(axis=0)
+    return total
+
+
+def cosine_similarity(a: BudgetArray, b: BudgetArray) -> float:
+    """Of two models' budgets, all heads of all layers as one vector (the paper's Table 1)."""
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return min(1.0, float(np.vdot(a, b)) / norms) if norms > 0 else 1.0
+
+
+def busy_rate(prompts: Sequence[BudgetArray], tp_size: int) -> float:
+    """Part of the attention time in which a rank with neighbouring heads works, mean over prompts (Table 2)."""
+    layer = contiguous_layer(prompts[0].shape[1], tp_size)
+    loads = ([layer.loads(row, tp_size) for row in rows.tolist()] for rows in prompts)
+    return float(np.mean([min(1.0, barrier_utilisation(each)) for each in loads]))
+
+
+def _busy_rates(prompts: Sequence[BudgetArray]) -> dict[int, float]:
+    return {size: busy_rate(prompts, size) for size in TP_SIZES if size <= prompts[0].shape[1]}
+
+
+def make_profile(
+    model: str, method: str, prompts: Sequence[MeasuredPrompt], identity: ModelIdentity | None = None
+) -> BudgetProfile:
+    """The profile of one measured prompt or more, of a model (hub id or folder) under a compression method."""
+    sets: dict[str, list[MeasuredPrompt]] = {}
+    for prompt in prompts:
+        sets.setdefault(prompt.data_set, []).append(prompt)
+    rows = {name: [prompt.budgets for prompt in own] for name, own in sets.items()}
+    means = {name: np.mean(own, axis=0) for name, own in rows.items()}
+    data_sets = []
+    for name, own in rows.items():
+        others = [mean for other, mean in means.items() if other != name]
+        similarity = cosine_similarity(means[name], np.mean(others, axis=0)) if others else None
+        data_sets.append(DataSet(name=name, prompts=len(own), similarity=similarity, busy_rates=_busy_rates(own)))
+    # In the order of the data sets, so that each one's prompts follow each other.
+    every = [row for own in rows.values() for row in own]
+    return BudgetProfile(
+        model=model,
+        method=method,
+        budgets=_nested(np.mean(every, axis=0)),
+        prompts=tuple(map(_nested, every)),
+        lengths=tuple(prompt.length for own in sets.values() for prompt in own),
+        data_sets=tuple(data_sets),
+        busy_rates=_busy_rates(every),
+        identity=identity,
+    )
+
+
+def _nested(budgets: BudgetArray) -> Budgets:
+    return tuple(map(tuple, budgets.tolist()))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from math import inf, prod
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from megakv.fairkv.fair_copying import CopyLimits
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.limits import CopyLimits
 
 MOST_BINARIES = 1_000
 """Above, the solver finds nothing in its time that smaller steps have not found."""
@@ -20,24 +20,52 @@ EXACT, GAP = 150, (1e-7, 1e-4)
 INFEASIBLE = 2
 """Of the solver's states."""
 
+Columns = NDArray[np.int64]
 
-@dataclass
-class _Columns:
-    """Variables and rows of a program, by number."""
 
-    lowest: list[float] = field(default_factory=list)
-    highest: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
-    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+class _Program:
+    """Variables by number, and rows that hold sums of them between two bounds."""
 
-    def add(self, low: float = 0.0, high: float = 1.0, *, whole: bool = False) -> int:
-        self.lowest.append(low)
-        self.highest.append(high)
-        self.whole.append(whole)
-        return len(self.whole) - 1
+    def __init__(self) -> None:
+        self.number = 0
+        self.bounds: list[NDArray[np.float64]] = []
+        self.limits: list[tuple[float, float]] = []
+        self.entries: list[NDArray[np.float64]] = []
 
-    def row(self, terms: dict[int, float], low: float = -np.inf, high: float = np.inf) -> None:
-        self.rows.append((terms, low, high))
+    def columns(self, *shape: int, low: ArrayLike = 0.0, high: ArrayLike = 1.0, whole: bool = False) -> Columns:
+        """New variables."""
+        first, self.number = self.number, self.number + prod(shape)
+        self.bounds.append(np.stack([np.broadcast_to(part, shape).ravel() for part in (low, high, whole)]))
+        return np.arange(first, self.number).reshape(shape)
+
+    def row(self, columns: Columns, factors: ArrayLike = 1.0, low: float = -inf, high: float = inf) -> None:
+        """One row for each of ``[rows, terms]``."""
+        number = np.broadcast_to(np.arange(len(columns))[:, None] + len(self.limits), columns.shape)
+        terms = np.stack([number, columns, np.broadcast_to(factors, columns.shape)], axis=-1)
+        self.entries.append(terms.reshape(-1, 3))
+        self.limits += [(low, high)] * len(columns)
+
+    def solve(self, objective: Columns, gap: float) -> tuple[NDArray[np.float64] | None, float]:
+        """Values of all variables, or None, and the proven bound of the objective's sum; infinite if infeasible."""
+        from scipy.optimize import LinearConstraint, milp
+        from scipy.sparse import coo_array
+
+        number, column, value = np.concatenate(self.entries).T
+        place = number.astype(np.int64), column.astype(np.int64)
+        matrix = coo_array((value, place), shape=(len(self.limits), self.number)).tocsr()
+        costs = np.zeros(self.number)
+        costs[objective] = 1.0
+        low, high, whole = np.concatenate(self.bounds, axis=1)
+        found = milp(
+            costs,
+            constraints=LinearConstraint(matrix, *zip(*self.limits, strict=True)),
+            integrality=whole,
+            bounds=(low, high),
+            options={"mip_rel_gap": gap, "time_limit": SECONDS, "node_limit": NODES},
+        )
+        if found.status == INFEASIBLE:
+            return None, inf
+        return found.x, -inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
 
 
 def solve(
@@ -47,7 +75,7 @@ def solve(
     *,
     least: Sequence[float],
     cap: float | None,
-    best: float = np.inf,
+    best: float = inf,
     placed: Sequence[LayerMapping] | None = None,
 ) -> tuple[list[LayerMapping] | None, float]:
     """Mappings of all layers, together the best.
@@ -74,96 +102,74 @@ def solve(
     bound : float
         No mappings are below it; infinite if none are within the cap.
     """
-    size, heads = limits.tp_size, len(budgets[0])
+    weights, size = np.array(budgets, dtype=np.float64), limits.tp_size
+    layers, heads = weights.shape
     free = split == "free" and limits.copies > 0
-    counts = range(1, 2 if free or not limits.copies else limits.replicas + 1)
-    binaries = len(budgets) * heads * size * len(counts)
-    mean = sum(map(sum, budgets)) / size
+    counts = np.arange(1, 2 if free or not limits.copies else limits.replicas + 1)
+    mean = weights.sum() / size
     start = sum(least) if cap is not None else mean
+    binaries = weights.size * size * len(counts)
     gap = GAP[0] if placed is not None or binaries <= EXACT else GAP[1]
     if not mean or best <= start * (1 + gap) or placed is None and binaries > MOST_BINARIES:
         return None, start
-    columns = _Columns()
-    held: dict[tuple[int, int, int, int], int] = {}
-    loads: list[list[dict[int, float]]] = [[{} for _ in range(size)] for _ in budgets]
-    tokens: dict[tuple[int, int, int], int] = {}
-    for layer, row in enumerate(budgets):
-        copied = []
-        for head, budget in enumerate(row):
-            chosen = [columns.add(whole=True) for _ in counts] if len(counts) > 1 else []
-            for count, rank in product(counts, range(size)):
-                fixed = None if placed is None else float(rank in placed[layer].ranks[head])
-                low, high = (0.0, 1.0) if fixed is None else (fixed, fixed)
-                held[layer, head, count, rank] = here = columns.add(low, high, whole=placed is None)
-                if free:
-                    tokens[layer, head, rank] = part = columns.add()
-                    columns.row({part: 1, here: -1}, high=0)
-                    loads[layer][rank][part] = budget / mean
-                else:
-                    loads[layer][rank][here] = budget / mean / count
-            mine = {held[layer, head, count, rank]: 1.0 for count, rank in product(counts, range(size))}
-            columns.row(mine, 1, limits.replicas if limits.copies else 1)
-            if free:
-                columns.row({tokens[layer, head, rank]: 1.0 for rank in range(size)}, 1, 1)
-            for count, choice in zip(counts, chosen, strict=False):
-                columns.row({**{held[layer, head, count, r]: 1.0 for r in range(size)}, choice: -float(count)}, 0, 0)
-            if chosen:
-                columns.row(dict.fromkeys(chosen, 1.0), 1, 1)
-            if limits.copied_heads is not None and limits.copies:
-                copied.append(columns.add(whole=True))
-                columns.row({**mine, copied[-1]: 1.0 - limits.replicas}, high=1)
-        replicas = {column: 1.0 for (at, *_), column in held.items() if at == layer}
-        columns.row(replicas, high=heads + limits.copies)
-        columns.row(dict.fromkeys(copied, 1.0), high=np.inf if limits.copied_heads is None else limits.copied_heads)
-        for rank in range(size):
-            columns.row({held[layer, head, n, rank]: 1.0 for head in range(heads) for n in counts}, low=1)
-    if cap is None:
-        objective = [columns.add(1.0, best / mean)]
+    weights = weights / mean
+    program = _Program()
+    # Whether a rank holds one of so many replicas of a head.
+    low: ArrayLike = 0.0
+    high: ArrayLike = 1.0
+    if placed is not None:
+        low = high = np.array([[[[r in held for r in range(size)]] for held in layer.ranks] for layer in placed])
+    held_LHNR = program.columns(layers, heads, len(counts), size, low=low, high=high, whole=placed is None)
+    by_head, by_rank = held_LHNR.reshape(layers * heads, -1), held_LHNR.transpose(0, 3, 1, 2)
+    program.row(by_head, low=1, high=limits.replicas if limits.copies else 1)
+    program.row(held_LHNR.reshape(layers, -1), high=heads + limits.copies)
+    program.row(by_rank.reshape(layers * size, -1), low=1)
+    if free:
+        # What part of a head's tokens a rank has.
+        shares_LHR = program.columns(layers, heads, size)
+        program.row(np.stack([shares_LHR, held_LHNR[:, :, 0]], axis=-1).reshape(-1, 2), [1, -1], high=0)
+        program.row(shares_LHR.reshape(-1, size), low=1, high=1)
+        loads, factors = shares_LHR.transpose(0, 2, 1), weights
     else:
-        objective = [columns.add(low / mean, np.inf) for low in least]
-        columns.row(dict.fromkeys(objective, 1.0), high=best / mean)
-    for rank in range(size):
-        total = {column: value for by_rank in loads for column, value in by_rank[rank].items()}
-        columns.row({**total, objective[0]: -1.0} if cap is None else total, high=0 if cap is None else cap / mean)
-        for slowest, by_rank in zip(objective if cap is not None else [], loads, strict=False):
-            columns.row({**by_rank[rank], slowest: -1.0}, high=0)
-    values, bound = _solved(columns, objective, gap)
+        loads, factors = by_rank.reshape(layers, size, -1), (weights[..., None] / counts).reshape(layers, -1)
+    if len(counts) > 1:
+        chosen = program.columns(layers, heads, len(counts), whole=True)
+        program.row(chosen.reshape(-1, len(counts)), low=1, high=1)
+        for index, count in enumerate(counts):
+            of_count = np.concatenate([held_LHNR[:, :, index], chosen[:, :, index, None]], axis=-1)
+            program.row(of_count.reshape(-1, size + 1), [1] * size + [-count], 0, 0)
+    if limits.copied_heads is not None and limits.copies:
+        copied = program.columns(layers, heads, whole=True)
+        with_copied = np.concatenate([by_head, copied.reshape(-1, 1)], axis=1)
+        program.row(with_copied, [1] * by_head.shape[1] + [1 - limits.replicas], high=1)
+        program.row(copied, high=limits.copied_heads)
+    totals = loads.transpose(1, 0, 2).reshape(size, -1)
+    if cap is None:
+        objective = program.columns(1, low=1.0, high=best / mean)
+        with_largest = np.concatenate([totals, np.repeat(objective[None], size, axis=0)], axis=1)
+        program.row(with_largest, np.append(factors.ravel(), -1), high=0)
+    else:
+        objective = program.columns(layers, low=np.array(least) / mean, high=inf)
+        slowest = np.broadcast_to(objective[:, None, None], (layers, size, 1))
+        below = np.concatenate([np.broadcast_to(factors[:, None], loads.shape), np.full(slowest.shape, -1)], axis=-1)
+        program.row(
+            np.concatenate([loads, slowest], axis=-1).reshape(layers * size, -1),
+            below.reshape(layers * size, -1),
+            high=0,
+        )
+        program.row(objective[None], high=best / mean)
+        program.row(totals, factors.ravel(), high=cap / mean)
+    values, bound = program.solve(objective, gap)
     bound *= mean
     if values is None:
         # None better: what has been found is the best.
         return None, max(start, min(best, bound))
-    mappings = []
-    for layer in range(len(budgets)):
-        parts: list[dict[int, float]] = [{} for _ in range(heads)]
-        for (at, head, count, rank), column in held.items():
-            if at == layer and values[column] > 0.5:
-                parts[head][rank] = float(values[tokens[at, head, rank]]) if free else 1 / count
-        mapping = LayerMapping.of(parts)
-        mappings.append(mapping.with_shares(mapping.shares))
-    return mappings, max(start, min(bound, best))
-
-
-def _solved(columns: _Columns, objective: list[int], gap: float) -> tuple[np.ndarray | None, float]:
-    """Values of all columns, or None, and the proven bound of the sum of the objective's; infinite if infeasible."""
-    from scipy.optimize import LinearConstraint, milp
-    from scipy.sparse import coo_array
-
-    rows = [row for row in columns.rows if row[0]]
-    entries = [(at, column, value) for at, row in enumerate(rows) for column, value in row[0].items()]
-    number, column, value = zip(*entries, strict=True)
-    costs = np.zeros(len(columns.whole))
-    costs[objective] = 1.0
-    found = milp(
-        costs,
-        constraints=LinearConstraint(
-            coo_array((value, (number, column)), shape=(len(rows), len(costs))).tocsr(),
-            [low for _, low, _ in rows],
-            [high for _, _, high in rows],
-        ),
-        integrality=np.array(columns.whole, dtype=int),
-        bounds=(np.array(columns.lowest), np.array(columns.highest)),
-        options={"mip_rel_gap": gap, "time_limit": SECONDS, "node_limit": NODES},
-    )
-    if found.status == INFEASIBLE:
-        return None, np.inf
-    return found.x, -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
+    parts = values[shares_LHR] if free else (values[held_LHNR] / counts[:, None]).sum(axis=2)
+    held = np.any(values[held_LHNR] > 0.5, axis=2)
+    mappings = [
+        LayerMapping.of(
+            [{r: float(part[r]) for r in np.flatnonzero(at).tolist()} for part, at in zip(*layer, strict=True)]
+        )
+        for layer in zip(parts, held, strict=True)
+    ]
+    return [mapping.with_shares(mapping.shares) for mapping in mappings], max(start, min(bound, best))

@@ -18,21 +18,12 @@ from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.shares import HeadShares, shares_of_rank
-from megakv.fairkv.splitting import split_request
+from megakv.fairkv.splitting import HeadShares, shares_of_rank, split_request
 from megakv.weights.placement.heads import HeadMap
 
 
 class HeadReplicas:
-    """The replicas of a mapping's KV heads, as one rank sees them.
-
-    Parameters
-    ----------
-    mapping : HeadMapping
-    head_map : HeadMap
-        Its placement, copies whole.
-    comm : Communicator
-    """
+    """The replicas of a mapping's KV heads, as one rank sees them; `head_map` is its placement, copies whole."""
 
     def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator):
         self._heads, self._comm = head_map, comm
@@ -63,22 +54,9 @@ class HeadReplicas:
     ) -> tuple[Tensor, Tensor]:
         """Weigh this rank's partial outputs so that those of all ranks add up to the attention over all tokens.
 
-        Every rank of the tensor-parallel group must call it.
-
-        Parameters
-        ----------
-        layer : int
-        out_HLD, lse_HL : Tensor
-            ``[H, L, Dv]`` and ``[H, L]`` of this rank's heads, over the tokens that it has; changed in place.
-        tokens : TokenBlock
-            The queries.
-        complete : bool
-            Whether every replica has attended to all tokens: then each counts with some of the queries.
-
-        Returns
-        -------
-        tuple[Tensor, Tensor]
-            The weighted outputs, and the log-sum-exp over all tokens.
+        Every rank of the tensor-parallel group must call it. Outputs ``[H, L, Dv]`` and log-sum-exps ``[H, L]`` of this
+        rank's heads, over the tokens that it has, are changed in place and returned, the latter over all tokens. Where
+        every replica is `complete`, having attended to all tokens, each counts with some of the queries.
         """
         view = self._view(layer)
         if not len(tokens) or not view.entries:
@@ -109,18 +87,8 @@ class HeadReplicas:
     def split(self, layer: int, keep: Sequence[Tensor]) -> list[Tensor]:
         """Divide what each sequence keeps among the replicas, from its true budgets, so that the slowest is fastest.
 
-        Every rank of the tensor-parallel group must call it.
-
-        Parameters
-        ----------
-        layer : int
-        keep : sequence of Tensor
-            Per sequence ``[K, n]`` bool, the same on all replicas of a head.
-
-        Returns
-        -------
-        list of Tensor
-            What this rank keeps.
+        Every rank of the tensor-parallel group must call it. Masks are per sequence ``[K, n]``, the same on all
+        replicas of a head; returned is what this rank keeps.
         """
         view, mesh = self._view(layer), self._comm.mesh
         if not view.entries:

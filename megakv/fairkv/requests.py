@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megakv.fairkv.assignment import TOLERANCE
+from megakv.fairkv.fair_copying import CopyLimits
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.splitting import RankSets, split_heads
 
 PROFILE_WEIGHT = 10.0
@@ -122,26 +122,10 @@ def place_for_requests(
 ) -> LayerMapping:
     """Place the replicas of a layer so that requests unlike the profile find the ones that they need.
 
-    The placement is improved by one replica more, then, for up to 16 heads, by one elsewhere, until neither helps.
-
-    Parameters
-    ----------
-    mapping : LayerMapping
-        The best for the profile.
-    weights : sequence of float
-        Budgets of the profile, by head.
-    requests : array of shape [requests, heads]
-        Budgets of single prompts.
-    limits : CopyLimits
-        At most 8 ranks, else the mapping is left as it is.
-    keep_profile : bool
-        The slowest rank under the profile's own budgets does not become slower; else those count as little as a
-        request's.
-
-    Returns
-    -------
-    LayerMapping
-        With the shares that are best for the profile.
+    The placement, of at most 8 ranks, is improved by one replica more, then, for up to 16 heads, by one elsewhere,
+    until neither helps. `mapping` is the best for the profile's budgets `weights`; `requests` ``[requests, heads]`` are
+    those of single prompts. With `keep_profile` the slowest rank under the profile's own budgets does not become
+    slower; else those count as little as a request's.
     """
     size = limits.tp_size
     if size > MOST_RANKS or sum(weights) <= 0:

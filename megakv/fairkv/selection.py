@@ -31,12 +31,8 @@ AddUp = Callable[[Tensor], Tensor]
 def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
     """``[K, S]`` numbers that order tokens by score, then by lower slot, then by lower head.
 
-    Parameters
-    ----------
-    scores_KS : Tensor
-        ``[K, S]``, at least 0, infinity included; rounded to float32. NaN counts as 0.
-    slots_S, heads_K : Tensor
-        int64: slots below `SLOTS` and heads below `HEADS`, of the whole sequence and model.
+    Scores ``[K, S]`` are at least 0, infinity included, and rounded to float32; NaN counts as 0. Slots (below `SLOTS`)
+    and heads (below `HEADS`) are int64, of the whole sequence and model.
     """
     scores = scores_KS.float().nan_to_num(0.0, posinf=torch.inf).abs()
     # Floats that are not negative order as their bits do.
@@ -92,14 +88,12 @@ def choose(
     over_tokens: AddUp,
     over_all: AddUp,
 ) -> list[Tensor]:
-    """Which tokens of a layer are kept.
+    """Which tokens of a layer are kept: per sequence ``[K, n]``, True where the token is.
 
     Parameters
     ----------
-    scores : sequence of Tensor
-        Per sequence ``[K, n]``: this rank's heads and tokens.
-    slots : sequence of IntArray
-        Per sequence ``[n]``.
+    scores, slots : sequence
+        Per sequence ``[K, n]`` and ``[n]``: this rank's heads and tokens.
     budgets : sequence of HeadBudgets
         Per sequence, of all heads of the layer; the same on all ranks.
     heads : IntArray
@@ -108,11 +102,6 @@ def choose(
         Local indices of the heads that this rank counts: every head on one rank only, however many hold it.
     over_tokens, over_all : callable
         Sum counts over the ranks that hold the other tokens of this rank's heads, and over all ranks.
-
-    Returns
-    -------
-    list of Tensor
-        Per sequence ``[K, n]``, True where the token is kept.
     """
     device = scores[0].device
     local = upload(heads, device)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.pages import PAGE_SIZES
@@ -24,12 +26,18 @@ FINENESS = 128
 """A cut moves by no more than half this part of the slowest rank's tokens, so that parts of a head are whole pages, all
 but one: ends anywhere make up to 21 small pages a part, and a small page costs as much as dozens of tokens."""
 
+PERIOD = 32
+"""Blocks after which the dealing of tokens begins anew."""
+BLOCK = 16
+"""Tokens that follow one another on a replica: whole pages of memory, and hardly any imbalance."""
+ROW_BLOCK = 64
+"""Queries of one pass that follow one another on a replica: attention wants long runs of rows."""
+
+BoolArray = NDArray[np.bool_]
+
 
 class _Flow:
-    """A flow from heads to ranks whose capacity grows until everything passes.
-
-    All numbers may be integers; the flow is then integral.
-    """
+    """A flow from heads to ranks whose capacity grows until everything passes; integral where all numbers are."""
 
     def __init__(self, weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, slack: float):
         self.weights, self.ranks, self.slack = weights, ranks, slack
@@ -123,21 +131,11 @@ def split_heads(
 
 
 def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -> list[list[int]]:
-    """Divide one request's kept tokens of one layer among the replicas of its heads, at the ends of pages.
+    """Divide one request's kept tokens of one layer, ``budgets[head]``, among the replicas of its heads, at the ends of
+    pages.
 
-    Parameters
-    ----------
-    mapping : LayerMapping
-        Only its ranks matter.
-    budgets : sequence of int
-        Tokens kept of each KV head.
-    tp_size : int
-
-    Returns
-    -------
-    list of list of int
-        ``[head][replica]``, along with ``mapping.ranks``: the split whose slowest rank is fastest, its cuts then moved
-        to the nearest multiple of the largest page size that is fine enough.
+    The split, along with ``mapping.ranks``, whose slowest rank is fastest, its cuts then moved to the nearest multiple
+    of the largest page size that is fine enough.
     """
     slowest, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
     step = next(size for size in PAGE_SIZES if size * FINENESS <= slowest or size == PAGE_SIZES[-1])
@@ -152,13 +150,7 @@ def _moved(parts: Sequence[float], step: int) -> list[int]:
 
 
 class RankSets:
-    """Hall's bound of a placement, for many requests at once.
-
-    Parameters
-    ----------
-    tp_size : int
-        At most 12.
-    """
+    """Hall's bound of a placement on at most 12 ranks, for many requests at once."""
 
     def __init__(self, tp_size: int):
         assert 1 << tp_size <= MOST_SETS
@@ -172,19 +164,7 @@ class RankSets:
 
 
 def slowest_loads(ranks: Sequence[Sequence[int]], budgets: ArrayLike, tp_size: int) -> NDArray[np.float64]:
-    """The load of the slowest rank under the best split, for many requests at one layer.
-
-    Parameters
-    ----------
-    ranks : sequence of sequence of int
-        The ranks that hold each head.
-    budgets : array of shape [requests, heads]
-    tp_size : int
-
-    Returns
-    -------
-    array of shape [requests]
-    """
+    """``[requests]`` load of the slowest rank under the best split, for budgets ``[requests, heads]`` at one layer."""
     rows = np.asarray(budgets, dtype=np.float64)
     if 1 << tp_size > MOST_SETS:
         return np.array([split_heads(row.tolist(), ranks, tp_size)[0] for row in rows])
@@ -192,3 +172,54 @@ def slowest_loads(ranks: Sequence[Sequence[int]], budgets: ArrayLike, tp_size: i
     inside = np.stack([sets.inside(held) for held in ranks])
     highest: NDArray[np.float64] = (rows @ inside).max(axis=1)
     return highest
+
+
+@dataclass(frozen=True)
+class HeadShares:
+    """How one rank shares its KV heads of a layer with others.
+
+    The `alone` heads that this rank alone holds come first, in the order of its tensors. For each of the others a
+    pattern ``[PERIOD]`` says which of as many consecutive blocks are this rank's.
+    """
+
+    alone: int
+    patterns: tuple[BoolArray, ...]
+
+    @property
+    def kv_heads(self) -> int:
+        """This rank's KV heads."""
+        return self.alone + len(self.patterns)
+
+    def own_tokens(self, index: int, rows: IntArray) -> BoolArray:
+        """Which of a sequence's tokens, by their row on this context-parallel rank, shared head `index` keeps here."""
+        own: BoolArray = self.patterns[index][rows // BLOCK % PERIOD]
+        return own
+
+    def own_queries(self, index: int, slots: IntArray) -> BoolArray:
+        """Which of a pass's queries attend to the pass's own tokens here, in shared head `index`."""
+        own: BoolArray = self.patterns[index][slots // ROW_BLOCK % PERIOD]
+        return own
+
+
+def dealt(counts: Sequence[int]) -> IntArray:
+    """``[sum(counts)]`` the receiver of each thing when everybody gets its count, spread as evenly as can be."""
+    total = sum(counts)
+    given = np.zeros(len(counts))
+    owners = np.empty(total, dtype=np.int64)
+    for place in range(total):
+        lacking = np.asarray(counts) * (place + 1) / total - given
+        owners[place] = int(np.argmax(lacking))
+        given[owners[place]] += 1
+    return owners
+
+
+def shares_of_rank(mapping: LayerMapping, rank: int, tp_size: int, shared: Sequence[int], alone: int) -> HeadShares:
+    """The shares of one rank in tokens that all heads keep alike: generated ones, and those of uncompressed prompts.
+
+    `shared` are those of the rank's KV heads that other ranks hold too, in the order of its tensors; `alone` is the
+    number of its other heads.
+    """
+    _, parts = split_heads([PERIOD] * len(mapping.ranks), mapping.ranks, tp_size, whole=True)
+    owners = [dealt([int(part) for part in parts[head]]) for head in shared]
+    own = (found == mapping.ranks[head].index(rank) for head, found in zip(shared, owners, strict=True))
+    return HeadShares(alone, tuple(own))

@@ -15,7 +15,7 @@ from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.divided import Dealt, DividedStore, Pair
 from megakv.fairkv.pages import RaggedBody
-from megakv.fairkv.shares import HeadShares
+from megakv.fairkv.splitting import HeadShares
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
@@ -28,15 +28,7 @@ LEAST_GROWTH = 2
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive rows that were compressed together.
-
-    Parameters
-    ----------
-    start, stop : int
-        The rows.
-    body : RaggedBody, optional
-        What is left of them; None where it is nothing.
-    """
+    """Rows, from `start` to before `stop`, compressed together, and what is left of them; None for nothing."""
 
     start: int
     stop: int
@@ -51,14 +43,8 @@ class RaggedStore:
     """Compressed tokens in pages, and all others, of any turn, as dense keys and values (see `KVStore`).
 
     Tokens that were not compressed belong to all heads alike, so they need no pages. Tokens are named by their row
-    among all tokens that this rank was ever given of the sequence: the table of tokens maps rows to slots.
-
-    Parameters
-    ----------
-    batch : int
-        Number of sequences.
-    shares : HeadShares, optional
-        How this rank shares its KV heads with others; None where it shares none.
+    among all tokens that this rank was ever given of the sequence: the table of tokens maps rows to slots. `shares`
+    says how this rank shares its KV heads with others.
     """
 
     def __init__(self, batch: int, shares: HeadShares | None = None):
@@ -111,14 +97,7 @@ class RaggedStore:
         self._dense.release()
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
-        """Keep a part of the latest tokens and free the others.
-
-        Parameters
-        ----------
-        sequence : int
-        keep_KS : Tensor
-            ``[K, n]`` bool, what each head keeps of the last n tokens.
-        """
+        """Of a sequence's latest tokens keep what ``[K, n]`` says of the last n, and free the others."""
         count = keep_KS.shape[1]
         if not count:
             return

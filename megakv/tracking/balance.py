@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from megakv.fairkv.efficiency import barrier_utilisation, busy_rates
+from megakv.fairkv.layer import barrier_utilisation, busy_rates
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from task import MODEL_DIR
 import megakv
 from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import map_heads
-from megakv.fairkv.profile import BudgetProfile
-from megakv.fairkv.profiling import MeasuredPrompt, kept_tokens, make_profile
+from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, make_profile
 from megakv.fairkv.splitting import slowest_loads
 from megakv.launcher.environment import adopt_single_process
 from megakv.launcher.voice import quiet_libraries

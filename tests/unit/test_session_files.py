@@ -20,7 +20,7 @@ from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
 from megakv.fairkv.divided import make_dense_store
-from megakv.fairkv.shares import PERIOD, HeadShares
+from megakv.fairkv.splitting import PERIOD, HeadShares
 from megakv.fairkv.store import RaggedStore
 from megakv.session_files import FORMAT, SessionMeta, first_fingerprint, read_cache, write_shard
 from megakv.session_folder import PendingSave

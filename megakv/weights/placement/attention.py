@@ -26,13 +26,7 @@ def refusal(module: nn.Module, model_type: str, why: str) -> ValueError:
 
 
 def find_attention(layer: nn.Module, model_type: str) -> tuple[str, nn.Module]:
-    """Name and module of a decoder layer's attention.
-
-    Raises
-    ------
-    ValueError
-        If there is not exactly one that can be cut by heads.
-    """
+    """Name and module of a decoder layer's attention; refused if there is not exactly one that can be cut by heads."""
     found = [
         (name, module)
         for name, module in layer.named_modules()
@@ -45,17 +39,9 @@ def find_attention(layer: nn.Module, model_type: str) -> tuple[str, nn.Module]:
 
 
 class AttentionCut:
-    """The parts of one attention module's parameters on one rank.
+    """The parts of one attention module's parameters on one rank, which keeps the heads of `shard`.
 
-    Parameters
-    ----------
-    module : nn.Module
-        The whole attention module; only names and shapes are looked at.
-    config : PreTrainedConfig
-    heads : HeadMap
-        For the model's head counts.
-    shard : HeadShard
-        The heads kept.
+    Of the module, the whole one, only names and shapes are looked at.
     """
 
     def __init__(self, module: nn.Module, config: PreTrainedConfig, heads: HeadMap, shard: HeadShard):
@@ -76,13 +62,8 @@ class AttentionCut:
         return refusal(self.module, self.config.model_type, why)
 
     def specs(self) -> dict[str, SliceSpec]:
-        """The part of every parameter, by its name inside the module.
-
-        Raises
-        ------
-        ValueError
-            If a parameter is not known to be right when cut.
-        """
+        """The part of every parameter, by its name inside the module; refused where it is not known to be right when
+        cut."""
         if self.fused is None:
             outputs = self._separate()
         else:

@@ -9,14 +9,9 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """A KV head together with those of its query heads that live beside it.
+    """A KV head, by its index in the whole model, with those of its query heads that live beside it.
 
-    Parameters
-    ----------
-    kv_head : int
-        Index of the KV head in the whole model.
-    query_heads : tuple of int
-        Indices of query heads that read it; all of them, or a part when other ranks hold copies of the KV head.
+    All of them, or a part where other ranks hold copies of the KV head.
     """
 
     kv_head: int
@@ -53,25 +48,12 @@ class HeadShard:
 
 @dataclass(frozen=True)
 class HeadMap:
-    """A placement of all heads of a model on its tensor-parallel ranks.
+    """A placement of all heads of a model on its tensor-parallel ranks: ``layers[layer][rank]`` is a `HeadShard`.
 
     Any assignment is possible: uneven counts, another one in every layer, and copies of a KV head on several ranks. Its
-    query heads are either divided among these, or all on each of them: such replicas share the head's tokens.
-
-    Parameters
-    ----------
-    n_heads : int
-        Query heads of the model.
-    n_kv_heads : int
-        KV heads of the model.
-    layers : tuple
-        ``layers[layer][rank]`` is a `HeadShard`.
-
-    Raises
-    ------
-    ValueError
-        If a query head is missing, doubled without its whole group or beside a foreign KV head, or a rank would have no
-        head.
+    query heads are either divided among these, or all on each of them: such replicas share the head's tokens. A query
+    head that is missing, doubled without its whole group or beside a foreign KV head is a `ValueError`, as is a rank
+    without a head.
     """
 
     n_heads: int
@@ -139,10 +121,7 @@ def _divides(n_heads: int, n_kv_heads: int, tp_size: int) -> bool:
 def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: int) -> HeadMap:
     """Equal runs of neighbouring heads; with more ranks than KV heads each KV head is copied and its queries divided.
 
-    Raises
-    ------
-    ValueError
-        If `tp_size` fits neither way: names the head counts and the sizes that do.
+    A `ValueError` where `tp_size` fits neither way names the head counts and the sizes that do.
     """
     if n_heads % n_kv_heads:
         raise ValueError(f"{n_heads} query heads cannot share {n_kv_heads} KV heads evenly")
@@ -167,13 +146,7 @@ def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: i
 
 
 def head_counts(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Layers, query heads and KV heads of a text model.
-
-    Raises
-    ------
-    ValueError
-        If the configuration names no attention heads.
-    """
+    """Layers, query heads and KV heads of a text model."""
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     heads = getattr(text, "num_attention_heads", None)

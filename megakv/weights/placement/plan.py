@@ -15,13 +15,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Name and list of a model's decoder layers.
-
-    Raises
-    ------
-    ValueError
-        If there is no list as long as the config says.
-    """
+    """Name and list of a model's decoder layers; refused if there is no list as long as the config says."""
     count = model.config.get_text_config().num_hidden_layers
     decoder = model.get_decoder()
     for name, module in model.named_modules():
@@ -100,27 +94,11 @@ def _mlp(
 
 
 def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> dict[str, SliceSpec]:
-    """The part of every parameter that `tp_rank` keeps.
+    """The part of every parameter, by its name (tied ones included), that `tp_rank` keeps.
 
     Attention is cut by `head_map`, MLPs and every expert along their width; embeddings, norms, routers and the output
-    head are kept whole.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The whole model; only names and shapes are looked at, so it may be on the meta device.
-    head_map : HeadMap
-    tp_rank : int
-
-    Returns
-    -------
-    dict
-        From parameter name to `SliceSpec`, for all names (tied ones included).
-
-    Raises
-    ------
-    ValueError
-        If the architecture has something that would be wrong when cut, by its name.
+    head are kept whole. Of the whole model only names and shapes are looked at, so it may be on the meta device. An
+    architecture with something that would be wrong when cut is a `ValueError`.
     """
     placement = {name: WHOLE for name, _ in model.named_parameters(remove_duplicate=False)}
     size = head_map.tp_size

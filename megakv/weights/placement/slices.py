@@ -13,16 +13,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class SliceSpec:
-    """A rank's part of a parameter.
+    """A rank's part of a parameter: index ranges along `dim`, in the order in which the local tensor holds them.
 
-    Parameters
-    ----------
-    dim : int
-        The dimension that is cut.
-    ranges : tuple of (start, stop), optional
-        Kept indices along `dim`, in the order in which the local tensor holds them; None keeps everything.
-    zero : bool
-        The whole shape, filled with zeros and never read: another rank adds the value to the sum.
+    None for `ranges` keeps everything. With `zero` it is the whole shape, filled with zeros and never read: another
+    rank adds the value to the sum.
     """
 
     dim: int = 0
@@ -74,11 +68,6 @@ def split_width(width: int, parts: int, part: int) -> tuple[int, int]:
     """The range of `part` when an MLP's `width` is divided; the remainder goes to the first ranks.
 
     Ranges begin at multiples of 8 where the width allows it: grouped matrix products want rows aligned to 16 bytes.
-
-    Raises
-    ------
-    ValueError
-        If there are more parts than columns.
     """
     if width < parts:
         raise ValueError(f"tensor_parallel.tp_size = {parts} is more than an MLP width of {width}; use {width} or less")

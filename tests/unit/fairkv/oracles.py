@@ -8,7 +8,7 @@ from itertools import combinations, product
 import numpy as np
 from scipy.optimize import LinearConstraint, linprog, milp
 
-from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.fair_copying import CopyLimits
 
 
 class Program:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megakv.fairkv.assignment import Schemes, assign, exchange, lower_bounds
-from megakv.fairkv.copying import map_layer
-from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.fair_copying import CopyLimits, map_layer
 from tests.unit.fairkv.instances import RANDOM, budgets
 from tests.unit.fairkv.oracles import best_layer
 

@@ -6,10 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from megakv.fairkv.copying import copy_schemes, map_layer, wrap_around
-from megakv.fairkv.efficiency import barrier_utilisation
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
-from megakv.fairkv.limits import CopyLimits
+from megakv.fairkv.fair_copying import CopyLimits, copy_schemes, map_layer, wrap_around
+from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_layer
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed
 from tests.unit.fairkv.oracles import best_layer, printed_selection
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.shares import BLOCK, PERIOD, dealt, shares_of_rank
+from megakv.fairkv.splitting import BLOCK, PERIOD, dealt, shares_of_rank
 from megakv.fairkv.store import RaggedStore
 from tests.mappings import mapping_of, random_ranks
 

@@ -12,8 +12,7 @@ from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.placement import place_heads
-from megakv.fairkv.profile import load_budgets
-from megakv.fairkv.profiling import MeasuredPrompt, make_profile
+from megakv.fairkv.profile import MeasuredPrompt, load_budgets, make_profile
 from tests.families import FAMILIES, llama
 
 

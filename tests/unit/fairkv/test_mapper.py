@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megakv.fairkv.fair_copying import CopyLimits
 from megakv.fairkv.layer import contiguous_layer
-from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.mapper import balance, map_heads
 from megakv.fairkv.mapping import HeadMapping, apportioned, load_mapping
 from megakv.fairkv.profile import BudgetProfile
@@ -86,8 +86,8 @@ def test_anything_that_is_possible_keeps_its_limits() -> None:
             continue
         for layer in found.layers:
             assert layer.copies <= copies
-            assert layer.most_replicas <= settings.get("max_replicas", size)
-            assert layer.copied_heads <= settings.get("copied_heads", heads)
+            assert max(layer.replicas) <= settings.get("max_replicas", size)
+            assert sum(n > 1 for n in layer.replicas) <= settings.get("copied_heads", heads)
         assert sum(found.rank_loads) == pytest.approx(rows.sum())
         assert max(found.rank_loads) <= settings.get("memory_cap", float("inf")) * (1 + 1e-6)
         assert found.contiguous is not None
@@ -229,7 +229,9 @@ def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys:
     assert printed["contiguous"]["barrier_utilisation"] < 0.9
     assert png.read_bytes().startswith(b"\x89PNG") and len(png.read_bytes()) > 5000
     assert main([*command, "--split", "even", "--max-replicas", "2", "--copied-heads", "2"]) == 0
-    assert load_mapping(out).split == "even" and all(layer.copied_heads <= 2 for layer in load_mapping(out).layers)
+    assert load_mapping(out).split == "even" and all(
+        sum(n > 1 for n in layer.replicas) <= 2 for layer in load_mapping(out).layers
+    )
 
 
 @pytest.mark.parametrize(

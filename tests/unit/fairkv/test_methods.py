@@ -17,10 +17,9 @@ from megakv.distributed.sharding import TokenTable, balanced, new_tokens
 from megakv.errors import MegaKVError
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
-from megakv.fairkv.methods import METHODS, make_method
-from megakv.fairkv.scoring_headkv import read_importance
+from megakv.fairkv.methods import METHODS, read_importance
+from megakv.fairkv.observation import Turn
 from megakv.fairkv.store import RaggedStore
-from megakv.fairkv.turn import Turn
 from megakv.weights.placement.heads import contiguous_head_map
 
 HEADS, KV_HEADS, DIM, LAYERS = 8, 4, 16, 3
@@ -210,12 +209,21 @@ def test_every_method_is_registered_under_its_name() -> None:
             {"method": "snapkv", "sinks": 4},
             "megakv.fairkv.sinks is not a setting of method 'snapkv', which has: window",
         ),
-        ({"method": "snapkv", "window": 0}, "megakv.fairkv.window = 0: allowed: 1 or more"),
+        ({"method": "snapkv", "window": 0}, "megakv.fairkv.window = 0: Input should be greater than or equal to 1"),
         ({"method": "ada_snapkv", "pool": 4}, "megakv.fairkv.pool = 4: allowed: odd numbers"),
-        ({"method": "ada_snapkv", "safeguard": 1.5}, "megakv.fairkv.safeguard = 1.5: allowed: 0 to 1"),
-        ({"method": "h2o", "recent": -0.1}, "megakv.fairkv.recent = -0.1: allowed: 0 to 1"),
-        ({"method": "pyramidkv", "decay": 0.5}, "megakv.fairkv.decay = 0.5: allowed: 1 or more"),
-        ({"method": "streaming_llm", "sinks": -1}, "megakv.fairkv.sinks = -1: allowed: 0 or more"),
+        (
+            {"method": "ada_snapkv", "safeguard": 1.5},
+            "megakv.fairkv.safeguard = 1.5: Input should be less than or equal to 1",
+        ),
+        ({"method": "h2o", "recent": -0.1}, "megakv.fairkv.recent = -0.1: Input should be greater than or equal to 0"),
+        (
+            {"method": "pyramidkv", "decay": 0.5},
+            "megakv.fairkv.decay = 0.5: Input should be greater than or equal to 1",
+        ),
+        (
+            {"method": "streaming_llm", "sinks": -1},
+            "megakv.fairkv.sinks = -1: Input should be greater than or equal to 0",
+        ),
         ({"method": "headkv"}, "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance"),
         (
             {"method": "headkv", "importance": "nowhere.json"},
@@ -225,7 +233,8 @@ def test_every_method_is_registered_under_its_name() -> None:
 )
 def test_bad_settings_are_named(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        make_method(FairKVConfig(**{"budget": 0.25, **section}), LAYERS, KV_HEADS)
+        config = load_config({"megakv": {"fairkv": {"budget": 0.25, **section}}})
+        config.megakv.fairkv.make_method(LAYERS, KV_HEADS)
     assert message in str(caught.value)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakv.fairkv.efficiency import barrier_utilisation
-from megakv.fairkv.profile import load_budgets
-from megakv.fairkv.profile_figure import draw_profile
-from megakv.fairkv.profiling import MeasuredPrompt, busy_rate, cosine_similarity, kept_tokens, make_profile
+from megakv.fairkv.figures import draw_profile
+from megakv.fairkv.layer import barrier_utilisation
+from megakv.fairkv.profile import MeasuredPrompt, busy_rate, cosine_similarity, kept_tokens, load_budgets, make_profile
 from megakv.launcher.budget_tables import print_tables
 from megakv.launcher.command import main
 from megakv.tracking import RankReport, RunReport

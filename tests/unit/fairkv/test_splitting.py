@@ -6,9 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from megakv.fairkv.copying import map_layer
+from megakv.fairkv.fair_copying import CopyLimits, map_layer
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.requests import imagined_requests, place_for_requests
 from megakv.fairkv.splitting import slowest_loads, split_heads, split_request
 from tests.unit.fairkv.instances import RANDOM, budgets

@@ -20,12 +20,75 @@ import numpy as np
 
 from megakv.fairkv.assignment import NODES, TOLERANCE, Schemes, assign, positive
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.limits import CopyLimits
 from megakv.fairkv.splitting import split_heads
 
 Split = Literal["even", "free"]
 
 MOST_SCHEMES = 12_000
+
+
+@dataclass(frozen=True)
+class CopyLimits:
+    """What fair-copying may use in each layer of `tp_size` ranks.
+
+    `copies` are the extra replicas of all heads together; `max_replicas` is R_max of the paper's Equation 3, by default
+    the ranks; `copied_heads` is CH, the heads that may have more than one replica, by default all.
+    """
+
+    tp_size: int
+    copies: int = 0
+    max_replicas: int | None = None
+    copied_heads: int | None = None
+
+    def check(self, heads: int) -> None:
+        """A `ValueError` for what `heads` KV heads per layer cannot satisfy."""
+        for name, value, least in (
+            ("tp", self.tp_size, 1),
+            ("copies", self.copies, 0),
+            ("max_replicas", self.max_replicas, 1),
+            ("copied_heads", self.copied_heads, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name} = {value}: allowed: {least} or more")
+        if self.max_replicas is not None and self.max_replicas > self.tp_size:
+            raise ValueError(
+                f"max_replicas = {self.max_replicas}: a head can be on each rank once, so tp = {self.tp_size} at most"
+            )
+        most = self.most(heads)
+        if self.copies > heads * (self.tp_size - 1):
+            raise ValueError(
+                f"copies = {self.copies}: each of {heads} KV heads can be on each of tp = {self.tp_size} ranks once, "
+                f"which is {heads * (self.tp_size - 1)} copies at most"
+            )
+        if heads + most < self.tp_size:
+            limited = [
+                f"{name} = {value}"
+                for name, value in (("max_replicas", self.max_replicas), ("copied_heads", self.copied_heads))
+                if value is not None and most < self.copies
+            ]
+            settings = " and ".join([f"copies = {self.copies}", *limited])
+            raise ValueError(
+                f"tp = {self.tp_size}: {heads} KV heads with {settings} leave ranks without a head; "
+                f"{self.tp_size - heads} copies are needed, or fewer ranks"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """That one head may have."""
+        return min(self.max_replicas or self.tp_size, self.tp_size, 1 + self.copies)
+
+    def most(self, heads: int) -> int:
+        """Copies that `heads` heads can have within R_max and CH."""
+        copied = heads if self.copied_heads is None else min(self.copied_heads, heads)
+        return min(self.copies, copied * (self.replicas - 1))
+
+    def allow(self, replicas: Sequence[int]) -> bool:
+        """Whether heads may have so many replicas."""
+        return (
+            sum(replicas) - len(replicas) <= self.copies
+            and max(replicas) <= self.replicas
+            and (self.copied_heads is None or sum(n > 1 for n in replicas) <= self.copied_heads)
+        )
 
 
 @dataclass(frozen=True)
@@ -38,23 +101,7 @@ class LayerSolution:
 
 
 def copy_schemes(heads: int, copies: int, *, max_replicas: int, copied_heads: int) -> Iterator[tuple[int, ...]]:
-    """Algorithm 1: every way to give heads extra replicas, which the paper's listing does not bound.
-
-    Parameters
-    ----------
-    heads : int
-    copies : int
-        C: extra replicas of all heads together, at most.
-    max_replicas : int
-        R_max: of one head.
-    copied_heads : int
-        CH: heads with more than one replica, at most.
-
-    Yields
-    ------
-    tuple of int
-        Replicas of each head.
-    """
+    """Algorithm 1: the replicas of each head, in every way within the limits, which the paper's listing lacks."""
     if not heads:
         yield ()
         return
@@ -75,8 +122,7 @@ def _even_schemes(heads: int, limits: CopyLimits) -> Schemes:
         largest -= 1
     while True:
         rows = list(copy_schemes(largest, copies, max_replicas=limits.replicas, copied_heads=copied))
-        table = np.ones((len(rows), heads), dtype=np.int64)
-        table[:, :largest] = rows
+        table = np.pad(np.array(rows), ((0, 0), (0, heads - largest)), constant_values=1)
         table = table[table.sum(axis=1) >= limits.tp_size]
         if len(table):
             return Schemes(table, np.ones((len(table), limits.tp_size), dtype=np.int64), largest == heads)
@@ -103,17 +149,7 @@ def _group_schemes(heads: int, groups: int, ranks: int) -> Schemes:
 def wrap_around(weights: Sequence[float], members: Sequence[int], ranks: Sequence[int]) -> dict[int, dict[int, float]]:
     """McNaughton's rule: heads one after the other fill one rank after the other, each to the same level.
 
-    Parameters
-    ----------
-    weights : sequence of float
-        Positive budgets, by head.
-    members, ranks : sequence of int
-        The heads, and the ranks that they are to fill.
-
-    Returns
-    -------
-    dict
-        From head to rank to share; at most ``len(ranks) - 1`` heads are cut.
+    Returns from head to rank to share; at most ``len(ranks) - 1`` of the `members` are cut.
     """
     total = sum(weights[head] for head in members)
     level = total / len(ranks)
@@ -152,13 +188,12 @@ def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int) -> La
     sums, ranks = [sum(weights[head] for head in group) for group in members], [1] * groups
     for _ in range(size - groups):
         ranks[max(range(groups), key=lambda group: sums[group] / ranks[group])] += 1
-    parts: list[dict[int, float]] = [{} for _ in weights]
+    parts: dict[int, dict[int, float]] = {}
     for group, held in enumerate(members):
         # The largest first: fewer heads have more than two replicas, and the small ones stay whole.
         first = sum(ranks[:group])
-        for head, part in wrap_around(weights, held, range(first, first + ranks[group])).items():
-            parts[head] = part
-    mapping = LayerMapping.of(parts)
+        parts |= wrap_around(weights, held, range(first, first + ranks[group]))
+    mapping = LayerMapping.of([parts[head] for head in range(len(weights))])
     return LayerSolution(mapping, max(mapping.loads(weights, size)), found.bound)
 
 
@@ -174,15 +209,16 @@ def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSo
     Then the best of those that keep them: smaller groups, and equal shares made the best for that placement.
     """
     size = limits.tp_size
-    found = _grouped(weights, max(1, size - limits.copies), size, nodes)
-    if limits.allow([len(held) for held in found.mapping.ranks]):
+    fewest = max(1, size - limits.copies)
+    found = _grouped(weights, fewest, size, nodes)
+    if limits.allow(found.mapping.replicas):
         return found
     even = _evenly(weights, limits, nodes).mapping
     level, parts = split_heads(weights, even.ranks, size)
     best = LayerSolution(even.with_shares(parts), level, found.bound)
-    for groups in range(max(1, size - limits.copies), min(size, len(weights)) + 1):
+    for groups in range(fewest, min(size, len(weights)) + 1):
         other = _grouped(weights, groups, size, nodes)
-        if other.slowest < best.slowest and limits.allow([len(held) for held in other.mapping.ranks]):
+        if other.slowest < best.slowest and limits.allow(other.mapping.replicas):
             best = LayerSolution(other.mapping, other.slowest, found.bound)
     return best
 
@@ -207,9 +243,8 @@ def map_layer(
     raised = positive([weights[head] for head in order])
     found = (_freely if split == "free" else _evenly)(raised, limits, nodes)
     back = [order.index(head) for head in range(len(weights))]
-    mapping = LayerMapping(
-        tuple(found.mapping.ranks[at] for at in back), tuple(found.mapping.shares[at] for at in back)
-    )
+    ranks, shares = found.mapping.ranks, found.mapping.shares
+    mapping = LayerMapping(tuple(ranks[at] for at in back), tuple(shares[at] for at in back))
     slowest = max(mapping.loads(weights, limits.tp_size))
     # What was added to heads that keep nothing is no part of the bound.
     return LayerSolution(mapping, slowest, min(slowest, max(0.0, found.bound - (sum(raised) - sum(weights)))))

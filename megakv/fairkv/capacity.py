@@ -1,12 +1,15 @@
 """Layers against each other: mappings within each rank's memory at the least price in time, and Equation 4.
 
+The time of a layer stays the same when its ranks change places. So layers are first mapped each for itself, then turned
+until the ranks hold equally much over all layers; only where a cap is tighter than that, heads move at a price in time.
+
 The paper's Equation 4 makes the largest load of a rank, summed over all layers, as small as it can be. That is what a
 rank's memory holds, not how long a token takes: ranks meet in every layer, not once per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -14,15 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakv.fairkv import program
-from megakv.fairkv.arrangement import arrange, memory_of
 from megakv.fairkv.assignment import NODES, TOLERANCE, Schemes, lower_bounds
-from megakv.fairkv.copying import LayerSolution, Split, map_layer
+from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.limits import CopyLimits
 
 Weights = Sequence[Sequence[float]]
 
-STEPS = 500
+ROUNDS, STEPS = 2_000, 500
 KICKS = 8
 CLOSE = 5e-7
 """Relative: totals that near to a cap or to a bound meet it. What a solver calls feasible is as close."""
@@ -35,6 +36,41 @@ class TotalSolution:
     mappings: list[LayerMapping]
     largest: float
     bound: float
+
+
+def level_ranks(loads: NDArray[np.float64]) -> NDArray[np.int64]:
+    """``[layers, ranks]``: on which rank to put what is on each, so that the largest sum over layers is low."""
+    layers, size = loads.shape
+    orders, placed = np.zeros((layers, size), dtype=np.int64), np.zeros_like(loads)
+    for layer in np.argsort(loads.min(axis=1) - loads.max(axis=1), kind="stable"):
+        orders[layer, np.argsort(-loads[layer], kind="stable")] = np.argsort(placed.sum(axis=0), kind="stable")
+        placed[layer, orders[layer]] = loads[layer]
+    for _ in range(ROUNDS):
+        # The exchange of two ranks in one layer that lowers the fullest most without another becoming as full.
+        totals = placed.sum(axis=0)
+        full = int(totals.argmax())
+        change = placed[:, full : full + 1] - placed
+        after = np.maximum(totals[full] - change, totals + change)
+        after[:, full] = np.inf
+        layer, other = map(int, np.unravel_index(int(after.argmin()), after.shape))
+        if after[layer, other] >= totals[full] * (1 - TOLERANCE):
+            break
+        placed[layer, [full, other]] = placed[layer, [other, full]]
+        first, second = orders[layer] == full, orders[layer] == other
+        orders[layer, first], orders[layer, second] = other, full
+    return orders
+
+
+def arrange(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> list[LayerMapping]:
+    """The same mappings with ranks renumbered in each layer so that the ranks hold about equally much."""
+    loads = np.array([m.loads(b, tp_size) for m, b in zip(mappings, budgets, strict=True)])
+    return [m.renumbered(order.tolist()) for m, order in zip(mappings, level_ranks(loads), strict=True)]
+
+
+def memory_of(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> list[float]:
+    """Tokens that each rank keeps, summed over heads and layers."""
+    layers = [m.loads(b, tp_size) for m, b in zip(mappings, budgets, strict=True)]
+    return [sum(column) for column in zip(*layers, strict=True)]
 
 
 class _Steps:
@@ -51,17 +87,17 @@ class _Steps:
 
     @property
     def loads(self) -> NDArray[np.float64]:
-        """[layers, ranks]"""
+        """``[layers, ranks]``"""
         return self.tokens.sum(axis=1)
+
+    @property
+    def totals(self) -> NDArray[np.float64]:
+        """``[ranks]``"""
+        return self.tokens.sum(axis=(0, 1))
 
     def over(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Tokens above the cap."""
         return np.where(totals > self.cap * (1 + CLOSE), totals - self.cap, 0.0)
-
-    @property
-    def excess(self) -> float:
-        """Tokens above the cap, over all ranks."""
-        return float(self.over(self.loads.sum(axis=0)).sum())
 
     @property
     def time(self) -> float:
@@ -78,7 +114,7 @@ class _Steps:
         return found
 
     def _changes(self, source: NDArray[np.int64], goal: int) -> NDArray[np.float64]:
-        """[layers, changes]: tokens that each change takes from each layer's `source` to `goal`; nan: impossible."""
+        """``[layers, changes]``: tokens that each takes from each layer's `source` to `goal`; nan: impossible."""
         at = source[:, None, None]
         mine, here = np.take_along_axis(self.tokens, at, 2)[..., 0], np.take_along_axis(self.held, at, 2)[..., 0]
         theirs, there = self.tokens[..., goal], self.held[..., goal]
@@ -92,9 +128,9 @@ class _Steps:
         kinds = [turned, swaps.reshape(len(source), -1)]
         if self.free:
             half, totals = mine / 2, loads.sum(axis=0)
-            over, room = self.over(totals)[source, None], self.cap - totals[goal]
-            for part in (half, np.minimum(half, turned / 2), over + 0 * half, room + 0 * half):
-                kinds.append(np.where(here & there & (part > 0) & (part <= half), part, np.nan))
+            for part in (half, turned / 2, self.over(totals)[source, None], self.cap - totals[goal]):
+                part = np.minimum(part + 0 * half, half)
+                kinds.append(np.where(here & there & (part > 0), part, np.nan))
         found = np.concatenate(kinds, axis=1)
         found[source == goal] = np.nan
         return found
@@ -102,20 +138,15 @@ class _Steps:
     def _apply(self, layer: int, change: int, source: int, goal: int, amount: float) -> None:
         tokens, held = self.tokens[layer], self.held[layer]
         heads = len(tokens)
-        if change == 0:
-            heads_moved = list(range(heads))
-        elif change <= heads * (heads + 1):
-            one, other = divmod(change - 1, heads + 1)
-            heads_moved = [one, other - 1] if other else [one]
-        else:
-            head = (change - 1) % heads
-            tokens[head, source] -= amount
-            tokens[head, goal] += amount
+        if change > heads * (heads + 1):
+            tokens[(change - 1) % heads, [source, goal]] += [-amount, amount]
             return
+        one, other = divmod(change - 1, heads + 1)
+        moved = list(range(heads)) if not change else [one, other - 1] if other else [one]
         for array in (tokens, held):
-            array[np.ix_(heads_moved, [source, goal])] = array[np.ix_(heads_moved, [goal, source])]
+            array[np.ix_(moved, [source, goal])] = array[np.ix_(moved, [goal, source])]
 
-    def _step(self, sources: Iterator[NDArray[np.int64]], *, quicken: bool, timed: bool = True) -> bool:
+    def _step(self, sources: Iterable[NDArray[np.int64]], *, quicken: bool, timed: bool = True) -> bool:
         """Make the best change; False if none helps."""
         loads = self.loads
         totals, slowest = loads.sum(axis=0), loads.max(axis=1, keepdims=True)
@@ -128,33 +159,32 @@ class _Steps:
                 rest[:, goal] = -inf
                 left = np.take_along_axis(loads, source[:, None], 1) - amount
                 reached = np.maximum(np.maximum(left, loads[:, goal, None] + amount), rest.max(axis=1, keepdims=True))
-                time = slowest - reached
-                full = totals[source, None]
+                time, full = slowest - reached, totals[source, None]
                 over = self.over(full) + self.over(totals[goal]) - self.over(full - amount)
                 excess = np.where(np.isnan(amount), -inf, over - self.over(totals[goal] + amount))
                 if quicken:
                     fine = (excess >= 0) & (time > slowest * TOLERANCE)
-                    first, second = np.where(fine, time, -inf), excess
+                    first = np.where(fine, time, -inf)
                 else:
                     fine = excess > self.cap * TOLERANCE
                     price = np.minimum(time, 0.0) if timed else 0.0 * time
                     first = np.where(fine, np.divide(price, excess, out=np.zeros_like(time), where=fine), -inf)
-                    second = excess
                 if not fine.any():
                     continue
-                among = np.where(first >= first.max(), second, -inf)
-                at = np.unravel_index(int(among.argmax()), among.shape)
-                rating = (float(first[at]), float(second[at]))
+                among = np.where(first >= first.max(), excess, -inf)
+                layer, change = np.unravel_index(int(among.argmax()), among.shape)
+                rating = (float(first[layer, change]), float(excess[layer, change]))
                 if rating > best:
-                    best, step = rating, (int(at[0]), int(at[1]), int(source[at[0]]), goal, float(amount[at]))
+                    best = rating
+                    step = (int(layer), int(change), int(source[layer]), goal, float(amount[layer, change]))
         if step is not None:
             self._apply(*step)
         return step is not None
 
     def repair(self, *, timed: bool = True) -> None:
-        """Take away the excess, each time where a token less costs least time."""
+        """Take away what is above the cap, each time where a token less costs least time."""
         for _ in range(STEPS):
-            over = np.flatnonzero(self.over(self.loads.sum(axis=0)))
+            over = np.flatnonzero(self.over(self.totals))
             sources = (np.full(len(self.tokens), rank) for rank in over)
             if not len(over) or not self._step(sources, quicken=False, timed=timed):
                 return
@@ -162,21 +192,29 @@ class _Steps:
     def quicken(self) -> None:
         """Take away time where that leaves every rank within its memory."""
         for _ in range(STEPS):
-            if not self._step(iter([self.loads.argmax(axis=1)]), quicken=True):
+            if not self._step([self.loads.argmax(axis=1)], quicken=True):
                 return
 
 
-def _layers(budgets: Weights, limits: CopyLimits, split: Split, nodes: int) -> tuple[list[LayerSolution], list]:
-    """Every layer the best for itself, and the same with the ranks renumbered so that they hold equally much."""
+def _start(budgets: Weights, limits: CopyLimits, split: Split, nodes: int) -> tuple[list[float], list[LayerMapping]]:
+    """Bounds of the layers, and the best mapping of each, with ranks renumbered so that they hold equally much."""
     solutions = [map_layer(row, limits, split, nodes=nodes) for row in budgets]
-    return solutions, arrange([solution.mapping for solution in solutions], budgets, limits.tp_size)
+    mappings = arrange([solution.mapping for solution in solutions], budgets, limits.tp_size)
+    return [solution.bound for solution in solutions], mappings
 
 
-def _shared(
-    mappings: Sequence[LayerMapping], budgets: Weights, limits: CopyLimits, least: Sequence[float], cap: float | None
+def _reshared(
+    mappings: Sequence[LayerMapping],
+    budgets: Weights,
+    limits: CopyLimits,
+    split: Split,
+    least: Sequence[float],
+    cap: float | None,
 ) -> list[LayerMapping] | None:
-    """The same placements, shares chosen over all layers at once; None if they cannot be within the cap."""
-    return program.solve(budgets, limits, "free", least=least, cap=cap, placed=mappings)[0]
+    """The same placements, shares chosen over all layers at once; None where they cannot be, or not within the cap."""
+    if split != "free" or not limits.copies:
+        return None
+    return program.solve(budgets, limits, split, least=least, cap=cap, placed=mappings)[0]
 
 
 def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, nodes: int = NODES) -> TotalSolution:
@@ -199,16 +237,16 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
         heads = np.array([[weight for row in budgets for weight in row]])
         one = Schemes(np.ones(heads.shape, dtype=np.int64), np.ones((1, size), dtype=np.int64))
         bound = float(lower_bounds(heads, one)[0])
-    solutions, mappings = _layers(budgets, limits, split, nodes)
-    least = [solution.bound for solution in solutions]
+    enough = bound * (1 + CLOSE)
+    least, mappings = _start(budgets, limits, split, nodes)
     largest = max(memory_of(mappings, budgets, size))
     for again in range(2):
-        if split == "free" and limits.copies and largest > bound * (1 + CLOSE):
+        if largest > enough:
             # Where they can be as even as that, those that cost least time.
-            shared = [_shared(mappings, budgets, limits, least, cap) for cap in (bound, None)]
+            shared = [_reshared(mappings, budgets, limits, split, least, cap) for cap in (bound, None)]
             mappings = shared[0] or shared[1] or mappings
             largest = max(memory_of(mappings, budgets, size))
-        if again or largest <= bound * (1 + CLOSE):
+        if again or largest <= enough:
             break
         start = mappings
         for kick in range(KICKS):
@@ -217,15 +255,15 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
             turned = [*start[:at], start[at].renumbered([*range(1, size), 0]), *start[at + 1 :]] if kick else start
             steps = _Steps(turned, budgets, size, bound, split)
             steps.repair(timed=False)
-            if (reached := float(steps.loads.sum(axis=0).max())) < largest:
+            if (reached := float(steps.totals.max())) < largest:
                 mappings, largest = steps.mappings(), reached
-            if largest <= bound * (1 + CLOSE):
+            if largest <= enough:
                 break
-    if largest > bound * (1 + CLOSE):
+    if largest > enough:
         better, proven = program.solve(budgets, limits, split, least=least, cap=None, best=largest)
         bound = max(bound, proven)
-        if better is not None and max(memory_of(better, budgets, size)) < largest:
-            mappings, largest = better, max(memory_of(better, budgets, size))
+        if better is not None and (reached := max(memory_of(better, budgets, size))) < largest:
+            mappings, largest = better, reached
     return TotalSolution(mappings, largest, min(largest, bound))
 
 
@@ -265,8 +303,7 @@ def map_layers(
         If no mappings within the cap were found: names the cap and what is needed.
     """
     size = limits.tp_size
-    solutions, mappings = _layers(budgets, limits, split, nodes)
-    least = [solution.bound for solution in solutions]
+    least, mappings = _start(budgets, limits, split, nodes)
     if memory_cap is None or max(memory_of(mappings, budgets, size)) <= memory_cap * (1 + CLOSE):
         return mappings, sum(least)
     repaired = _Steps(mappings, budgets, size, memory_cap, split)
@@ -275,9 +312,9 @@ def map_layers(
     total = least_total(budgets, limits, split, nodes=nodes)
     found = []
     for start in (mappings, repaired.mappings(), total.mappings):
-        shared = _shared(start, budgets, limits, least, memory_cap) if split == "free" and limits.copies else None
+        shared = _reshared(start, budgets, limits, split, least, memory_cap)
         steps = _Steps(shared or start, budgets, size, memory_cap, split)
-        if not steps.excess:
+        if not steps.over(steps.totals).any():
             steps.quicken()
             found.append(steps)
     best = min(found, key=lambda steps: steps.time, default=None)
@@ -289,13 +326,7 @@ def map_layers(
 
 
 def check_cap(cap: float | None, least: TotalSolution, size: int) -> None:
-    """Refuse a cap that even the mappings with the smallest largest total exceed.
-
-    Raises
-    ------
-    ValueError
-        Naming the cap, whether it is proven to be infeasible, and what is needed.
-    """
+    """A `ValueError` for a cap that even the mappings with the smallest largest total exceed: says what is needed."""
     if cap is None or least.largest <= cap * (1 + CLOSE):
         return
     how = "is infeasible" if least.bound > cap * (1 + CLOSE) else "cannot be met by any mapping found"

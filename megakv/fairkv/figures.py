@@ -1,0 +1,91 @@
+"""Pictures: every rank's load in every layer of a mapping, and what every KV head of a profile keeps."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from megakv.fairkv.mapping import Balance, HeadMapping
+from megakv.fairkv.profile import BudgetProfile, last_part
+from megakv.tracking.files import write_whole
+
+INK, FAINT = "#22282f", "#8a929b"
+
+
+def _relative(balance: Balance) -> NDArray[np.float64]:
+    """``[layers, ranks]``: load over the mean of the layer's ranks; 1 where there is nothing to do."""
+    loads = np.array(balance.loads)
+    mean = loads.mean(axis=1, keepdims=True)
+    return np.divide(loads, mean, out=np.ones_like(loads), where=mean > 0)
+
+
+def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
+    """Draw the loads of the contiguous and of the found mapping as a PNG, in one scale.
+
+    A layer takes as long as its darkest cell, which is marked: with a perfect mapping all cells look alike.
+    """
+    found = f"copies {mapping.copies}, {mapping.split} split" if mapping.copies else "best assignment"
+    panels: list[tuple[str, Balance]] = [(found, mapping)]
+    if mapping.contiguous is not None:
+        panels.insert(0, ("contiguous", mapping.contiguous))
+    tables = [_relative(balance) for _, balance in panels]
+    layers, ranks = tables[0].shape
+    width = len(panels) * (min(24, max(2.4, 0.42 * ranks)) + 0.6)
+    titles = [
+        f"{name}\nutilisation {balance.barrier_utilisation:.3f}, Eq. 5 {balance.efficiency:.3f}"
+        for name, balance in panels
+    ]
+    figure, all_axes = _heat_maps(tables, titles, "rank", (2.2 + width, 1.9 + 0.2 * layers))
+    for axes, table in zip(all_axes, tables, strict=True):
+        waiting = table.max(axis=1) > 1 + 1e-6
+        marks = {"marker": "s", "s": 26, "facecolors": "none", "edgecolors": "#b3261e"}
+        axes.scatter(table.argmax(axis=1)[waiting], np.nonzero(waiting)[0], **marks)
+    _finish(figure, all_axes, "load over the layer's mean\n(slowest rank marked)", path)
+
+
+def draw_profile(profile: BudgetProfile, path: str | Path) -> None:
+    """Draw the mean budgets as a heat map, layers by KV heads, as a PNG."""
+    table = np.array(profile.budgets)
+    layers, heads = table.shape
+    name = last_part(profile.model)
+    prompts = f"{len(profile.prompts)} prompts" if profile.prompts else None
+    detail = ", ".join(word for word in (profile.method, prompts) if word)
+    size = (min(16.0, max(3.2, 0.34 * heads)) + 1.9, min(24.0, 0.22 * layers) + 1.6)
+    figure, all_axes = _heat_maps([table], [f"{name}\n{detail}" if detail else name], "KV head", size)
+    _finish(figure, all_axes, "kept tokens, mean over prompts", path)
+
+
+def _heat_maps(
+    tables: list[NDArray[np.float64]], titles: list[str], across: str, size: tuple[float, float]
+) -> tuple[Figure, list[Any]]:
+    """Tables of layers by something side by side, in one scale."""
+    figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
+    all_axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0].tolist()
+    highest = max(1.0, *(float(table.max()) for table in tables))
+    for axes, table, title in zip(all_axes, tables, titles, strict=True):
+        axes.imshow(table, cmap="Blues", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
+        axes.set_title(title, fontsize=9, color=INK)
+        axes.set_xlabel(across, fontsize=9, color=INK)
+        axes.set_xticks(range(0, table.shape[1], max(1, table.shape[1] // 16)))
+        axes.tick_params(labelsize=8, colors=FAINT, length=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    layers = len(tables[0])
+    all_axes[0].set_ylabel("layer", fontsize=9, color=INK)
+    all_axes[0].set_yticks(range(0, layers, max(1, layers // 16)))
+    return figure, all_axes
+
+
+def _finish(figure: Figure, all_axes: list[Any], label: str, path: str | Path) -> None:
+    bar = figure.colorbar(all_axes[-1].images[0], ax=all_axes, fraction=0.05, pad=0.03)
+    bar.set_label(label, fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=8, colors=FAINT, length=0)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    write_whole(path, buffer.getvalue())
