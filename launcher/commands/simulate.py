@@ -22,9 +22,8 @@ from megakv.costmodel.simulation_program import Disturbances
 from megakv.costmodel.virtual_runs import GIB, DecodingRun, PrefillRun, VirtualRun
 from megakv.launcher.model_names import model_shape
 from megakv.tracking.files import write_whole
-from megakv.tracking.metrics import report_to_json
-from megakv.tracking.timeline import draw_timeline
-from megakv.tracking.trace import write_trace
+from megakv.tracking.report import report_to_json
+from megakv.tracking.timeline import draw_timeline, write_trace
 
 MOST_TASKS = 3_000_000
 

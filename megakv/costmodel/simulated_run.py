@@ -10,7 +10,8 @@ from typing import Any
 from megakv.costmodel.simulation import Schedule
 from megakv.costmodel.simulation_program import Task
 from megakv.tracking.machine import version_info
-from megakv.tracking.metrics import Event, RankReport, RunReport, Traffic
+from megakv.tracking.measurements import Event, Traffic
+from megakv.tracking.report import RankReport, RunReport
 
 
 @dataclass(frozen=True)

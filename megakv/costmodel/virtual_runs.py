@@ -29,7 +29,7 @@ from megakv.costmodel.simulation_prefill import PrefillProgram
 from megakv.costmodel.simulation_program import Program
 from megakv.offload.division import Division
 from megakv.runahead.partition import Partition, check_partition, from_fractions
-from megakv.tracking.metrics import RunReport
+from megakv.tracking.report import RunReport
 
 GIB = 1 << 30
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megakv.offload.clock import Clock, HostClock
-from megakv.tracking.metrics import Event
+from megakv.tracking.measurements import Event
 
 Kind = Literal["compute", "communication", "wait"]
 

@@ -13,7 +13,7 @@ from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link
 from megakv.offload.weight_stream import WeightStream
-from megakv.tracking.offload import OffloadStep
+from megakv.tracking.measurements import OffloadStep
 
 if TYPE_CHECKING:
     from megakv.offload.staging import StagedLayer

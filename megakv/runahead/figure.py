@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megakv.runahead.trials import SearchResult, Trial
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +36,9 @@ def draw_searches(path: str | Path, results: Sequence[SearchResult], *, title: s
         If the file cannot be written.
     """
     # Only rank 0 draws; importing matplotlib on every rank costs each of them half a second.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, ROW_IN * len(results) + 0.5), dpi=130, facecolor="white", layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10.5, color=INK)
     rows = figure.subplots(len(results), 2, squeeze=False)
     for (course, place), result in zip(rows, results, strict=True):
@@ -50,9 +47,7 @@ def draw_searches(path: str | Path, results: Sequence[SearchResult], *, title: s
         colors = {stride: STRIDES[index % len(STRIDES)] for index, stride in enumerate(strides)}
         _draw_course(course, result, trials, colors)
         _draw_place(place, result, trials, colors)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    write_whole(path, buffer.getvalue())
+    write_picture(path, figure)
 
 
 def _draw_course(axes: Axes, result: SearchResult, trials: Sequence[Trial], colors: dict[int, str]) -> None:

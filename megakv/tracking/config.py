@@ -10,12 +10,7 @@ from megakv.sections import Section
 class WandbTrackingConfig(Section):
     """Weights & Biases, through deepspeed's monitor; offline unless the user is logged in.
 
-    Attributes
-    ----------
-    enabled
-        Whether rank 0 logs to W&B. Needs the package ``wandb`` on every rank's machine.
-    project, team, group, name
-        W&B's own project, entity, group and display name of the run; ``None`` leaves the choice to W&B.
+    Needs the package ``wandb`` on every rank's machine. `team` is W&B's entity; ``None`` leaves the choice to W&B.
     """
 
     enabled: bool = False
@@ -39,14 +34,7 @@ class CSVTrackingConfig(Section):
 class TrackingConfig(Section):
     """Where a run's metrics go. Everything is off by default; only rank 0 writes.
 
-    Attributes
-    ----------
-    wandb, csv
-        The two back ends of deepspeed's monitor.
-    json_path
-        File for the run's whole report (key ``"json"``), see `megakv.tracking.load_report`.
-    timeline
-        PNG file for the picture of compute and communication per rank.
+    The file ``"json"`` gets the run's whole report, see `megakv.tracking.load_report`; `timeline` is a PNG.
     """
 
     # Only "json" is a key of the file: the Python name would be a second spelling of it.

@@ -1,8 +1,15 @@
 """Files that are either whole or not there."""
 
+from __future__ import annotations
+
+import io
 import os
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
@@ -25,3 +32,16 @@ def write_whole(path: str | Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_picture(path: str | Path, figure: Figure) -> None:
+    """Write a figure as a PNG, in its own size.
+
+    Raises
+    ------
+    OSError
+        As `write_whole`.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi="figure")
+    write_whole(path, buffer.getvalue())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakv.tracking.files import write_whole
-from megakv.tracking.metrics import RunReport
-from megakv.tracking.offload import OffloadStep
+from megakv.tracking.files import write_picture
+from megakv.tracking.measurements import OffloadStep
+from megakv.tracking.report import RunReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +40,6 @@ def draw_offload(report: RunReport, path: str | Path) -> None:
         If the file cannot be written.
     """
     # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -49,7 +47,6 @@ def draw_offload(report: RunReport, path: str | Path) -> None:
     if rank is None:
         raise ValueError("this run has no passes over offloaded keys and values")
     figure = Figure(figsize=(11, 9), dpi=120, facecolor="white")
-    canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(len(_PANELS), 1, sharex=True)
     for draw, axes, label in zip((_tokens, _bytes, _utilisation, _times), panels, _PANELS, strict=True):
         draw(axes, rank.offload)
@@ -67,9 +64,7 @@ def draw_offload(report: RunReport, path: str | Path) -> None:
     title = f"{Path(report.model).name[:48]}, rank {rank.rank}: keys and values off the accelerator"
     figure.suptitle(title, fontsize=11, color=_INK, x=0.06, ha="left", parse_math=False)
     figure.subplots_adjust(left=0.08, right=0.84, top=0.93, bottom=0.06, hspace=0.12)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    write_whole(path, buffer.getvalue())
+    write_picture(path, figure)
 
 
 def _tokens(axes: Axes, steps: Sequence[OffloadStep]) -> None:

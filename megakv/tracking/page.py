@@ -10,8 +10,8 @@ from html import escape
 from itertools import count
 from pathlib import Path
 
-from megakv.tracking.metrics import RunReport, load_report
 from megakv.tracking.offload_figure import draw_offload
+from megakv.tracking.report import RunReport, load_report
 from megakv.tracking.tables import Cell, Table, comparison, report_tables
 from megakv.tracking.timeline import draw_beside, draw_timeline
 
@@ -50,15 +50,13 @@ def read_runs(paths: Sequence[str | Path]) -> list[tuple[str, RunReport]]:
     Raises
     ------
     ValueError
-        If there are none or too many, or one is too large or no report.
-    OSError
-        If one cannot be read.
+        If there are none or too many, or one cannot be read, is too large or is no report.
     """
     if not 1 <= len(paths) <= MOST_RUNS:
         raise ValueError(f"{len(paths)} reports: allowed: 1 to {MOST_RUNS} on one page")
     runs: dict[str, RunReport] = {}
     for path in map(Path, paths):
-        size = path.stat().st_size
+        size = path.stat().st_size if path.is_file() else 0  # the reader says why
         if size > MOST_BYTES:
             raise ValueError(f"{path} has {size >> 20} MiB; a page takes reports of {MOST_BYTES >> 20} MiB at most")
         names = (path.stem if number == 1 else f"{path.stem} ({number})" for number in count(1))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megakv.tracking.metrics import RunReport, Traffic
-from megakv.tracking.offload import OffloadStep
+from megakv.tracking.measurements import OffloadStep, Traffic
+from megakv.tracking.report import RunReport
 
 Cell = str | int | float | None
 

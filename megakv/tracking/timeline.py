@@ -1,23 +1,29 @@
-"""A picture of a run: what every rank computed, what was in flight, and where it stood still."""
+"""A run's events as a picture and as a trace: what ranks computed, what was in flight, and where they stood still."""
+
+from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakv.tracking.files import write_whole
-from megakv.tracking.metrics import Event, RankReport, RunReport
+from megakv.tracking.measurements import Event
+from megakv.tracking.report import RankReport, RunReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = {"compute": "#2f6db3", "communication": "#f2b872", "wait": "#b3261e"}
+_LANES = {"compute": (0.10, 0.52), "communication": (0.56, 0.88), "wait": (0.56, 0.88)}
 _LABELS = {"compute": "compute", "communication": "communication in flight", "wait": "waiting for communication"}
 _INK, _FAINT = "#22282f", "#8a929b"
 _DPI = 150
+_THREADS = {"compute": 0, "wait": 1}
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 13.0, 1.25, 1.75, 0.95, 0.62
 _COLUMNS = round((_WIDTH_IN - _LEFT_IN - _RIGHT_IN) * _DPI)
 _NARROW_PX = 4
@@ -81,14 +87,8 @@ def _rendered(report: RunReport, window: tuple[float, float]) -> NDArray[np.uint
     height_in = lanes_in + _TOP_IN + _BOTTOM_IN
     figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, facecolor="white")
     canvas = FigureCanvasAgg(figure)
-    axes = figure.add_axes(
-        (
-            _LEFT_IN / _WIDTH_IN,
-            _BOTTOM_IN / height_in,
-            (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN,
-            lanes_in / height_in,
-        )
-    )
+    width = (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN
+    axes = figure.add_axes((_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height_in, width, lanes_in / height_in))
     axes.set_xlim(begin * 1e3, end * 1e3)
     axes.set_ylim(count, 0)
     for lane, rank in enumerate(report.ranks):
@@ -121,37 +121,24 @@ def busy_share(events: list[Event], begin: float, end: float, columns: int) -> N
     return np.clip(share, 0.0, 1.0)
 
 
-def _draw_rank(axes: "Axes", rank: RankReport, lane: int, begin: float, end: float) -> None:
-    for kind, (top, bottom) in (
-        ("compute", (0.10, 0.52)),
-        ("communication", (0.56, 0.88)),
-        ("wait", (0.56, 0.88)),
-    ):
-        events = [event for event in rank.events if event.kind == kind]
-        _draw_lane(axes, events, kind, lane + top, lane + bottom, begin, end)
+def _draw_rank(axes: Axes, rank: RankReport, lane: int, begin: float, end: float) -> None:
+    events = {kind: [event for event in rank.events if event.kind == kind] for kind in _LANES}
+    for kind, (top, bottom) in _LANES.items():
+        _draw_lane(axes, events[kind], kind, lane + top, lane + bottom, begin, end)
     if lane % 2:
         axes.axhspan(lane, lane + 1, color="#f3f5f7", linewidth=0, zorder=0)
-    compute, wait = (
-        busy_share([event for event in rank.events if event.kind == kind], begin, end, 1)[0]
-        for kind in ("compute", "wait")
-    )
-    axes.annotate(
-        f"{compute:.0%}", (1, lane + 0.31), (36, 0), ("axes fraction", "data"), "offset points",
-        color=_COLORS["compute"], fontsize=8, va="center", ha="right",
-    )  # fmt: skip
-    axes.annotate(
-        f"{wait:.0%}", (1, lane + 0.72), (36, 0), ("axes fraction", "data"), "offset points",
-        color=_COLORS["wait"], fontsize=8, va="center", ha="right",
-    )  # fmt: skip
-    axes.annotate(
-        f"{rank.tokens:,} tokens", (1, lane + 0.5), (50, 0), ("axes fraction", "data"), "offset points",
-        color=_INK, fontsize=8, va="center",
-    )  # fmt: skip
+    notes = [
+        (f"{busy_share(events[kind], begin, end, 1)[0]:.0%}", y, 36, "right", _COLORS[kind])
+        for kind, y in (("compute", 0.31), ("wait", 0.72))
+    ]
+    for text, y, x, side, color in (*notes, (f"{rank.tokens:,} tokens", 0.5, 50, "left", _INK)):
+        axes.annotate(
+            text, (1, lane + y), (x, 0), ("axes fraction", "data"), "offset points",
+            color=color, fontsize=8, va="center", ha=side,
+        )  # fmt: skip
 
 
-def _draw_lane(
-    axes: "Axes", events: list[Event], kind: str, top: float, bottom: float, begin: float, end: float
-) -> None:
+def _draw_lane(axes: Axes, events: list[Event], kind: str, top: float, bottom: float, begin: float, end: float) -> None:
     from matplotlib.colors import to_rgb
 
     narrow_s = (end - begin) / _COLUMNS * _NARROW_PX
@@ -172,7 +159,7 @@ def _draw_lane(
         )
 
 
-def _draw_phases(axes: "Axes", report: RunReport, begin: float, end: float) -> None:
+def _draw_phases(axes: Axes, report: RunReport, begin: float, end: float) -> None:
     if report.ttft_s is None or not begin < report.ttft_s < end:
         return
     first = report.ttft_s * 1e3
@@ -185,7 +172,7 @@ def _draw_phases(axes: "Axes", report: RunReport, begin: float, end: float) -> N
         )  # fmt: skip
 
 
-def _draw_frame(axes: "Axes", report: RunReport, height_in: float) -> None:
+def _draw_frame(axes: Axes, report: RunReport, height_in: float) -> None:
     from matplotlib.patches import Patch
 
     axes.set_xlabel("milliseconds since the start", color=_INK, fontsize=9)
@@ -226,3 +213,44 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def write_trace(report: RunReport, path: str | Path) -> None:
+    """Write the run as a trace: one process per rank, times in microseconds since the run's zero.
+
+    Compute and waiting are threads of complete events. Transfers in flight overlap each other, which a thread
+    cannot show, and so are asynchronous events.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    """
+    events = [event for rank in report.ranks for event in _rank_events(rank)]
+    metadata = {"model": report.model, "mesh": report.mesh, "ttft_s": report.ttft_s, "ttit_s": report.ttit_s}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}
+    write_whole(path, json.dumps(trace, separators=(",", ":")).encode())
+
+
+def _rank_events(report: RankReport) -> list[dict[str, Any]]:
+    label = f"rank {report.rank} (cp {report.cp_rank}, tp {report.tp_rank}) on {report.host}"
+    common = {"pid": report.rank, "tid": 0}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "args": {"name": label}, **common},
+        {"ph": "M", "name": "process_sort_index", "args": {"sort_index": report.rank}, **common},
+    ]
+    for kind, thread in _THREADS.items():
+        events.append({"ph": "M", "name": "thread_name", "args": {"name": kind}, "pid": report.rank, "tid": thread})
+    for number, event in enumerate(report.events):
+        events.extend(_trace_events(event, report.rank, number))
+    return events
+
+
+def _trace_events(event: Event, rank: int, number: int) -> list[dict[str, Any]]:
+    args = {} if event.layer is None else {"layer": event.layer}
+    base: dict[str, Any] = {"name": event.name, "cat": event.kind, "pid": rank, "args": args}
+    start, end = event.start * 1e6, event.end * 1e6
+    if event.kind in _THREADS:
+        return [{**base, "ph": "X", "tid": _THREADS[event.kind], "ts": start, "dur": end - start}]
+    asynchronous = {**base, "tid": 0, "id": f"{rank}.{number}"}
+    return [{**asynchronous, "ph": "b", "ts": start}, {**asynchronous, "ph": "e", "ts": end}]

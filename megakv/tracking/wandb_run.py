@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from deepspeed.monitor.config import WandbConfig
 from deepspeed.monitor.wandb import WandbMonitor
 
 from megakv.tracking.config import WandbTrackingConfig
+from megakv.tracking.tables import Table
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +43,7 @@ class WandbRunMonitor(WandbMonitor):
     It is online only if the user is logged in and has not chosen another W&B mode; the environment is not written.
     After the first failure of W&B it warns once and logs nothing more.
 
-    Build it on rank 0 only.
-
-    Parameters
-    ----------
-    config
-        Project, team, group and name.
-    run_config
-        Shown as the run's configuration.
+    Build it on rank 0 only; `run_config` is shown as the run's configuration.
     """
 
     def __init__(self, config: WandbTrackingConfig, run_config: dict[str, Any]):
@@ -76,26 +71,29 @@ class WandbRunMonitor(WandbMonitor):
         for step, values in steps.items():
             self.log(values, step=step)
 
-    def log_tables(self, tables: dict[str, tuple[list[str | int], list[list[Any]]]]) -> None:
-        """Log tables, each (columns, rows)."""
+    def log_tables(self, tables: dict[str, Table]) -> None:
+        """Log tables by name."""
 
         def write() -> None:
             import wandb
 
-            self.run.log({name: wandb.Table(columns=columns, data=rows) for name, (columns, rows) in tables.items()})
+            self.run.log({name: wandb.Table(columns=[*t.columns], data=t.rows) for name, t in tables.items()})
 
         if self.enabled:
             self._guard(write)
 
-    def log_image(self, name: str, path: Path) -> None:
-        """Log a picture; W&B copies the file."""
+    def draw(self, name: str, draw: Callable[[Path], None]) -> None:
+        """Log the picture that `draw` writes to a file; W&B copies it."""
+        if not self.enabled:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            draw(picture := Path(folder, "picture.png"))
 
-        def write() -> None:
-            import wandb
+            def write() -> None:
+                import wandb
 
-            self.run.log({name: wandb.Image(str(path))})
+                self.run.log({name: wandb.Image(str(picture))})
 
-        if self.enabled:
             self._guard(write)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def _without_versions(data):
         (_without_versions, "versions: Field required"),
         (lambda data: data.update(ttft=1.0), "ttft: Unexpected keyword argument"),
         (lambda data: data.update(prompt_tokens="12"), "prompt_tokens: Input should be a valid integer"),
-        (lambda data: data.update(ttft_s=-1.0), "ttft_s is -1.0"),
+        (lambda data: data.update(ttft_s=-1.0), "ttft_s = -1.0"),
         (lambda data: data.update(mesh={"cp": 2}), "it must give cp and tp"),
         (lambda data: data["prefill"].update(chosen=None), "prefill.chosen: Input should be a valid string"),
         (lambda data: data["ranks"].pop(), "ranks 0 to 3 in order, found [0, 1, 2]"),

@@ -10,7 +10,7 @@ import pytest
 
 from megakv.launcher.command import main
 from megakv.tracking import OffloadStep, PrefillPlan, RunReport, report_to_json
-from megakv.tracking.balance import head_balance
+from megakv.tracking.measurements import head_balance
 from megakv.tracking.page import MOST_RUNS, page, read_runs
 from megakv.tracking.tables import by_layer, comparison, operations, report_tables
 from tests.unit.tracking.reports import random_report
@@ -147,7 +147,8 @@ def test_the_command(tmp_path: Path, report: RunReport, capsys: pytest.CaptureFi
     broken.write_text("{}")
     for arguments, message in (
         ([str(broken)], "this is not a MegaKV run report"),
-        ([str(tmp_path / "none.json")], "No such file"),
+        ([str(tmp_path / "none.json")], "none.json cannot be read: No such file or directory; megakv.tracking.json"),
+        ([str(tmp_path)], "cannot be read: Is a directory"),
         (paths * MOST_RUNS, f"allowed: 1 to {MOST_RUNS} on one page"),
     ):
         assert main(["report", *arguments, "--html", str(tmp_path / "other.html")]) == 1

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-import megakv.tracking.memory as memory
+import megakv.tracking.machine as machine
 from megakv.tracking import peak_memory_bytes, reset_peak_memory
 
 MIB = 2**20
@@ -30,7 +30,7 @@ def test_peak_rises_with_an_allocation_and_can_be_reset():
 
 def test_without_proc_the_peak_of_the_whole_process_is_reported(monkeypatch, tmp_path):
     present = peak_memory_bytes()
-    monkeypatch.setattr(memory, "_PROC", tmp_path / "absent")
+    monkeypatch.setattr(machine, "_PROC", tmp_path / "absent")
     assert reset_peak_memory() is False
     # getrusage never forgets, so it is at least what the resettable mark says, give or take a page count.
     assert peak_memory_bytes() > 0.9 * present

@@ -1,8 +1,8 @@
 """The tracker: a run's configuration, metrics and report to W&B, CSV, JSON and a picture."""
 
 import logging
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from deepspeed.monitor.monitor import MonitorMaster
 from megakv.errors import MegaKVError
 from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.files import write_whole
-from megakv.tracking.metrics import RunReport, report_to_json
 from megakv.tracking.offload_figure import draw_offload
-from megakv.tracking.tables import by_layer, comparison, operations, report_tables
+from megakv.tracking.report import RunReport, report_to_json
+from megakv.tracking.tables import Table, by_layer, comparison, operations, report_tables
 from megakv.tracking.timeline import draw_timeline
 from megakv.tracking.wandb_run import WandbRunMonitor, check_wandb_installed
 
@@ -93,25 +93,16 @@ class Tracker:
             If the JSON file or the picture cannot be written.
         """
         self.log(report.scalars(), self._step)
-        if self._config.json_path is not None:
-            try:
-                write_whole(self._config.json_path, report_to_json(report).encode())
-            except OSError as error:
-                raise MegaKVError(f"megakv.tracking.json: cannot write {self._config.json_path}: {error}") from error
-        if self._config.timeline is not None:
-            try:
-                draw_timeline(report, self._config.timeline)
-            except OSError as error:
-                raise MegaKVError(f"megakv.tracking.timeline: cannot write {self._config.timeline}: {error}") from error
+        config = self._config
+        if config.json_path is not None:
+            _write("json", config.json_path, lambda path: write_whole(path, report_to_json(report).encode()))
+        if config.timeline is not None:
+            _write("timeline", config.timeline, lambda path: draw_timeline(report, path))
         if self._wandb is not None and self._wandb.enabled:
             self._wandb.log_tables(_tables(report))
-            with tempfile.TemporaryDirectory() as folder:
-                picture = Path(folder, "timeline.png")
-                draw_timeline(report, picture)
-                self._wandb.log_image("timeline", picture)
-                if any(rank.offload for rank in report.ranks):
-                    draw_offload(report, picture)
-                    self._wandb.log_image("offload", picture)
+            self._wandb.draw("timeline", lambda path: draw_timeline(report, path))
+            if any(rank.offload for rank in report.ranks):
+                self._wandb.draw("offload", lambda path: draw_offload(report, path))
 
     def close(self) -> None:
         """Finish the W&B run. Nothing may be logged after it."""
@@ -139,6 +130,13 @@ class Tracker:
                 ) from error
 
 
+def _write(setting: str, path: str, write: Callable[[str], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise MegaKVError(f"megakv.tracking.{setting}: cannot write {path}: {error}") from error
+
+
 def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig) -> Path:
     """One W&B run about several runs: their metrics side by side, and of each its tables and its timeline.
 
@@ -161,30 +159,23 @@ def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig)
         If W&B failed; it has said why.
     """
     check_wandb_installed(config)
-    names, reports = [name for name, _ in runs], [report for _, report in runs]
-    side_by_side = comparison(reports, names)
-    tables: dict[str, tuple[list[str | int], list[list[Any]]]]
-    tables = {"comparison": (list(side_by_side.columns), list(side_by_side.rows))}
+    tables = {"comparison": comparison([report for _, report in runs], [name for name, _ in runs])}
     for name, report in runs:
         tables |= {f"{name}/{key}": table for key, table in _tables(report).items()}
     run = WandbRunMonitor(config, {name: report.config for name, report in runs})
     run.log_tables(tables)
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, report) in enumerate(runs):
-            picture = Path(folder, f"{number}.png")
-            draw_timeline(report, picture)
-            run.log_image(f"{name}/timeline", picture)
-        directory = run.directory
-        run.close()
+    for name, report in runs:
+        run.draw(f"{name}/timeline", partial(draw_timeline, report))
+    directory = run.directory
+    run.close()
     if directory is None:
         raise MegaKVError("W&B could not be written; the warning above says why")
     return directory
 
 
-def _tables(report: RunReport) -> dict[str, tuple[list[str | int], list[list[Any]]]]:
+def _tables(report: RunReport) -> dict[str, Table]:
     """What W&B shows: communication by rank and layer, the rest as on the HTML page."""
-    found = {**report_tables(report), "communication": by_layer(report), "operations": operations(report)}
-    return {name: (list(table.columns), list(table.rows)) for name, table in found.items()}
+    return {**report_tables(report), "communication": by_layer(report), "operations": operations(report)}
 
 
 def _ensure_process_group() -> None:

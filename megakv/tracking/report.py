@@ -1,91 +1,29 @@
-"""What one run measured, as plain dataclasses that go to JSON and come back checked."""
+"""The report of a run: what all ranks measured, as dataclasses that go to JSON and come back checked."""
 
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from megakv.tracking.balance import HeadBalance
-from megakv.tracking.offload import OffloadStep, offload_scalars
-
-_STRICT = ConfigDict(extra="forbid")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One stretch of time on one rank, in seconds since the run's common zero (the start of ``generate``).
-
-    ``communication`` is a transfer in flight, which compute may hide; ``wait`` is time in which the rank stood
-    still for it. ``layer`` is the decoder layer it belongs to, ``None`` where there is none.
-    """
-
-    name: str
-    kind: Literal["compute", "communication", "wait"]
-    start: float
-    end: float
-    layer: int | None = None
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("compute", "communication", "wait"):
-            raise ValueError(f"event {self.name!r} has kind {self.kind!r}; it must be compute, communication or wait")
-        if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
-            raise ValueError(f"event {self.name!r} runs from {self.start} to {self.end} s; it must end after it starts")
+from megakv.tracking.measurements import (
+    STRICT,
+    Event,
+    HeadBalance,
+    OffloadStep,
+    PrefillPlan,
+    Traffic,
+    offload_scalars,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What one operation cost a rank in one layer.
-
-    Attributes
-    ----------
-    operation, layer
-        The operation, and the decoder layer it served; ``None`` outside the layers.
-    calls, bytes_sent
-        Calls, and bytes that the rank put on the wire.
-    seconds, seconds_exposed
-        From posting to completion, and the part of it in which the rank did nothing but wait.
-    """
-
-    operation: str
-    layer: int | None
-    calls: int
-    bytes_sent: int
-    seconds: float
-    seconds_exposed: float
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    def __post_init__(self) -> None:
-        if min(self.calls, self.bytes_sent) < 0 or not 0 <= self.seconds_exposed <= self.seconds < math.inf:
-            raise ValueError(f"{self.operation!r} in layer {self.layer} has counts or times that no run can have")
-
-    @property
-    def seconds_hidden(self) -> float:
-        """Time in flight while the rank computed."""
-        return self.seconds - self.seconds_exposed
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """How a prompt was spread over the ranks before its layers ran.
-
-    Attributes
-    ----------
-    chosen
-        The method asked for, or what ``auto`` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``.
-    partitions
-        Per sequence, consecutive tokens of every rank; ``None`` where they were spread in balanced chunks.
-    predicted_s
-        Predicted time to first token of everything that ``auto`` chose from.
-    """
-
-    chosen: str
-    partitions: list[list[int]] | None
-    predicted_s: dict[str, float]
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+def _check_counts(values: dict[str, Any], where: str = "") -> None:
+    """Refuse what no run can have measured."""
+    for name, value in values.items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{where}{name} = {value}; it cannot be negative or not finite")
 
 
 @dataclass(slots=True)
@@ -105,8 +43,6 @@ class RankReport:
         By operation: bytes this rank sent, calls, and seconds in which it waited for the result.
     traffic
         The same by operation and layer, with the time that computation hid.
-    offload
-        Passes over offloaded keys and values.
     disk_io
         How the disk tier is read, ``aio`` or ``files``; ``None`` without one.
     attention_s
@@ -129,18 +65,14 @@ class RankReport:
     offload: list[OffloadStep] = field(default_factory=list)
     disk_io: str | None = None
     attention_s: list[float] = field(default_factory=list)
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
-        counts: dict[str, float] = {
-            "rank": self.rank, "cp_rank": self.cp_rank, "tp_rank": self.tp_rank,
-            "tokens": self.tokens, "kv_bytes": self.kv_bytes, "peak_bytes": self.peak_bytes,
-        }  # fmt: skip
+        names = ("rank", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes")
+        counts = {name: getattr(self, name) for name in names}
         for name in ("bytes_sent", "calls", "seconds_exposed"):
             counts |= {f"{name}[{operation!r}]": value for operation, value in getattr(self, name).items()}
-        for name, value in counts.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"rank {self.rank} reports {name} = {value}; it cannot be negative or not finite")
+        _check_counts(counts, f"rank {self.rank} reports ")
 
     @property
     def operations(self) -> list[str]:
@@ -156,22 +88,20 @@ class RunReport:
     ----------
     config
         The engine's whole configuration.
-    model
-        Name or folder of the model.
     mesh
         ``{"cp": ranks that share the tokens, "tp": ranks that share the heads}``.
     ttft_s, ttit_s
         Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
     prompt_tokens, new_tokens
-        Tokens of the prompt, and generated ones, over the whole batch.
+        Over the whole batch.
     ranks
         In rank order, one for each of the ``cp * tp`` ranks.
     versions, machine
         See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
     prefill
-        How the prompt was spread; ``None`` where nothing was decided before the layers ran.
+        ``None`` where nothing was decided before the layers ran.
     balance
-        What KV heads cost the ranks, where they were mapped to ranks or compressed.
+        Where KV heads were mapped to ranks or compressed.
     """
 
     config: dict[str, Any]
@@ -186,7 +116,7 @@ class RunReport:
     machine: dict[str, Any]
     prefill: PrefillPlan | None = None
     balance: HeadBalance | None = None
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         if set(self.mesh) != {"cp", "tp"} or min(self.mesh.values()) < 1:
@@ -194,10 +124,7 @@ class RunReport:
         size, found = self.mesh["cp"] * self.mesh["tp"], [report.rank for report in self.ranks]
         if found != list(range(size)):
             raise ValueError(f"mesh {self.mesh} must have reports of ranks 0 to {size - 1} in order, found {found}")
-        for name in ("ttft_s", "ttit_s", "prompt_tokens", "new_tokens"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}; it cannot be negative or not finite")
+        _check_counts({name: getattr(self, name) for name in ("ttft_s", "ttit_s", "prompt_tokens", "new_tokens")})
 
     def scalars(self) -> dict[str, float]:
         """The report as flat metrics: latencies, throughput, the largest rank's memory, and sums per operation.
@@ -255,12 +182,14 @@ def load_report(path: str | Path) -> RunReport:
 
     Raises
     ------
-    OSError
-        If the file cannot be read.
     ValueError
-        If it holds no report; the message names the file and the offending keys.
+        If it cannot be read or holds no report; the message names the file and the offending keys.
     """
     try:
         return report_from_json(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"report {path} cannot be read: {error.strerror}; megakv.tracking.json and megakv simulate write reports"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

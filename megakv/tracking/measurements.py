@@ -1,0 +1,238 @@
+"""What ranks measure: events, traffic, offloaded passes, the balance of KV heads. Plain data that goes to JSON."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from megakv.fairkv.layer import barrier_utilisation, busy_rates
+
+STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One stretch of time on one rank, in seconds since the run's common zero (the start of ``generate``).
+
+    ``communication`` is a transfer in flight, which compute may hide; ``wait`` is time in which the rank stood
+    still for it. ``layer`` is the decoder layer it belongs to, ``None`` where there is none.
+    """
+
+    name: str
+    kind: Literal["compute", "communication", "wait"]
+    start: float
+    end: float
+    layer: int | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("compute", "communication", "wait"):
+            raise ValueError(f"event {self.name!r} has kind {self.kind!r}; it must be compute, communication or wait")
+        if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
+            raise ValueError(f"event {self.name!r} runs from {self.start} to {self.end} s; it must end after it starts")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one operation cost a rank in one layer, or outside the layers (``None``).
+
+    `seconds` run from posting to completion; in the exposed part of them the rank did nothing but wait.
+    """
+
+    operation: str
+    layer: int | None
+    calls: int
+    bytes_sent: int
+    seconds: float
+    seconds_exposed: float
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        if min(self.calls, self.bytes_sent) < 0 or not 0 <= self.seconds_exposed <= self.seconds < math.inf:
+            raise ValueError(f"{self.operation!r} in layer {self.layer} has counts or times that no run can have")
+
+    @property
+    def seconds_hidden(self) -> float:
+        """Time in flight while the rank computed."""
+        return self.seconds - self.seconds_exposed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """How a prompt was spread over the ranks before its layers ran.
+
+    Attributes
+    ----------
+    chosen
+        The method asked for, or what ``auto`` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``.
+    partitions
+        Per sequence, consecutive tokens of every rank; ``None`` where they were spread in balanced chunks.
+    predicted_s
+        Predicted time to first token of everything that ``auto`` chose from.
+    """
+
+    chosen: str
+    partitions: list[list[int]] | None
+    predicted_s: dict[str, float]
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStep:
+    """One pass over keys and values that lie off the accelerator.
+
+    Attributes
+    ----------
+    plan
+        The method that it was planned by; ``all`` for one in which activations are recomputed and the host attends.
+    cached, resident, recomputed, on_host, unseen
+        Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
+        those recomputed from activations (the split point), those attended to by the host, and those before the windows
+        of all queries. They are counted as it happens, which may be otherwise than planned: all but the first are means
+        over layers.
+    predicted_s, measured_s
+        From the end of the pass before to the end of this one.
+    waited_s
+        In which the accelerator stood still for the link or the host.
+    bytes_in, bytes_out
+        To the accelerator and from it.
+    weight_bytes
+        Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
+    kv_bits
+        Bits of each key and value off the accelerator where they are quantised: results are lossy then.
+    link_utilisation
+        `bytes_in` as a share of what the link carries in `measured_s`, by its measured bandwidth.
+    disk_bytes, disk_utilisation
+        Of `bytes_in`, what was read from disk, and as a share of what the disk gives in `measured_s`.
+    profiled
+        Whether speeds of the machine were measured in the course of it, or read from their file: that takes time which
+        was not predicted.
+    """
+
+    plan: str
+    cached: int
+    resident: int
+    recomputed: int
+    on_host: int
+    predicted_s: float
+    measured_s: float
+    waited_s: float
+    bytes_in: int
+    bytes_out: int
+    weight_bytes: int = 0
+    kv_bits: int | None = None
+    link_utilisation: float = 0.0
+    disk_bytes: int = 0
+    disk_utilisation: float = 0.0
+    profiled: bool = False
+    unseen: int = 0
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    @property
+    def streamed(self) -> int:
+        """Tokens whose keys and values were sent."""
+        return self.cached - self.resident - self.recomputed - self.on_host - self.unseen
+
+
+def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
+    """Bytes are sums over ranks and passes, shares and errors medians over passes, passes by plan means over ranks."""
+    steps = [step for rank in ranks for step in rank]
+    if not steps:
+        return {}
+    values = {
+        "offload/bytes_in": float(sum(step.bytes_in for step in steps)),
+        "offload/bytes_out": float(sum(step.bytes_out for step in steps)),
+        "offload/link_utilisation": statistics.median(step.link_utilisation for step in steps),
+    }
+    if any(step.disk_bytes for step in steps):
+        values["offload/disk_bytes"] = float(sum(step.disk_bytes for step in steps))
+        values["offload/disk_utilisation"] = statistics.median(step.disk_utilisation for step in steps)
+    for share in ("resident", "recomputed", "on_host", *(("unseen",) if any(step.unseen for step in steps) else ())):
+        shares = (getattr(step, share) / max(1, step.cached) for step in steps)
+        values[f"offload/{share}_share"] = statistics.median(shares)
+    errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s and not step.profiled]
+    if errors:
+        values["offload/prediction_error"] = statistics.median(errors)
+    counts = Counter(step.plan for step in steps)
+    return values | {f"offload/passes/{plan}": counts[plan] / len(ranks) for plan in sorted(counts)}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBalance:
+    """What KV heads cost the ranks of a run.
+
+    Attributes
+    ----------
+    mapping, digest
+        File that the heads were placed by, and the SHA-256 of its content; ``None`` where heads are in runs.
+    mapped_utilisation
+        What the mapping promised for its profile: mean load over the slowest rank's, averaged over layers.
+    kept_tokens
+        By rank: tokens held, summed over its KV heads and all layers.
+    kept_utilisation
+        The same as `mapped_utilisation` of the tokens that heads really hold.
+    attention_s
+        By rank: seconds in attention while single tokens were computed; empty where none were, or on an accelerator.
+    busy_rates
+        By rank: its `attention_s` over the sum, layer by layer, of those of the slowest rank beside it.
+    utilisation
+        Mean time in attention over the slowest rank's, averaged over layers; ``None`` where nothing was measured.
+    """
+
+    mapping: str | None
+    digest: str | None
+    mapped_utilisation: float | None
+    kept_tokens: list[int]
+    kept_utilisation: float
+    attention_s: list[float]
+    busy_rates: list[float]
+    utilisation: float | None
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def scalars(self) -> dict[str, float | None]:
+        """The flat metrics of it."""
+        values: dict[str, float | None] = {
+            "fairkv/mapped_utilisation": self.mapped_utilisation,
+            "fairkv/kept_utilisation": self.kept_utilisation,
+            "fairkv/utilisation": self.utilisation,
+        }
+        values |= {f"fairkv/kept_tokens/rank{rank}": float(count) for rank, count in enumerate(self.kept_tokens)}
+        return values | {f"fairkv/busy_rate/rank{rank}": rate for rank, rate in enumerate(self.busy_rates)}
+
+
+def head_balance(
+    kept: Sequence[Sequence[int]],
+    seconds: Sequence[Sequence[float]],
+    tp_size: int,
+    *,
+    mapping: tuple[str, str, float] | None,
+) -> HeadBalance:
+    """From ``[rank][layer]`` tokens held and seconds in attention (empty where they were not measured).
+
+    Rank r is number ``r % tp_size`` of the ranks that wait for each other in every layer. `mapping` is the file, digest
+    and utilisation of the heads' placement.
+    """
+    layers = list(zip(*kept, strict=True))
+    groups = range(0, len(kept), tp_size)
+    held = [layer[first : first + tp_size] for layer in layers for first in groups]
+    rates: list[float] = []
+    used = None
+    if all(seconds):
+        times = [list(zip(*seconds[first : first + tp_size], strict=True)) for first in groups]
+        rates = [rate for group in times for rate in busy_rates(group)]
+        used = barrier_utilisation([layer for group in times for layer in group])
+    path, digest, promised = mapping or (None, None, None)
+    return HeadBalance(
+        mapping=path,
+        digest=digest,
+        mapped_utilisation=promised,
+        kept_tokens=[sum(tokens) for tokens in kept],
+        kept_utilisation=barrier_utilisation(held),
+        attention_s=[sum(times) for times in seconds] if rates else [],
+        busy_rates=rates,
+        utilisation=used,
+    )
