@@ -72,6 +72,8 @@ def init_inference(
     Starts the process group through DeepSpeed unless it stands; the deepspeed launcher, torchrun and Slurm work alike.
     Where no engine comes of it, all else that was begun is ended, on every rank.
     """
+    if not isinstance(model, str | Path | nn.Module):
+        raise ValueError(f"model = {model!r}: allowed: a directory, a hub id or a transformers PreTrainedModel")
     parsed = load_config(config, **overrides)
     cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
     start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.config import FairKVConfig
 from megakv.offload.config import OffloadConfig
-from megakv.runahead.config import RunaheadConfig, check_runahead
+from megakv.runahead.config import RunaheadConfig
 from megakv.sections import OneOf, Section
 from megakv.tracking.config import TrackingConfig
 
@@ -118,9 +119,10 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         """DeepSpeed's names for types, and None for the checkpoint's own."""
         if value is None or isinstance(value, torch.dtype):
             return value
-        if isinstance(value, str):
+        with suppress(ValueError):
             return DtypeEnum.from_str(value).value[0]
-        raise ValueError(f"allowed: a name such as 'fp32', 'bf16' or 'fp16', not {type(value).__name__}")
+        fp8 = "; 8-bit weights are megakv.feed_forward = 'fp8'" if str(value).startswith(("fp8", "float8")) else ""
+        raise ValueError(f"allowed: 'fp32', 'bf16' or 'fp16', or null for the checkpoint's own{fp8}")
 
     @property
     def tp_size(self) -> int:
@@ -189,6 +191,15 @@ def _without_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, A
             raise ValueError(f"config {path}: the key {key!r} is given twice in one object; leave one out")
         values[key] = value
     return values
+
+
+def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
+    """Only strings: JSON has no other keys, and nothing here is called otherwise."""
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{source}: {within}{key!r} = {value!r}: allowed: keys that are strings, as in JSON")
+        if isinstance(value, dict):
+            _check_keys(value, source, f"{within}{key}.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -305,6 +316,7 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         return config
     if config is None or isinstance(config, dict):
         source, values = "config", dict(config or {})
+        _check_keys(values, source)
     elif isinstance(config, str | Path):
         source, values = str(config), _read_json(Path(config))
     else:
@@ -321,6 +333,7 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         raise ValueError(f"{source}: {error}") from None
     _refuse(parsed, source)
     _check_policy(parsed.megakv.context_parallel, source)
-    check_runahead(parsed.megakv.runahead, parsed.megakv.context_parallel, source)
+    parallel = parsed.megakv.context_parallel
+    parsed.megakv.runahead.check(parallel.size, prefill=parallel.prefill, decode=parallel.decode, source=source)
     _check_offload(parsed.megakv, source)
     return parsed

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from megakv.runahead.partition import check_partition
 from megakv.sections import Section
-
-if TYPE_CHECKING:
-    from megakv.config import ContextParallelConfig
 
 
 class RunaheadConfig(Section):
@@ -43,40 +40,31 @@ class RunaheadConfig(Section):
             raise ValueError("allowed: 'auto', 'even', or a list of numbers, one for each context-parallel rank")
         return value if named else list(value)
 
+    def check(self, size: int, *, prefill: str, decode: str, source: str) -> None:
+        """Refuse what contradicts the context-parallel degree or the methods of the section ``context_parallel``.
 
-def check_runahead(runahead: RunaheadConfig, parallel: ContextParallelConfig, source: str) -> None:
-    """Refuse what contradicts the mesh or the methods.
-
-    Parameters
-    ----------
-    runahead : RunaheadConfig
-    parallel : ContextParallelConfig
-        Of the same run.
-    source : str
-        Where they were read, for messages.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting, its value and what is allowed.
-    """
-    if not isinstance(runahead.partition, str):
-        try:
-            check_partition(runahead.partition, parallel.size)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-    if runahead.table is not None and runahead.partition != "auto":
-        raise ValueError(
-            f"{source}: megakv.runahead.table = {runahead.table!r} is for megakv.runahead.partition = 'auto', "
-            f"which is {runahead.partition!r}"
-        )
-    if runahead.kv == "last" and parallel.prefill != "runahead":
-        raise ValueError(
-            f"{source}: megakv.runahead.kv = 'last' needs megakv.context_parallel.prefill = 'runahead', "
-            f"which is {parallel.prefill!r}"
-        )
-    if runahead.kv == "last" and parallel.decode != "auto":
-        raise ValueError(
-            f"{source}: megakv.context_parallel.decode = {parallel.decode!r} contradicts megakv.runahead.kv = 'last', "
-            "with which the last rank decodes alone; allowed: 'auto'"
-        )
+        Raises
+        ------
+        ValueError
+            Naming `source`, the setting, its value and what is allowed.
+        """
+        if not isinstance(self.partition, str):
+            try:
+                check_partition(self.partition, size)
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from None
+        if self.table is not None and self.partition != "auto":
+            raise ValueError(
+                f"{source}: megakv.runahead.table = {self.table!r} is for megakv.runahead.partition = 'auto', "
+                f"which is {self.partition!r}"
+            )
+        if self.kv == "last" and prefill != "runahead":
+            raise ValueError(
+                f"{source}: megakv.runahead.kv = 'last' needs megakv.context_parallel.prefill = 'runahead', "
+                f"which is {prefill!r}"
+            )
+        if self.kv == "last" and decode != "auto":
+            raise ValueError(
+                f"{source}: megakv.context_parallel.decode = {decode!r} contradicts megakv.runahead.kv = 'last', "
+                "with which the last rank decodes alone; allowed: 'auto'"
+            )

@@ -3,10 +3,12 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import megakv
 from megakv.config import load_config
 
 
@@ -110,7 +112,11 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"megakv": {"load": "pickle"}}, "megakv.load = 'pickle': allowed: 'checkpoint' or 'random'"),
         ({"megakv": {"timeout_s": -1}}, "megakv.timeout_s = -1"),
         ({"dtype": "int8"}, "dtype = torch.int8: allowed: fp32, bf16, fp16"),
-        ({"dtype": "fp33"}, "dtype = 'fp33'"),
+        ({"dtype": "fp33"}, "dtype = 'fp33': allowed: 'fp32', 'bf16' or 'fp16', or null"),
+        ({"dtype": "fp8"}, "dtype = 'fp8': allowed: 'fp32', .*; 8-bit weights are megakv.feed_forward = 'fp8'"),
+        ({"dtype": ["fp32"]}, "allowed: 'fp32', 'bf16' or 'fp16'"),
+        ({1: "fp32"}, "config: 1 = 'fp32': allowed: keys that are strings"),
+        ({"megakv": {"offload": {None: 2}}}, "config: megakv.offload.None = 2: allowed: keys that are strings"),
         ({"tensor_parallel": {"tp_size": 0}}, "tensor_parallel.tp_size = 0: allowed: 1 or more"),
         ({"tensor_parallel": {"mpu": object()}}, "tensor_parallel.mpu is not supported with MegaKV"),
         ({"tensor_parallel": {"enabled": False, "tp_size": 2}}, "enabled = false contradicts"),
@@ -157,3 +163,9 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     file.write_text('{"dtype": "fp32", "megakv": {"seed": 1, "timeout_s": 9, "seed": 2}}')
     with pytest.raises(ValueError, match=r"run\.json: the key 'seed' is given twice"):
         load_config(file)
+
+
+@pytest.mark.parametrize("model", [None, 7])
+def test_what_is_no_model_is_refused_before_anything_starts(model: Any) -> None:
+    with pytest.raises(ValueError, match=rf"model = {model}: allowed: a directory, a hub id or a transformers"):
+        megakv.init_inference(model, {"dtype": "fp32"})
