@@ -24,13 +24,7 @@ USABLE = 0.9
 
 
 def tokens(text: str) -> int:
-    """A number of tokens: ``8192``, ``8K``, ``1M``.
-
-    Raises
-    ------
-    ValueError
-        If it is none.
-    """
+    """A number of tokens: ``8192``, ``8K``, ``1M``."""
     unit = UNITS.get(text[-1:].upper())
     return int(text) if unit is None else int(text[:-1]) * unit
 
@@ -72,13 +66,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -> dict[str, Any]:
-    """Check, then time, the attention of every rank of a ring.
-
-    Raises
-    ------
-    MegaKVError
-        If a rank's result is not that of the full computation.
-    """
+    """Check, then time, the attention of every rank of a ring."""
     import numpy as np
     from harness.virtual_ring import Watch
 
@@ -126,14 +114,7 @@ def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rates and merging at 128K tokens, or the longest context measured below it.
-
-    Returns
-    -------
-    dict
-        ``context``; ``matmul_fraction`` and ``merge_share``, each from ranks to value; the lowest and the largest of
-        them; ``max_output_error`` and ``max_lse_error`` over all rows; ``skipped``, what did not fit, with the reason.
-    """
+    """Rates and merging at 128K tokens, or the longest context measured below it."""
     context = max((row["context"] for row in rows if row["context"] <= CLAIM), default=rows[0]["context"])
     judged = [row for row in rows if row["context"] == context]
     return {

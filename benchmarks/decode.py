@@ -57,14 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Times per token against those of a single process.
-
-    Returns
-    -------
-    dict
-        ``time_ratio``: batch -> method of MegaKV -> single-process method -> ``value``, ``low``, ``high``: 1 or less is
-        no worse. ``best``: batch -> the faster method of MegaKV, and the largest of its ratios.
-    """
+    """Times per token against those of a single process."""
     from harness.statistics import median, ratio
 
     ratios: dict[str, Any] = {}
@@ -128,13 +121,7 @@ def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, 
 
 
 def check_memory(arguments: argparse.Namespace, machine: Mapping[str, Any]) -> None:
-    """Refuse what does not fit into the machine's memory.
-
-    Raises
-    ------
-    ValueError
-        Naming the settings.
-    """
+    """Refuse what does not fit into the machine's memory."""
     element = 4 if arguments.dtype == "fp32" else 2
     row = 2 * arguments.layers * arguments.kv_heads * (arguments.hidden // arguments.heads) * element
     held = max(arguments.batches) * arguments.context * row
@@ -158,13 +145,7 @@ def measure_batch(
     batch: int,
     predictions: Predictions | None,
 ) -> list[dict[str, Any]]:
-    """The rows of one batch. Its caches are gone afterwards.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes other logits than the first.
-    """
+    """The rows of one batch. Its caches are gone afterwards."""
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
     from harness.caches import CopyingCache, RoomyCache, sharded_cache
@@ -213,13 +194,7 @@ def measure_batch(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks, and report from rank 0.
-
-    Raises
-    ------
-    ValueError
-        If the caches would not fit.
-    """
+    """Measure, as one of the ranks, and report from rank 0."""
     from harness.generations import without_stop
     from harness.models import random_llama, twin
     from harness.predictions import measured_predictions

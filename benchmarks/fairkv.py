@@ -125,13 +125,7 @@ def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 def measure_attention(
     arguments: argparse.Namespace, world: World, divisions: Sequence[Division]
 ) -> list[dict[str, Any]]:
-    """The rows of attention alone.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes something else than the first of the same budgets.
-    """
+    """The rows of attention alone."""
     from harness.agreement import Agreement
     from harness.fairkv_report import load_facts
     from harness.head_division import UNIFORM

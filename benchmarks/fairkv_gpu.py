@@ -70,13 +70,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_cell(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) -> list[dict[str, Any]]:
-    """The rows of one degree and budget.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes something else than contiguous heads.
-    """
+    """The rows of one degree and budget."""
     from harness.fairkv_report import load_facts
     from harness.head_division import UNIFORM, make_division, skewed_budgets
     from harness.models import DTYPES as TYPES

@@ -47,12 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_memory(arguments: argparse.Namespace, token_bytes: int) -> None:
-    """Refuse caches that do not fit beside each other: cells are measured in turn, so all are there.
-
-    Raises
-    ------
-    MegaKVError
-    """
+    """Refuse caches that do not fit beside each other: cells are measured in turn, so all are there."""
     import psutil
     import torch
 

@@ -49,15 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Rows:
-    """Keys and values of one sequence in host memory, as a store of the offload engine has them.
-
-    Parameters
-    ----------
-    nbytes : int
-        About their size.
-    kv_heads, dim : int
-    dtype : torch.dtype
-    """
+    """Keys and values of one sequence in host memory, as a store of the offload engine has them."""
 
     def __init__(self, nbytes: int, *, kv_heads: int, dim: int, dtype: torch.dtype):
         import torch
@@ -124,13 +116,7 @@ def measure_case(
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rates, and attention's as a share of reading's, which is put into the rows.
-
-    Returns
-    -------
-    dict
-        ``share``, from cases to intervals; ``lowest_share``; ``read_gb_s``, the fastest of any case.
-    """
+    """Rates, and attention's as a share of reading's, which is put into the rows."""
     from harness.statistics import median, paired_ratio
 
     shares = {}

@@ -61,14 +61,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the limit costs each method, and how much faster context parallelism is at each rate.
-
-    Returns
-    -------
-    dict
-        ``limited_over_unlimited``: method -> ``value``, ``low``, ``high``; ``speedup``: rate -> the same, the time of
-        ``tp`` over that of ``cp``.
-    """
+    """What the limit costs each method, and how much faster context parallelism is at each rate."""
     from harness.statistics import paired_ratio
 
     seconds = {(row["method"], row["rate"]): row["seconds"] for row in rows}
@@ -141,13 +134,7 @@ def predictions_by_rate(arguments: argparse.Namespace, world: World, model: Any)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes other logits than the first.
-    """
+    """Measure, as one of the ranks."""
     from harness.agreement import Agreement
     from harness.foretold import foretold
     from harness.launches import leave_part

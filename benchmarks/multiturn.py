@@ -88,13 +88,7 @@ def new_tokens(context: int, miss_rate: float) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure all miss rates over the links of one launch, as one of its ranks.
-
-    Raises
-    ------
-    MegaKVError
-        If the methods compute different logits.
-    """
+    """Measure all miss rates over the links of one launch, as one of its ranks."""
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
     from harness.caches import sharded_cache

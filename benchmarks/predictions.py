@@ -52,19 +52,11 @@ WITHOUT = {
 
 @dataclass(frozen=True)
 class Time:
-    """One method's time in one setting.
-
-    Parameters
-    ----------
-    setting : str
-    method : str
-    predicted, measured : float
-        Seconds.
-    """
+    """One method's time in one setting."""
 
     setting: str
     method: str
-    predicted: float
+    predicted: float  # Seconds
     measured: float
 
     @property
@@ -142,13 +134,7 @@ def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -
 
 
 def results_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files of results with predictions of their own rows, and what they hold.
-
-    Raises
-    ------
-    ValueError
-        If there is no such folder, or a file in it is no benchmark's results.
-    """
+    """Files of results with predictions of their own rows, and what they hold."""
     if not folder.is_dir():
         raise ValueError(f"--results {folder}: no such folder")
     for path in sorted(folder.glob("*.json")):
@@ -162,13 +148,7 @@ def results_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def predict_anew(folder: Path) -> list[str]:
-    """Predict what kept its profiles by the cost model as it is now; the names of the files that were rewritten.
-
-    Raises
-    ------
-    ValueError
-        As `results_in`, or where a profile that was kept cannot be read.
-    """
+    """Predict what kept its profiles by the cost model as it is now; the names of the files that were rewritten."""
     from harness.foretold import foretold_anew
 
     from megakv.tracking.files import write_whole
@@ -184,13 +164,7 @@ def predict_anew(folder: Path) -> list[str]:
 
 
 def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
-    """Times by results file, and why a file has none.
-
-    Raises
-    ------
-    ValueError
-        As `results_in`.
-    """
+    """Times by results file, and why a file has none."""
     found: dict[str, list[Time]] = {}
     without: dict[str, str] = {}
     for path, results in results_in(folder):

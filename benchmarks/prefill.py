@@ -54,14 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
-    """Speed-ups of MegaKV's methods over the others, and how much of a single process's work per rank they keep.
-
-    Returns
-    -------
-    dict
-        ``speedup``: method -> peer -> ``value``, ``low``, ``high``; ``efficiency``: method -> the same, the time of
-        `single` over R times the method's.
-    """
+    """Speed-ups of MegaKV's methods over the others, and how much of a single process's work per rank they keep."""
     from harness.statistics import ratio
 
     seconds = {row["method"]: row["seconds"] for row in rows}
@@ -115,13 +108,7 @@ def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, 
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks, and report from rank 0.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes other logits than the first.
-    """
+    """Measure, as one of the ranks, and report from rank 0."""
     from harness.agreement import Agreement
     from harness.foretold import foretold
     from harness.models import random_ids, random_llama

@@ -122,13 +122,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure the cells of one group, as one of its ranks.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes other logits than the first.
-    """
+    """Measure the cells of one group, as one of its ranks."""
     from harness.models import MODELS
     from harness.parts import Parts
     from harness.report import describe_machine

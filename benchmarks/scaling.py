@@ -67,13 +67,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks of one launch: all methods of this number of ranks.
-
-    Raises
-    ------
-    MegaKVError
-        If a method computes other logits than the first.
-    """
+    """Measure, as one of the ranks of one launch: all methods of this number of ranks."""
     from harness.agreement import Agreement
     from harness.breakdown import Breakdown
     from harness.foretold import foretold

@@ -13,14 +13,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
 
 
 class Agreement:
-    """Logits of one computation by several methods; the first one's are what the others must equal.
-
-    Parameters
-    ----------
-    world : World
-    dtype : str
-        Type of weights and activations: decides how far rounding may drive methods apart.
-    """
+    """Logits of one computation by several methods; the first one's are what the others must equal."""
 
     def __init__(self, world: World, dtype: str):
         self._world = world
@@ -28,19 +21,7 @@ class Agreement:
         self._first: tuple[str, Tensor] | None = None
 
     def check(self, name: str, logits: Tensor | None) -> float:
-        """The largest difference from the first method's logits over all ranks, relative to the largest logit.
-
-        Parameters
-        ----------
-        name : str
-        logits : Tensor, optional
-            None on a rank that took no part; not for the first method.
-
-        Raises
-        ------
-        MegaKVError
-            If it is too large, or not a number.
-        """
+        """The largest difference from the first method's logits over all ranks, relative to the largest logit."""
         if self._first is None:
             assert logits is not None
             self._first = name, logits.float()

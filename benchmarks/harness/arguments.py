@@ -32,13 +32,7 @@ def check_rank_arguments(parser: argparse.ArgumentParser, arguments: argparse.Na
 
 
 def add_profile_argument(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
-    """How long a hardware profile is measured first, so that the cost model's predictions stand in the results.
-
-    Parameters
-    ----------
-    seconds : float
-        The default.
-    """
+    """How long a hardware profile is measured first, so that the cost model's predictions stand in the results."""
     parser.add_argument(
         "--profile-seconds",
         type=float,
@@ -55,13 +49,7 @@ def check_profile_argument(parser: argparse.ArgumentParser, arguments: argparse.
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = (), **defaults: int) -> None:
-    """The shape of the Llama that is measured; a benchmark may have defaults of its own (``kv_heads=16``).
-
-    Parameters
-    ----------
-    without : collection of str
-        Names of `SHAPE` that the benchmark defines by itself.
-    """
+    """The shape of the Llama that is measured; a benchmark may have defaults of its own (``kv_heads=16``)."""
     for name, value, text in SHAPE:
         if name in without:
             continue

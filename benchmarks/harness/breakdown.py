@@ -12,13 +12,7 @@ PARTS = ("attention", "send_recv", "send_recv_exposed", "collective", "layer")
 
 
 class Breakdown:
-    """Attention times of an engine between two moments. Every rank must make it and ask it.
-
-    Parameters
-    ----------
-    engine : MegaKVEngine
-        With ``megakv.tracking.timeline`` set: only then it keeps its events.
-    """
+    """Attention times of an engine between two moments. Every rank must make it and ask it."""
 
     def __init__(self, engine: megakv.MegaKVEngine):
         self._engine = engine
@@ -37,16 +31,7 @@ class Breakdown:
 
 
 def attention_times(events: Sequence[Event]) -> dict[str, float]:
-    """Mean microseconds of one rank.
-
-    Returns
-    -------
-    dict
-        ``attention``: one partial attention with its merge, that is one step of the ring. ``send_recv``: one hop from
-        posting to arrival; ``send_recv_exposed``: what attention did not hide of it. ``collective``: the All2All of
-        pass-Q, or an all-gather. ``layer``: all attention and waiting of one layer of one pass. Zero where there is no
-        such thing.
-    """
+    """Mean microseconds of one rank."""
     times: dict[str, list[float]] = {name: [] for name in PARTS}
     for event in events:
         if event.layer is None:

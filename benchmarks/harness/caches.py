@@ -44,15 +44,7 @@ def sharded_cache(model: PreTrainedModel, world: World, *, batch: int, tokens: i
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer with room for further tokens: they are written in place, where `DynamicLayer` copies all it holds.
-
-    Parameters
-    ----------
-    keys, values : Tensor
-        ``[B, K, S, D]`` what it holds at first.
-    room : int
-        Further tokens.
-    """
+    """A layer with room for further tokens: they are written in place, where `DynamicLayer` copies all it holds."""
 
     def __init__(self, keys: Tensor, values: Tensor, room: int):
         super().__init__()
@@ -85,13 +77,7 @@ class RoomyLayer(DynamicLayer):
 
 
 class RoomyCache(Cache):
-    """A transformers cache of such layers, random at first.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    batch, tokens, room : int
-    """
+    """A transformers cache of such layers, random at first."""
 
     def __init__(self, model: PreTrainedModel, *, batch: int, tokens: int, room: int):
         super().__init__(layers=[RoomyLayer(*pair, room) for pair in random_layers(model, batch, tokens)])
@@ -103,12 +89,7 @@ class RoomyCache(Cache):
 
 
 class CopyingCache(Cache):
-    """transformers' own growing cache, over the memory of another.
-
-    Parameters
-    ----------
-    source : RoomyCache
-    """
+    """transformers' own growing cache, over the memory of another."""
 
     def __init__(self, source: RoomyCache):
         super().__init__(layers=[DynamicLayer() for _ in source.layers])

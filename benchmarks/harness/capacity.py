@@ -10,21 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Bytes of a rank as a straight line over the context's tokens.
+    """Bytes of a rank as a straight line over the context's tokens."""
 
-    Parameters
-    ----------
-    fixed_bytes : float
-        What does not grow: weights, and what the line has at no token.
-    token_bytes : float
-        Per token of the context.
-    error : float or None
-        How far the line through all lengths but the longest misses what was measured there, relative to that; None
-        where there are fewer than three lengths.
-    """
-
-    fixed_bytes: float
-    token_bytes: float
+    fixed_bytes: float  # What does not grow: weights, and what the line has at no token
+    token_bytes: float  # Per token of the context
+    # How far the line through all lengths but the longest misses what was measured there, relative to that; None
+    # where there are fewer than three lengths
     error: float | None
 
     def longest(self, cap_bytes: float) -> int:
@@ -33,13 +24,7 @@ class MemoryLine:
 
 
 def memory_line(contexts: Sequence[int], working_bytes: Sequence[int], weight_bytes: int) -> MemoryLine:
-    """Fit it to the largest rank's memory, without its weights, at several lengths.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than two lengths, or memory does not grow with them.
-    """
+    """Fit it to the largest rank's memory, without its weights, at several lengths."""
     if len(set(contexts)) < 2:
         raise ValueError(f"{len(set(contexts))} length(s) give no line; two are needed")
     slope, start = np.polyfit(contexts, working_bytes, 1)

@@ -18,18 +18,7 @@ from .prefills import ContextParallelPrefill
 
 
 class ChainPrefill(ContextParallelPrefill):
-    """An engine's chain with one partition. Several may share the engine.
-
-    Parameters
-    ----------
-    name : str
-    engine : MegaKVEngine
-        With the prefill method ``runahead``.
-    ids : Tensor
-        ``[1, S]`` the prompt.
-    partition : Partition
-        Tokens of each rank.
-    """
+    """An engine's chain with one partition. Several may share the engine."""
 
     def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, partition: Partition):
         super().__init__(name, engine, ids)

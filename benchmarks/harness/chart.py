@@ -18,21 +18,7 @@ WIDTH_IN, LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN, BAR_IN = 8.0, 1.2, 0.25, 0.75, 0
 def draw_bars(
     path: str | Path, bars: Sequence[tuple[str, Interval, bool]], *, title: str, subtitle: str, unit: str
 ) -> None:
-    """Draw horizontal bars as a PNG.
-
-    Parameters
-    ----------
-    bars : sequence of (label, value, own)
-        From top to bottom; `own` bars stand out.
-    title, subtitle : str
-    unit : str
-        What the axis counts.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Draw horizontal bars as a PNG."""
     # Only rank 0 draws; importing matplotlib on every rank costs each of them half a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

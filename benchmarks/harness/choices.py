@@ -18,38 +18,16 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload, measured with every method.
+    """One workload, measured with every method."""
 
-    Parameters
-    ----------
-    miss_rate : float
-        New tokens over all tokens, T / (T + P).
-    seconds : mapping
-        Method -> samples; samples of one index are of one round.
-    chosen : str
-        One of the methods.
-    """
-
-    miss_rate: float
-    seconds: Mapping[str, Sequence[float]]
-    chosen: str
+    miss_rate: float  # New tokens over all tokens, T / (T + P)
+    seconds: Mapping[str, Sequence[float]]  # Method -> samples; samples of one index are of one round
+    chosen: str  # One of the methods
 
 
 def judge(cells: Sequence[Cell]) -> dict[str, Any]:
     """The verdict over all cells.
 
-    Returns
-    -------
-    dict
-        ``auto_right_share``: of the cells whose methods differ by more than 2%, those where the chosen one is the
-        fastest; None if there is no such cell. ``auto_mean_regret``: mean over all cells of the chosen method's time
-        over the fastest one's, less 1. Both with ``value``, ``low``, ``high`` below ``intervals``.
-        ``auto_right_share_within_interval``: the same share, where a choice also counts as right if the interval of its
-        regret reaches 0. ``differing_cells``: how many differ. ``wrong``: the miss rates of the cells where the choice
-        was not the fastest and they differ, with the interval of its regret.
-
-    Notes
-    -----
     Times are relative to the mean of their round: a machine that drifts from round to round does not move them.
     """
     if not cells:
@@ -89,12 +67,6 @@ def crossover(cells: Sequence[Cell], below: str = "pass_q", above: str = "pass_k
 
     It is where a rule with a single threshold loses least over all cells, and between two cells where the logarithm of
     their time ratio, taken as linear in that of the miss rate, is zero.
-
-    Returns
-    -------
-    dict
-        ``value``: None where one method is the faster all along, which ``always`` then names. ``low``, ``high``: of the
-        resamples that have one, 95%. ``share``: of the resamples, those that have one.
     """
     ordered = sorted(cells, key=lambda cell: cell.miss_rate)
     rates = np.log([cell.miss_rate for cell in ordered])

@@ -17,13 +17,7 @@ HOST, LINK = "host-rank", "link-"
 
 @contextmanager
 def threads_on(cores: Sequence[int] | None) -> Iterator[None]:
-    """Keep this thread on the first core, threads that attend on the second, and those of links on all others.
-
-    Parameters
-    ----------
-    cores : sequence of int, optional
-        Two of this process's cores, of which there are more; without them the system decides.
-    """
+    """Keep this thread on the first core, threads that attend on the second, and those of links on all others."""
     if cores is None:
         yield
         return

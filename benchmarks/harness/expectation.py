@@ -34,11 +34,6 @@ def crowded_tokens(loads: Table) -> Table:
     """``[layers, ranks]`` the sum over a rank's tokens of the number of other ranks that are still at work meanwhile.
 
     All begin together, and go on alike.
-
-    Parameters
-    ----------
-    loads : Table
-        ``[layers, ranks]`` tokens.
     """
     order = np.argsort(loads, axis=1)
     ascending = np.take_along_axis(loads, order, axis=1)
@@ -51,21 +46,11 @@ def crowded_tokens(loads: Table) -> Table:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a rank's attention at one layer, by least squares through every rank, layer and method.
+    """Seconds of a rank's attention at one layer, by least squares through every rank, layer and method."""
 
-    Parameters
-    ----------
-    token : float
-        Of a kept token while no other rank is at work, in seconds.
-    crowding : float
-        What it costs more for each other rank at work, in seconds.
-    page : float
-        Of a page of whatever size, in seconds.
-    """
-
-    token: float
-    crowding: float
-    page: float
+    token: float  # Of a kept token while no other rank is at work, in seconds
+    crowding: float  # What it costs more for each other rank at work, in seconds
+    page: float  # Of a page of whatever size, in seconds
 
     def seconds(self, row: Mapping[str, Any]) -> Table:
         """``[layers, ranks]`` of a row's work."""
@@ -99,23 +84,7 @@ def _measured(row: Mapping[str, Any]) -> Table:
 
 
 def expected_seconds(rows: Rows, even: Mapping[str, Any], costs: Costs) -> dict[str, float]:
-    """Seconds of a step of every method.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Each with ``loads`` and ``pages`` ``[layers][ranks]``.
-    even : mapping
-        The row of equal budgets, also with ``layer_seconds`` ``[ranks][repetitions][layers]`` and ``seconds`` of the
-        same repetitions.
-    costs : Costs
-
-    Returns
-    -------
-    dict
-        From method to the median over repetitions of the sum over layers of the slowest rank, each rank's work slowed
-        down as its like was in that repetition of `even`, and what else that repetition took.
-    """
+    """Seconds of a step of every method."""
     measured = _measured(even)
     jitter = measured / costs.seconds(even)
     rest = np.asarray(even["seconds"]) - measured.max(axis=2).sum(axis=1)

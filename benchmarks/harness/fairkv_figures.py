@@ -14,20 +14,7 @@ COLORS = ("#9aa7b5", "#2f6db3", "#c7772e", "#4f8f4f", "#8d5fa8")
 
 
 def draw_figures(path: Path, cells: Mapping[str, Mapping[str, Mapping[str, Any]]], kinds: Sequence[str]) -> Path:
-    """Draw what was measured as a PNG.
-
-    Parameters
-    ----------
-    cells : mapping
-        ``[degree][kept tokens]``: a summary of `harness.fairkv_report.summarise`.
-    kinds : sequence of str
-        Methods whose gain is drawn.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Draw what was measured as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

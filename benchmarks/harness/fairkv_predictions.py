@@ -23,15 +23,6 @@ def predicted_seconds(
     """What rows say of their predicted seconds, by part and method: of a profile measured now, if there is time to.
 
     Every rank must call it.
-
-    Parameters
-    ----------
-    world : World
-    arguments : Namespace
-        Of `fairkv.py`.
-    parts : sequence of str
-        Of ``attention`` and ``engine``.
-    divisions : sequence of Division
     """
     if not arguments.profile_seconds or world.size < 2:
         return {part: {division.name: {"predicted_s": None} for division in divisions} for part in parts}

@@ -30,19 +30,7 @@ def load_facts(division: Division) -> dict[str, Any]:
 
 
 def summarise(rows: Rows) -> dict[str, Any]:
-    """Gains of one setting's methods.
-
-    Returns
-    -------
-    dict
-        From method to value: ``speedup`` over contiguous heads and ``over_uniform``, the time over that of equal
-        budgets, each with its interval; ``predicted``, contiguous heads' slowest ranks' tokens over the method's;
-        ``off``, the speedup over that, less 1; ``busy``, the mean over ranks of the median part of the time that a rank
-        computes; ``profile``, the seconds that the cost model predicted where it did, and ``off_profile``, the measured
-        ones over them, less 1. Where layers were timed, also ``costs``, what the latency model is made of,
-        ``expected``, contiguous heads' expected seconds over the method's, and ``off_expected``, the speedup over that,
-        less 1.
-    """
+    """Gains of one setting's methods."""
     by_name = {row["method"]: row for row in rows}
     base, uniform = by_name.get(CONTIGUOUS), by_name.get(UNIFORM)
     kinds = ("speedup", "predicted", "off", "over_uniform", "busy", "profile", "off_profile")

@@ -30,17 +30,7 @@ ACROSS_HOSTS = {"cp": "pass_kv", "tp": "tp_gloo"}
 
 
 def foretold(benchmark: str, row: Row, predictions: Predictions | None, arguments: argparse.Namespace) -> Times:
-    """A row's predicted seconds, under the names that they have in it; None each without predictions.
-
-    Parameters
-    ----------
-    benchmark : str
-        Of `KNOWN`.
-    row : mapping
-    predictions : Predictions, optional
-    arguments : Namespace
-        Of the benchmark.
-    """
+    """A row's predicted seconds, under the names that they have in it; None each without predictions."""
     names = ("predicted_s", "predicted_ttit_s") if benchmark == "scaling" else ("predicted_s",)
     if predictions is None:
         return dict.fromkeys(names)
@@ -68,15 +58,7 @@ def _generated(predictions: Predictions, method: str, context: int, tokens: int)
 
 
 def foretold_anew(results: Mapping[str, Any], path: Path) -> list[Row] | None:
-    """The rows of a results file as they are predicted now; None where it kept no profiles, or none for its rows.
-
-    Parameters
-    ----------
-    results : mapping
-        What the file holds.
-    path : Path
-        Its name, beside which the profiles are.
-    """
+    """The rows of a results file as they are predicted now; None where it kept no profiles, or none for its rows."""
     folder, benchmark, rows = profiles_of(path), results["benchmark"], results["rows"]
     if not folder.is_dir():
         return None

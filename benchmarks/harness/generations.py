@@ -34,24 +34,7 @@ class StepClock(LogitsProcessor):
 
 
 class Generation(Method):
-    """Generate a fixed number of tokens.
-
-    Parameters
-    ----------
-    name : str
-    ids : Tensor
-        ``[B, S]`` the prompt, cached tokens included.
-    tokens : int
-        New ones; two or more.
-    cached : bool
-        Whether a cache holds the prompt but its last token: then a sample is the time of a step, else that to the first
-        token.
-
-    Attributes
-    ----------
-    ttits : list of float
-        Of every run, seconds on this rank per step after the first.
-    """
+    """Generate a fixed number of tokens."""
 
     def __init__(self, name: str, ids: Tensor, tokens: int, *, cached: bool = False):
         super().__init__(name)
@@ -87,15 +70,7 @@ class Generation(Method):
 
 
 class PlainGeneration(Generation):
-    """Plain transformers, in one process.
-
-    Parameters
-    ----------
-    cache : RoomyCache or CopyingCache, optional
-        Already holds all tokens of the prompt but the last.
-    takes_part : bool
-        Whether this rank does it, or is idle meanwhile.
-    """
+    """Plain transformers, in one process."""
 
     def __init__(
         self,
@@ -148,13 +123,7 @@ class TensorParallelGeneration(Generation):
 
 
 class ContextParallelGeneration(Generation):
-    """A MegaKV engine.
-
-    Parameters
-    ----------
-    cache : ShardedCache, optional
-        Already holds all tokens of the prompt but the last.
-    """
+    """A MegaKV engine."""
 
     def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, tokens: int, *, cache: Any = None):
         super().__init__(name, ids, tokens, cached=cache is not None)

@@ -28,25 +28,7 @@ def draw_groups(
     stacked: bool = False,
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """Draw vertical bars as a PNG.
-
-    Parameters
-    ----------
-    groups : sequence of str
-        From left to right.
-    series : mapping
-        Label -> its bar in every group; None for no bar. Stacked bars have no intervals.
-    title, subtitle, y_label, x_label : str
-    stacked : bool
-        Whether the bars of a group stand on top of each other.
-    colours : mapping, optional
-        By label; the usual ones in turn if None.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Draw vertical bars as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

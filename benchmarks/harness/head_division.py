@@ -39,38 +39,21 @@ def skewed_budgets(layers: int, kv_heads: int, mean: int, sigma: float, seed: in
 
 @dataclass(frozen=True)
 class Piece:
-    """Kept tokens of one head of one sequence that a rank attends to.
-
-    Parameters
-    ----------
-    sequence, head : int
-    start, stop : int
-        Of the head's kept tokens.
-    """
+    """Kept tokens of one head of one sequence that a rank attends to."""
 
     sequence: int
     head: int
-    start: int
+    start: int  # Of the head's kept tokens
     stop: int
 
 
 @dataclass(frozen=True)
 class Division:
-    """Who attends to what.
+    """Who attends to what."""
 
-    Parameters
-    ----------
-    name : str
-        Of `METHODS`.
-    budgets : list
-        ``[layer][KV head]``: kept tokens of every sequence.
-    pieces : list
-        ``[layer][rank]``: what the rank attends to.
-    """
-
-    name: str
-    budgets: Budgets
-    pieces: list[list[list[Piece]]]
+    name: str  # Of `METHODS`
+    budgets: Budgets  # ``[layer][KV head]``: kept tokens of every sequence
+    pieces: list[list[list[Piece]]]  # ``[layer][rank]``: what the rank attends to
 
     def loads(self) -> list[list[int]]:
         """``[layer][rank]``: tokens of all sequences."""
@@ -93,13 +76,7 @@ class Division:
 
 
 def make_mapping(name: str, budgets: Budgets, *, ranks: int, batch: int) -> HeadMapping | None:
-    """Of a method of `METHODS`; None where neighbouring heads lie on a rank.
-
-    Raises
-    ------
-    ValueError
-        If the mapper cannot place so many copies.
-    """
+    """Of a method of `METHODS`; None where neighbouring heads lie on a rank."""
     kind, copies = name.rstrip("1234"), int(name[-1]) if name[-1].isdecimal() else 0
     if kind in (UNIFORM, CONTIGUOUS):
         return None
@@ -116,21 +93,7 @@ def make_mapping(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Head
 
 
 def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Division:
-    """Divide every layer's heads.
-
-    Parameters
-    ----------
-    name : str
-        Of `METHODS`.
-    budgets : list
-        ``[layer][KV head]``, of every sequence.
-    ranks, batch : int
-
-    Raises
-    ------
-    ValueError
-        As `make_mapping`.
-    """
+    """Divide every layer's heads."""
     heads = len(budgets[0])
     if name == UNIFORM:
         budgets = [[sum(row) // heads] * heads for row in budgets]

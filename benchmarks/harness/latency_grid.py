@@ -82,15 +82,7 @@ def fitted(rows: Rows) -> LatencyModel:
 
 
 def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
-    """The lines, and how far the steps are from what they predict.
-
-    Returns
-    -------
-    dict
-        ``over_batch`` and ``over_budget``: from budget or batch to slope, intercept (seconds) and R squared;
-        ``over_tokens``; ``predicted``: from method to ``measured_s``, the slowest rank's median of every layer,
-        ``predicted_s``, and ``off``, the latter over the former, less 1.
-    """
+    """The lines, and how far the steps are from what they predict."""
     model = fitted(rows)
     found: dict[str, Any] = {
         "over_batch": {str(kept): asdict(line) for kept, line in model.over_batch.items()},

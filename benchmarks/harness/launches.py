@@ -16,13 +16,7 @@ from .ranks import TIMED_OUT, rank_environment, start_ranks
 
 
 class LaunchError(Exception):
-    """A launch failed; its message is on the screen already.
-
-    Parameters
-    ----------
-    status : int
-        Its exit status.
-    """
+    """A launch failed; its message is on the screen already."""
 
     def __init__(self, status: int):
         super().__init__(f"exit status {status}")
@@ -43,13 +37,7 @@ def add_part_argument(parser: argparse.ArgumentParser) -> None:
 
 
 class Launches:
-    """The launches of one run of a benchmark, which share its time.
-
-    Parameters
-    ----------
-    arguments : Namespace
-        As `harness.arguments.add_rank_arguments` defines them.
-    """
+    """The launches of one run of a benchmark, which share its time."""
 
     def __init__(self, arguments: argparse.Namespace):
         # This process writes the report in its ranks' name: on their accelerator.
@@ -58,13 +46,7 @@ class Launches:
         self._deadline = time.monotonic() + arguments.timeout
 
     def run(self, ranks: int, options: Sequence[str] = (), *, start: Start = start_ranks) -> dict[str, Any]:
-        """Start ranks with further options and return what their rank 0 left with `leave_part`.
-
-        Raises
-        ------
-        LaunchError
-            If they fail, or the time of the whole run is over.
-        """
+        """Start ranks with further options and return what their rank 0 left with `leave_part`."""
         with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as folder:
             path = Path(folder) / "part.json"
             left = self._deadline - time.monotonic()

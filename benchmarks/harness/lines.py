@@ -18,30 +18,16 @@ WIDTH_IN, HEIGHT_IN = 8.0, 4.6
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
-
-    Parameters
-    ----------
-    label : str
-    x : sequence of float
-    y : sequence of Interval
-    hollow : sequence of bool, optional
-        Which points are drawn as rings.
-    dashed : bool
-    joined, marked : bool
-        Whether there is a line between the points, and a dot at each.
-    colour : str, optional
-        The next one in turn if None.
-    """
+    """One line of a chart."""
 
     label: str
     x: Sequence[float]
     y: Sequence[Interval]
-    hollow: Sequence[bool] | None = None
+    hollow: Sequence[bool] | None = None  # Which points are drawn as rings
     dashed: bool = False
-    joined: bool = True
+    joined: bool = True  # Whether there is a line between the points, and a dot at each
     marked: bool = True
-    colour: str | None = None
+    colour: str | None = None  # The next one in turn if None
 
 
 def draw_lines(
@@ -57,22 +43,7 @@ def draw_lines(
     level: float | None = None,
     legend_above: bool = False,
 ) -> None:
-    """Draw lines as a PNG.
-
-    Parameters
-    ----------
-    lines : sequence of Line
-        Every x of theirs gets a tick where the axis is logarithmic.
-    level : float, optional
-        Where a horizontal line is drawn.
-    legend_above : bool
-        Whether the labels stand over the lines instead of among them.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Draw lines as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator

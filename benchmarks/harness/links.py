@@ -32,13 +32,7 @@ def unavailable() -> str | None:
 
 
 def check_rate(rate: str) -> None:
-    """Refuse a rate that links cannot have.
-
-    Raises
-    ------
-    ValueError
-        If it is not one.
-    """
+    """Refuse a rate that links cannot have."""
     if rate == FREE:
         return
     _find_hosts()
@@ -50,17 +44,7 @@ def check_rate(rate: str) -> None:
 
 
 class LimitedLinks:
-    """Starts every rank on a host of its own, or equal shares of them on each of several.
-
-    Parameters
-    ----------
-    rate : str
-        Of every host's link in each direction, such as ``1gbit``, or ``unlimited``.
-    hosts : int, optional
-        How many; by default as many as ranks.
-    spare : int
-        Further hosts, without ranks.
-    """
+    """Starts every rank on a host of its own, or equal shares of them on each of several."""
 
     def __init__(self, rate: str, *, hosts: int | None = None, spare: int = 0):
         self.rate = rate

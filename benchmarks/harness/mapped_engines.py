@@ -30,27 +30,7 @@ from .world import World
 
 
 class MappedGeneration(ContextParallelGeneration):
-    """Tokens of an engine over a compressed cache; a sample is the time of a step.
-
-    Parameters
-    ----------
-    division : Division
-        The heads that it gives to a rank are those that the engine has there.
-    engine : MegaKVEngine
-        On tensor-parallel ranks alone, with a ``megakv.fairkv.budget``.
-    pool : TokenPool
-    ids : Tensor
-        ``[B, S]`` prompts, of which all tokens but the last are cached.
-    tokens : int
-        New ones.
-    room : Room
-        The cache is built before a run, and not timed.
-
-    Attributes
-    ----------
-    busy : list of float
-        Of every run, the part of the time in which this rank did not wait for others.
-    """
+    """Tokens of an engine over a compressed cache; a sample is the time of a step."""
 
     def __init__(
         self, division: Division, engine: megakv.MegaKVEngine, pool: TokenPool, ids: Tensor, tokens: int, *, room: Room
@@ -135,13 +115,7 @@ def make_engines(
 
 
 def measure_engines(arguments: argparse.Namespace, world: World, divisions: Sequence[Division]) -> list[dict[str, Any]]:
-    """The rows of whole decode steps.
-
-    Raises
-    ------
-    MegaKVError
-        If a placement computes other logits than the first of the same budgets.
-    """
+    """The rows of whole decode steps."""
     longest = max(max(row) for division in divisions for row in division.budgets)
     steps = arguments.tokens + 1
     engines = make_engines(arguments, world, divisions, positions=longest + steps + 1)

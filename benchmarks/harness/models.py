@@ -13,16 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
-    """A Llama with random weights, the same on every rank, for transformers' own fastest attention.
-
-    Parameters
-    ----------
-    arguments : Namespace
-        As `harness.arguments.add_model_arguments` defines them; ``head_dim`` where heads do not divide the hidden size.
-    positions : int
-        The longest prompt it must take.
-    device : torch.device
-    """
+    """A Llama with random weights, the same on every rank, for transformers' own fastest attention."""
     return _random(llama_config(arguments, positions=positions), arguments, device)
 
 

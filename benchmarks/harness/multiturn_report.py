@@ -29,22 +29,7 @@ def cells_of(rows: Sequence[Row], policy: str | None = None) -> dict[str, list[C
 
 
 def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str]) -> dict[str, Any]:
-    """The verdict on `auto` over all rates of links and by rate, and where the methods cross.
-
-    Parameters
-    ----------
-    threshold : float
-        Miss rate at which queries are as large as keys and values (Equation 1).
-    skipped : mapping
-        Rates that were not measured -> why.
-
-    Returns
-    -------
-    dict
-        What `harness.choices.judge` says over all cells; ``rates``: rate -> the same, with ``speed_ratio``: per cell
-        the speed of pass-KV over that of pass-Q, median over the rounds, with its interval; ``crossover_miss_rate``.
-        ``policies``: policy -> what `judge` says of its choices.
-    """
+    """The verdict on `auto` over all rates of links and by rate, and where the methods cross."""
     cells = cells_of(rows)
     rates: dict[str, Any] = {}
     for rate, group in cells.items():

@@ -24,11 +24,6 @@ class NoisyLinks(LimitedLinks):
 
     Flows have half the rate of the links, in both directions, and run between one pair of hosts at a time: the one that
     the file ``--switch`` names, which ranks write.
-
-    Parameters
-    ----------
-    rate : str
-        Of every host's link in each direction.
     """
 
     def __init__(self, rate: str):

@@ -16,17 +16,7 @@ SETTLE_S = 0.15
 
 
 class Noisy(Method):
-    """Switches a flow on or off before every run of a method.
-
-    Parameters
-    ----------
-    method : Method
-    noise : str
-        ``quiet``, ``elsewhere`` or ``link``.
-    switch : Path
-        The file that all flows watch.
-    world : World
-    """
+    """Switches a flow on or off before every run of a method."""
 
     def __init__(self, method: Method, noise: str, switch: Path, world: World):
         super().__init__(method.name if noise == QUIET else f"{method.name}, {noise}")

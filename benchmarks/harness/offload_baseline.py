@@ -18,19 +18,6 @@ class EmulatedOffloadedCache(DynamicCache):
 
     That cache needs CUDA streams. As there: a layer is brought while the one before computes, and copied back whole, in
     line with the computation, as soon as its new tokens are in it.
-
-    Parameters
-    ----------
-    link : EmulatedLink
-    config : PreTrainedConfig
-        Of the model: layers with a sliding window keep no more than that.
-
-    Attributes
-    ----------
-    waited_s : float
-        In which the computation stood still for transfers.
-    most_bytes : int
-        The most that lay on the accelerator's side at once.
     """
 
     def __init__(self, link: EmulatedLink, config: PreTrainedConfig):

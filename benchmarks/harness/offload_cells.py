@@ -40,16 +40,6 @@ class CaseBench:
 
     On the CPU all methods stand ready side by side. An accelerator, and the host's memory, hold one of them at a time:
     each is made anew for its turn.
-
-    Parameters
-    ----------
-    arguments : Namespace
-    case : Case
-    device : torch.device
-    rate_gb_s : float
-        Of the link, as it is emulated or was measured.
-    ready : callable
-        Called before each turn: where several processes do the same, they begin together.
     """
 
     def __init__(
@@ -76,15 +66,7 @@ class CaseBench:
         self._again: str | None = None
 
     def measure(self, *, least: int, most: int, budget_s: float) -> list[dict[str, Any]]:
-        """The rows of the case.
-
-        Parameters
-        ----------
-        least, most : int
-            Timed rounds of all methods.
-        budget_s : float
-            Seconds after which no further round begins, once there are `least`; half of them are for further rounds.
-        """
+        """The rows of the case."""
         names, new = self._case.methods, self._case.new
         try:
             expected = self._expected()

@@ -34,15 +34,7 @@ FIGURE_12 = ("kvpr", "chunked", "auto")
 
 
 class Charts:
-    """Charts beside a file of results.
-
-    Parameters
-    ----------
-    results : Path
-        ``x.json`` gets charts such as ``x.latency.png``.
-    dtype : str
-    threads : int
-    """
+    """Charts beside a file of results."""
 
     def __init__(self, results: Path, *, dtype: str, threads: int):
         self.drawn: list[Path] = []

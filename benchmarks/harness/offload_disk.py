@@ -25,13 +25,6 @@ def budgets(case: Case, shape: Shape, element_bytes: int) -> dict[str, Any]:
 
     The file is in the folder for temporary ones (TMPDIR). Host memory is the same for every method: those that keep
     activations have more on disk.
-
-    Parameters
-    ----------
-    case : Case
-        With a share of keys and values in memory.
-    shape : Shape
-    element_bytes : int
     """
     assert case.in_memory is not None
     cache = case.cache_bytes(shape, element_bytes)
@@ -50,11 +43,6 @@ class PacedReads:
 
     The file is real. Read as any file and without a pace, memory that nobody uses would serve it: the page cache holds
     what was just written, and gives it back many times as fast as the emulated link takes it.
-
-    Parameters
-    ----------
-    disk : DiskTier
-    bytes_s : float
     """
 
     def __init__(self, disk: DiskTier, bytes_s: float):
@@ -70,15 +58,7 @@ class PacedReads:
 
 
 def disk_figures(case: Case, steps: Sequence[StepRecord], io: str) -> dict[str, Any]:
-    """What a method's steps read from disk.
-
-    Parameters
-    ----------
-    case : Case
-    steps : sequence of StepRecord
-    io : {"files", "aio"}
-        How it was read.
-    """
+    """What a method's steps read from disk."""
     return {
         "in_memory_share": case.in_memory,
         "disk": "emulated",

@@ -26,23 +26,7 @@ def forecast(
     chunk: int,
     in_memory_s: float,
 ) -> float:
-    """Seconds of a step, with weights and new tokens on the accelerator and one group of sequences.
-
-    Parameters
-    ----------
-    method : str
-        As ``megakv.offload.method``; of ``auto`` the fastest plan of one kind.
-    profile : OffloadProfile
-        Measured before the first step.
-    layers : int
-    tokens : int
-        Cached, of all sequences.
-    sequences : int
-    chunk : int
-        In tokens.
-    in_memory_s : float
-        A step's time with everything on the accelerator: the work beside the link.
-    """
+    """Seconds of a step, with weights and new tokens on the accelerator and one group of sequences."""
     costs = LayerCosts(
         kv_s=sending_seconds(profile.row_bytes, profile.link_bytes_s),
         activation_s=sending_seconds(profile.input_bytes, profile.link_bytes_s),
@@ -74,16 +58,7 @@ def add_forecasts(
     layers: int,
     chunk: int,
 ) -> None:
-    """Set `forecast_s` in the rows of a case in which the work beside the link is known: a step in memory.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-    case : Case
-    profiles : mapping
-        By method.
-    layers, chunk : int
-    """
+    """Set `forecast_s` in the rows of a case in which the work beside the link is known: a step in memory."""
     alone = next((statistics.median(row["seconds"]) for row in rows if row["method"] == IN_MEMORY), None)
     # What lies outside a window is not read, and the forecast is of a model without one.
     if alone is None or case.weights or case.in_memory is not None or case.groups > 1 or case.part == "windows":

@@ -38,18 +38,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 class KernelWatch:
-    """Looks, from one token of a generation to another, in how much of the time the accelerator computes.
-
-    Parameters
-    ----------
-    first, last : int
-        Numbers of the tokens, from 1 on.
-
-    Attributes
-    ----------
-    busy : float or None
-        The share, once the last token was there.
-    """
+    """Looks, from one token of a generation to another, in how much of the time the accelerator computes."""
 
     def __init__(self, first: int, last: int):
         self.busy: float | None = None

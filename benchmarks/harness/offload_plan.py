@@ -39,24 +39,12 @@ DISK_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Variant:
-    """What a method's name says.
+    """What a method's name says."""
 
-    Parameters
-    ----------
-    method : str
-        Of ``megakv.offload``, or `IN_MEMORY`, or `OTHERS`.
-    rows : bool
-        Whether the groups of a case are decoded one after the other, in calls of their own.
-    kv_bits : int, optional
-        Of keys and values off the accelerator; lossy.
-    coarse : bool
-        Whether recomputation waits for all weights of a layer's attention (Figure 5a).
-    """
-
-    method: str
-    rows: bool
-    kv_bits: Literal[4] | None
-    coarse: bool
+    method: str  # Of ``megakv.offload``, or `IN_MEMORY`, or `OTHERS`
+    rows: bool  # Whether the groups of a case are decoded one after the other, in calls of their own
+    kv_bits: Literal[4] | None  # Of keys and values off the accelerator; lossy
+    coarse: bool  # Whether recomputation waits for all weights of a layer's attention (Figure 5a)
 
     @property
     def title(self) -> str:
@@ -73,15 +61,7 @@ def variant(name: str) -> Variant:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes.
-
-    Parameters
-    ----------
-    family : {"opt", "llama", "qwen3"}
-    layers, hidden, heads, kv_heads, intermediate, vocab : int
-    window : int, optional
-        Of the layers that have one: all but every fourth, as in Qwen and Gemma.
-    """
+    """A model's sizes."""
 
     family: str
     layers: int
@@ -90,7 +70,7 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocab: int
-    window: int | None = None
+    window: int | None = None  # Of the layers that have one: all but every fourth, as in Qwen and Gemma
 
     @property
     def row_elements(self) -> int:
@@ -135,36 +115,19 @@ def shape_of(model: str, arguments: argparse.Namespace) -> Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured side by side, its methods in turns.
-
-    Parameters
-    ----------
-    part, model : str
-    batch, prompt, new : int
-        Sequences, tokens of each prompt, and tokens to generate.
-    link_gb_s : float, optional
-        Of the emulated link; None for the accelerator's own.
-    methods : tuple of str
-    weights : bool
-        Whether decoder layers' weights are offloaded too.
-    groups : int
-        Of the batch, column-by-column.
-    processes : int
-        That do the same at once.
-    in_memory : float, optional
-        Share of the keys and values for which host memory has room; a disk has it for the rest. None for all.
-    """
+    """What is measured side by side, its methods in turns."""
 
     part: str
     model: str
-    batch: int
+    batch: int  # Sequences, tokens of each prompt, and tokens to generate
     prompt: int
     new: int
-    link_gb_s: float | None
+    link_gb_s: float | None  # Of the emulated link; None for the accelerator's own
     methods: tuple[str, ...]
-    weights: bool = False
-    groups: int = 1
-    processes: int = 1
+    weights: bool = False  # Whether decoder layers' weights are offloaded too
+    groups: int = 1  # Of the batch, column-by-column
+    processes: int = 1  # That do the same at once
+    # Share of the keys and values for which host memory has room; a disk has it for the rest. None for all
     in_memory: float | None = None
 
     @property
@@ -199,32 +162,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cases of a part: all combinations.
-
-    Parameters
-    ----------
-    methods, models : tuple of str
-    batches, prompts, news : tuple of int
-    links : {"all", "middle", "last"}
-        Which of the links asked for.
-    weights : bool
-    group : int, optional
-        Sequences of a group, column-by-column.
-    processes : tuple of int
-    in_memory : float, optional
-        As of `Case`.
-    """
+    """The cases of a part: all combinations."""
 
     methods: tuple[str, ...]
     models: tuple[str, ...]
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
     news: tuple[int, ...]
-    links: str = "middle"
+    links: str = "middle"  # Which of the links asked for
     weights: bool = False
-    group: int | None = None
+    group: int | None = None  # Sequences of a group, column-by-column
     processes: tuple[int, ...] = (1,)
-    in_memory: float | None = None
+    in_memory: float | None = None  # As of `Case`
 
 
 _ALL = (IN_MEMORY, OTHERS, *CHOICES, "auto", "stream_4bit")

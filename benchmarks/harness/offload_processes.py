@@ -17,13 +17,7 @@ START_S = 300.0
 
 
 def measure_processes(arguments: argparse.Namespace, case: Case) -> list[dict[str, Any]]:
-    """The rows of a case of several processes, each with a link, a cache and a thread that computes of its own.
-
-    Raises
-    ------
-    Exception
-        What failed in one of them.
-    """
+    """The rows of a case of several processes, each with a link, a cache and a thread that computes of its own."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(case.processes, context) as pool:
         barrier = manager.Barrier(case.processes)

@@ -70,14 +70,7 @@ def step_s(row: Row) -> float:
 
 
 def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
-    """What the rows show.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-    exact_type : bool
-        Whether recomputed keys and values equal the stored ones in the type that was measured in: in float32.
-    """
+    """What the rows show."""
     cases = by_case(rows)
     exact = [row for row in rows if not row["lossy"]]
     apart = [row for row in rows if row["lossy"]]

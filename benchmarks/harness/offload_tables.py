@@ -17,33 +17,17 @@ TASKS = ("load weights", "load cache", "load activations", "compute", "store cac
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Parameters
-    ----------
-    title : str
-    lines : sequence of sequence of str
-        The heads first.
-    """
+    """A table."""
 
     title: str
-    lines: Sequence[Sequence[str]]
+    lines: Sequence[Sequence[str]]  # The heads first
 
     def __str__(self) -> str:
         return f"{self.title}\n\n{align(self.lines)}\n"
 
 
 def tables(rows: Sequence[Row], shapes: Mapping[str, Shape], element_bytes: int) -> list[Table]:
-    """All tables that there are rows for.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-    shapes : mapping
-        Sizes of the models in the rows.
-    element_bytes : int
-        Of a weight.
-    """
+    """All tables that there are rows for."""
     found = []
     for part, own in settings(rows):
         match part:

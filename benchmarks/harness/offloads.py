@@ -74,15 +74,7 @@ def random_model(shape: Shape, *, positions: int, dtype: torch.dtype, device: to
 
 
 class StepNotes(StoppingCriteria):
-    """Notes, as each token comes, when that is and what probes say; stops nothing.
-
-    Parameters
-    ----------
-    *probes : callable
-        Each gives a number.
-    watch : KernelWatch, optional
-        Told of each token.
-    """
+    """Notes, as each token comes, when that is and what probes say; stops nothing."""
 
     def __init__(self, *probes: Callable[[], float], watch: KernelWatch | None = None):
         self.times: list[float] = []
@@ -112,33 +104,17 @@ class StepNotes(StoppingCriteria):
 
 @dataclass
 class Sample:
-    """One generation.
-
-    Parameters
-    ----------
-    tokens : Tensor
-    all_seconds : list of float
-        From token to token.
-    steps : list of StepRecord
-        What MegaKV's offload engine did in the counted ones.
-    waited_s : float, optional
-        In which the computation stood still in a counted step, where that is known.
-    device_bytes : list of int
-        Weights, keys and values, and buffers on the accelerator in each counted step; on CUDA, all of torch's, at most.
-    bytes_in, bytes_out : float
-        Over the link, per counted step.
-    disk_io : str, optional
-        How a disk was read, where there was one.
-    """
+    """One generation."""
 
     tokens: Tensor
-    all_seconds: list[float]
-    steps: list[StepRecord] = field(default_factory=list)
-    waited_s: float | None = None
+    all_seconds: list[float]  # From token to token
+    steps: list[StepRecord] = field(default_factory=list)  # What MegaKV's offload engine did in the counted ones
+    waited_s: float | None = None  # In which the computation stood still in a counted step, where that is known
+    # Weights, keys and values, and buffers on the accelerator in each counted step; on CUDA, all of torch's, at most
     device_bytes: list[int] = field(default_factory=list)
-    bytes_in: float = 0.0
+    bytes_in: float = 0.0  # Over the link, per counted step
     bytes_out: float = 0.0
-    disk_io: str | None = None
+    disk_io: str | None = None  # How a disk was read, where there was one
 
     @property
     def seconds(self) -> list[float]:
@@ -147,24 +123,7 @@ class Sample:
 
 
 class Decoder:
-    """One method, ready to generate again and again.
-
-    Parameters
-    ----------
-    name : str
-        See `harness.offload_plan.variant`.
-    model : PreTrainedModel
-        Shared with others; its weights are not copied.
-    case : Case
-    shape : Shape
-        Of the model.
-    chunk_tokens : int
-
-    Attributes
-    ----------
-    busy : float or None
-        On CUDA, the share of time in which kernels ran in a generation that was watched.
-    """
+    """One method, ready to generate again and again."""
 
     def __init__(self, name: str, model: PreTrainedModel, case: Case, shape: Shape, *, chunk_tokens: int):
         self.name = name

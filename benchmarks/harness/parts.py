@@ -11,15 +11,7 @@ from megakv.tracking.files import write_whole
 
 
 class Parts:
-    """A folder with a file for every cell.
-
-    Parameters
-    ----------
-    folder : Path
-        Made where it is missing.
-    identity : mapping
-        What must be the same for cells to be compared, as JSON. Files of another identity are left alone, but not read.
-    """
+    """A folder with a file for every cell."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.folder = folder
@@ -38,13 +30,7 @@ class Parts:
         return found["part"] if found.get("identity") == self.identity else None
 
     def write(self, name: str, part: Mapping[str, Any]) -> None:
-        """Keep a cell, whole or not at all.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be written.
-        """
+        """Keep a cell, whole or not at all."""
         text = json.dumps({"identity": self.identity, "part": part}, indent=1, allow_nan=False)
         write_whole(self.path(name), (text + "\n").encode())
 

@@ -18,20 +18,7 @@ WITH_PROFILE = ("cost", "alg1", "alg5")
 
 
 class Policies:
-    """The policies that decide from what is known of these ranks: at first nothing.
-
-    Parameters
-    ----------
-    world : World
-        Its ranks are one context-parallel ring.
-    model : PreTrainedModel
-        All layers are alike.
-
-    Attributes
-    ----------
-    deciding : str
-        The one that an engine would go by.
-    """
+    """The policies that decide from what is known of these ranks: at first nothing."""
 
     def __init__(self, world: World, model: PreTrainedModel):
         self.deciding = WITHOUT_PROFILE
@@ -46,13 +33,7 @@ class Policies:
         self._evidence |= {policy: Evidence(policy, profile) for policy in WITH_PROFILE}
 
     def use_config(self, path: str) -> None:
-        """Let a configuration file's policy decide, by the files that it names.
-
-        Raises
-        ------
-        ValueError
-            If one of them cannot be used.
-        """
+        """Let a configuration file's policy decide, by the files that it names."""
         config = load_config(path).megakv.context_parallel
         self.deciding = config.policy if config.profile or config.fit else WITHOUT_PROFILE
         self._evidence[self.deciding] = Evidence(

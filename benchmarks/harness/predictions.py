@@ -27,26 +27,13 @@ GENERATE_SHARES = 3
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for one model on the ranks of one launch.
+    """Predictions for one model on the ranks of one launch."""
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-        Of all ranks at once.
-    model : ModelShape
-    size : int
-        Ranks.
-    lone : HardwareProfile, optional
-        Of one rank while the others stand idle.
-    tp_size : int
-        Tensor-parallel degree of MegaKV's own methods.
-    """
-
-    profile: HardwareProfile
+    profile: HardwareProfile  # Of all ranks at once
     model: ModelShape
-    size: int
-    lone: HardwareProfile | None = None
-    tp_size: int = 1
+    size: int  # Ranks
+    lone: HardwareProfile | None = None  # Of one rank while the others stand idle
+    tp_size: int = 1  # Tensor-parallel degree of MegaKV's own methods
 
     def prefill(
         self,
@@ -57,19 +44,7 @@ class Predictions:
         partition: Partition | None = None,
         generating: bool = False,
     ) -> float | None:
-        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured.
-
-        Parameters
-        ----------
-        method : str
-            ``single``, ``single_masked``, ``tp``, ``tp_gloo``, ``one_rank``, ``kvr_silent``, or a prefill method of
-            MegaKV.
-        new, cached : int
-        partition : Partition, optional
-            Of the chain: then its method.
-        generating : bool
-            Whether `generate` reads it.
-        """
+        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured."""
         if method in TENSOR_PARALLEL or method in SINGLE:
             plain = self._plain(method)
             if plain is None:
@@ -89,14 +64,7 @@ class Predictions:
         return begun + times.seconds(method)
 
     def decode(self, method: str, context: int, batch: int = 1) -> float | None:
-        """Seconds of a decoding step; None for what was not measured.
-
-        Parameters
-        ----------
-        method : str
-            ``single`` and ``in_place``, either with ``_idle``; ``tp``, ``tp_gloo``, or a decode method of MegaKV.
-        context, batch : int
-        """
+        """Seconds of a decoding step; None for what was not measured."""
         if method in TENSOR_PARALLEL or method in SINGLE:
             plain = self._plain(method)
             copied = not method.startswith("in_place")
@@ -126,15 +94,7 @@ def measured_predictions(
     results: str | None = None,
     idle: bool = False,
 ) -> Predictions | None:
-    """Predictions from profiles that are measured now; None without a time to do so. Every rank calls it.
-
-    Parameters
-    ----------
-    results : str, optional
-        Where the benchmark's results go: the profiles are kept beside them.
-    idle : bool
-        Whether also one rank is measured while the others stand idle, for half as long.
-    """
+    """Predictions from profiles that are measured now; None without a time to do so. Every rank calls it."""
     if not seconds:
         return None
     alone = world.size < 2

@@ -28,16 +28,7 @@ LEVEL = "shm_vector_kernel_level"
 
 
 class Prefill(Method):
-    """A forward pass over a whole prompt that fills the KV cache and yields the last token's logits.
-
-    Parameters
-    ----------
-    name : str
-    model : callable
-        Takes what a transformers causal language model takes.
-    ids : Tensor
-        ``[1, S]`` the prompt.
-    """
+    """A forward pass over a whole prompt that fills the KV cache and yields the last token's logits."""
 
     def __init__(self, name: str, model: Any, ids: Tensor):
         super().__init__(name)
@@ -63,13 +54,7 @@ class MaskedPrefill(Prefill):
 
 
 class TensorParallelPrefill(Prefill):
-    """DeepSpeed's AutoTP engine.
-
-    Parameters
-    ----------
-    shared_memory : bool
-        Whether its sums over ranks may use its shared-memory op, as shipped, or must go through the process group.
-    """
+    """DeepSpeed's AutoTP engine."""
 
     def __init__(self, name: str, model: Any, ids: Tensor, *, shared_memory: bool):
         super().__init__(name, model, ids)
@@ -102,14 +87,7 @@ class ContextParallelPrefill(Prefill):
 
 
 class Prefills:
-    """Makes methods over one set of weights. Engines are made when first asked for, and kept.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Plain transformers, whole on every rank.
-    world : World
-    """
+    """Makes methods over one set of weights. Engines are made when first asked for, and kept."""
 
     def __init__(self, model: PreTrainedModel, world: World):
         self.model = model
@@ -118,20 +96,7 @@ class Prefills:
         self._engines: dict[str, megakv.MegaKVEngine] = {}
 
     def make(self, name: str, ids: Tensor) -> Prefill:
-        """One method. Every rank must call it.
-
-        Parameters
-        ----------
-        name : str
-            ``single``, ``tp``, ``tp_gloo``, or a prefill method of MegaKV.
-        ids : Tensor
-            ``[1, S]`` the prompt.
-
-        Raises
-        ------
-        MegaKVError
-            If this DeepSpeed's shared-memory op cannot be switched off for ``tp_gloo``.
-        """
+        """One method. Every rank must call it."""
         if name == "single":
             return Prefill(name, self.model, ids)
         if name not in TENSOR_PARALLEL:

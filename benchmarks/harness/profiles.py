@@ -28,25 +28,7 @@ LONE = "1-of-"
 def measured_profile(
     world: World, model: ModelShape, *, seconds: float, timeout_s: float, tp_size: int = 1
 ) -> Iterator[str]:
-    """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it.
-
-    Parameters
-    ----------
-    world : World
-        Its ranks are context-parallel rings.
-    model : ModelShape
-    seconds : float
-        How long it may take, about.
-    timeout_s : float
-        How long a silent rank is waited for, in seconds.
-    tp_size : int
-        Tensor-parallel ranks to a context-parallel one.
-
-    Yields
-    ------
-    str
-        This rank's file of it, which is gone at the end.
-    """
+    """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it."""
     mesh = make_mesh(cp_size=world.size // tp_size, tp_size=tp_size, timeout_s=timeout_s)
     sums = _whole_world(world, timeout_s)
     profile = _measure(Communicator(mesh, Ledger()), model, seconds, sums=sums)

@@ -20,23 +20,6 @@ class RaggedDecode(Method):
 
     The partial results of a head whose tokens are on several ranks are merged by log-sum-exp: ranks learn each other's,
     and add their outputs up in the all-reduce that is there anyway.
-
-    Parameters
-    ----------
-    division : Division
-    pool : TokenPool
-    comm : Communicator
-        Over the tensor-parallel ranks.
-    room : Room
-        The cache is built before a run, and not timed.
-    batch, steps : int
-
-    Attributes
-    ----------
-    busy : list of float
-        Of every run, the part of the time in which this rank computed.
-    layer_seconds : list of list of float
-        Of every run, the seconds that it computed in each layer, the mean over the steps.
     """
 
     def __init__(self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int):

@@ -21,17 +21,9 @@ MOST_HEADS = 256
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of a layer.
+    """The heads of a layer."""
 
-    Parameters
-    ----------
-    kv_heads, group, dim : int
-        KV heads, query heads that share one, and dimensions.
-    dtype : torch.dtype
-    device : torch.device
-    """
-
-    kv_heads: int
+    kv_heads: int  # KV heads, query heads that share one, and dimensions
     group: int
     dim: int
     dtype: torch.dtype
@@ -48,15 +40,7 @@ MOST_OFFSETS = 1 << 16
 
 
 class TokenPool:
-    """Random keys and values that every rank draws alike: a head's tokens are a stretch of one long row.
-
-    Parameters
-    ----------
-    shape : HeadShape
-    longest : int
-        Tokens of the largest head.
-    seed : int
-    """
+    """Random keys and values that every rank draws alike: a head's tokens are a stretch of one long row."""
 
     def __init__(self, shape: HeadShape, longest: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -89,15 +73,7 @@ def ragged_body(
 
 
 class RankLayer:
-    """What one rank holds of one layer: the pieces of all sequences in one ragged body, as if each were a head.
-
-    Parameters
-    ----------
-    pool : TokenPool
-    division : Division
-    layer, rank : int
-    batch : int
-    """
+    """What one rank holds of one layer: the pieces of all sequences in one ragged body, as if each were a head."""
 
     def __init__(self, pool: TokenPool, division: Division, layer: int, rank: int, batch: int):
         shape, split = pool.shape, set(division.divided(layer))
@@ -136,15 +112,7 @@ class RankLayer:
         return out.view(-1, self._group, out.shape[-1]), lse.view(-1, self._group)
 
     def weigh(self, out: Tensor, lse: Tensor, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Weigh the parts of shared heads, in place, so that those of all ranks add up to their attention.
-
-        Parameters
-        ----------
-        out, lse : Tensor
-            As `attend` gives them.
-        add_up : callable
-            Sums a tensor over the ranks, in place.
-        """
+        """Weigh the parts of shared heads, in place, so that those of all ranks add up to their attention."""
         own = lse[self.shared]
         everyone = self._nobody.clone()
         everyone[self._own] = own

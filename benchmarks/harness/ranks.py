@@ -37,24 +37,7 @@ def start_ranks(
     ranks: int | None = None,
     timeout_s: float | None = None,
 ) -> int:
-    """Run this very script, with this command line, on several processes.
-
-    Parameters
-    ----------
-    arguments : Namespace
-        As `harness.arguments.add_rank_arguments` defines them.
-    options : sequence of str
-        Behind those of this command line.
-    ranks : int, optional
-        Processes; by default ``arguments.ranks``.
-    timeout_s : float, optional
-        By default ``arguments.timeout``.
-
-    Returns
-    -------
-    int
-        The launcher's exit status; 124 if the run took longer than ``arguments.timeout`` and was ended.
-    """
+    """Run this very script, with this command line, on several processes."""
     script = Path(sys.argv[0]).resolve()
     start = ["--num_accelerators", str(ranks or arguments.ranks), "--master_port", str(free_port()), "--no_local_rank"]
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start]

@@ -19,15 +19,7 @@ def set_rate(rate: str, world: World) -> None:
 
 
 class Rated(Method):
-    """Sets the rate before every run of a method.
-
-    Parameters
-    ----------
-    method : Method
-    rate : str
-        Of every host's link in each direction.
-    world : World
-    """
+    """Sets the rate before every run of a method."""
 
     def __init__(self, method: Method, rate: str, world: World):
         super().__init__(f"{method.name}, {rate}")

@@ -31,13 +31,7 @@ def write_report(
     rows: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
 ) -> None:
-    """Write the results as JSON, whole or not at all.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Write the results as JSON, whole or not at all."""
     report = {
         "benchmark": benchmark,
         "machine": machine,
@@ -58,18 +52,7 @@ def publish(
     summary: Mapping[str, Any],
     draw: Callable[[Path], Sequence[Path]],
 ) -> None:
-    """Write the results and the charts where ``--json`` asks for them, and say where they are.
-
-    Parameters
-    ----------
-    draw : callable
-        Gets the path of the results, draws beside it and returns what it drew.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be written.
-    """
+    """Write the results and the charts where ``--json`` asks for them, and say where they are."""
     if not arguments.json:
         return
     path = Path(arguments.json)

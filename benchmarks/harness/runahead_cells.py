@@ -29,20 +29,7 @@ MAY_CHOOSE = ("runahead", "pass_kv", "pass_q")
 
 
 class CellBench:
-    """Measures one cell after the other. Every rank must make the same calls.
-
-    Parameters
-    ----------
-    arguments : Namespace
-    group : Group
-    world : World
-    model : PreTrainedModel
-        Whole on every rank.
-    table : Path
-        Lookup table of the group.
-    profile : str, optional
-        Hardware profile of these ranks and links.
-    """
+    """Measures one cell after the other. Every rank must make the same calls."""
 
     def __init__(
         self,
@@ -75,13 +62,7 @@ class CellBench:
         self._prefills.close()
 
     def measure(self, context: int) -> list[dict[str, Any]]:
-        """The rows of one length of prompt.
-
-        Raises
-        ------
-        MegaKVError
-            If a method computes other logits than the first.
-        """
+        """The rows of one length of prompt."""
         arguments, world = self._arguments, self._world
         names = self._group.methods(arguments.methods, context, arguments.table_spacing)
         ids = random_ids(arguments.vocab, context, world.device)

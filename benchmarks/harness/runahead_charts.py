@@ -34,20 +34,7 @@ NAMES = {
 def draw_all(
     results: Path, arguments: argparse.Namespace, summary: Mapping[str, Any], searches: Mapping[str, Cell]
 ) -> list[Path]:
-    """Draw what there are cells for, beside the results.
-
-    Parameters
-    ----------
-    results : Path
-        ``x.json`` gets charts such as ``x.ttft.r4-kv16-free.png``.
-    searches : mapping
-        Cell -> its search: ``partition``, ``seconds``, ``even_seconds``, ``evaluations``, ``trials``.
-
-    Returns
-    -------
-    list of Path
-        What was drawn.
-    """
+    """Draw what there are cells for, beside the results."""
     charts = Charts(results, arguments)
     groups: dict[str, list[Cell]] = {}
     for name, cell in summary["cells"].items():
@@ -65,13 +52,7 @@ def draw_all(
 
 
 class Charts:
-    """Charts beside a file of results.
-
-    Parameters
-    ----------
-    results : Path
-    arguments : Namespace
-    """
+    """Charts beside a file of results."""
 
     def __init__(self, results: Path, arguments: argparse.Namespace):
         self.drawn: list[Path] = []

@@ -26,24 +26,13 @@ IDENTITY = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dty
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one launch of ranks measures.
-
-    Parameters
-    ----------
-    ranks, kv_heads : int
-    rate : str
-        Of the links.
-    contexts : tuple of int
-        Ascending.
-    noise : bool
-        Whether there is a competing flow to switch.
-    """
+    """Cells that one launch of ranks measures."""
 
     ranks: int
     kv_heads: int
-    rate: str
-    contexts: tuple[int, ...]
-    noise: bool = False
+    rate: str  # Of the links
+    contexts: tuple[int, ...]  # Ascending
+    noise: bool = False  # Whether there is a competing flow to switch
 
     @property
     def name(self) -> str:
@@ -55,15 +44,7 @@ class Group:
         return f"{self.name}-{context}"
 
     def methods(self, asked: Sequence[str], context: int, spacing: int) -> list[str]:
-        """Those of the methods asked for that there are here.
-
-        Parameters
-        ----------
-        asked : sequence of str
-        context : int
-        spacing : int
-            Of the table's lengths: prompts of these lengths are not predicted, nor are those below the first.
-        """
+        """Those of the methods asked for that there are here."""
         absent = set()
         if self.rate != FREE:
             # DeepSpeed's shared-memory op is for one host.

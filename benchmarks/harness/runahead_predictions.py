@@ -23,16 +23,7 @@ CHOSEN = {method: candidate for candidate, method in PREDICTED.items()} | {"runa
 def with_predictions(
     rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace, profile_of: Callable[[Group], Path]
 ) -> list[dict[str, Any]]:
-    """Rows with ``predicted_s``: None without a profile, and beside a competing flow, which no formula knows.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-    arguments : Namespace
-        Of `runahead.py`.
-    profile_of : callable
-        Where the profile of a group is, if there is one.
-    """
+    """Rows with ``predicted_s``: None without a profile, and beside a competing flow, which no formula knows."""
     known: dict[Group, Predictions | None] = {}
     found = []
     for row in rows:

@@ -18,13 +18,7 @@ SEARCH = "search-"
 
 
 def report(arguments: argparse.Namespace, parts: Parts, skipped: Mapping[str, str]) -> int:
-    """Print the tables of all cells that were kept; write the JSON and the charts where they are asked for.
-
-    Returns
-    -------
-    int
-        The exit status: 1 if there is no cell.
-    """
+    """Print the tables of all cells that were kept; write the JSON and the charts where they are asked for."""
     cells = [part for name in parts.names("r") if (part := parts.read(name)) is not None]
     if not cells:
         print("nothing was measured", file=sys.stderr)

@@ -31,21 +31,12 @@ CHOICES = ("one_rank", "kvr_e", "kvr_s", "pass_kv", "pass_q")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the rows of one cell share.
-
-    Parameters
-    ----------
-    ranks, kv_heads : int
-    rate : str
-        Of the links.
-    context : int
-        Tokens of the prompt.
-    """
+    """What the rows of one cell share."""
 
     ranks: int
     kv_heads: int
-    rate: str
-    context: int
+    rate: str  # Of the links
+    context: int  # Tokens of the prompt
 
     @classmethod
     def of(cls, row: Row) -> Setting:
@@ -74,16 +65,7 @@ def cells_of(rows: Sequence[Row]) -> dict[Setting, dict[str, Row]]:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """The verdicts over all rows.
-
-    Returns
-    -------
-    dict
-        ``cells``: name such as ``r4-kv16-free-8192`` -> what `summarise_cell` says. ``auto_regret`` and
-        ``auto_choice_regret``: over all cells, ``mean`` with its interval and the ``largest`` with its cell.
-        ``noise_loss``: group such as ``r4-kv16-1gbit`` -> method -> mean over the contexts of its losses.
-        ``max_logit_difference``: from the first method's logits.
-    """
+    """The verdicts over all rows."""
     cells = cells_of(rows)
     summary: dict[str, Any] = {"cells": {}}
     for setting, found in cells.items():
@@ -104,17 +86,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def summarise_cell(setting: Setting, rows: Mapping[str, Row]) -> dict[str, Any]:
-    """The verdicts over one cell.
-
-    Returns
-    -------
-    dict
-        What the cell is; ``ttft_s``: method -> median; ``speedup``: such as ``kvr_s/tsp`` -> the peer's time over the
-        method's; ``time_ratio``: ``kvr_p/kvr_s`` and ``kvr_s/kvr_silent``; ``bounds_s`` and ``over_bound``: see
-        `bounds`; ``partition``: method -> tokens of each rank; ``auto``: what it ``chose``, the ``regret`` of its own
-        runs, ``choice_regret`` by the samples of what it chose, and of each candidate the predicted time over the
-        measured one; ``noise_loss``: method -> see `losses`. Times, ratios, regrets and losses have intervals.
-    """
+    """The verdicts over one cell."""
     seconds = {name: row["seconds"] for name, row in rows.items()}
     found: dict[str, Any] = {
         "ranks": setting.ranks,
@@ -160,14 +132,7 @@ def _ratios(
 
 
 def bounds(seconds: Mapping[str, Sequence[float]], ranks: int) -> dict[str, Interval]:
-    """Lower bounds of the TTFT on so many ranks (KV-Runahead, Section 3).
-
-    Returns
-    -------
-    dict
-        ``causal``: TTFT(1) / p of one process that skips what is hidden. ``masked``: TTFT*(p) of Equation 3, from a
-        process that computes the whole rectangle under a mask. ``silent``: the chain without communication.
-    """
+    """Lower bounds of the TTFT on so many ranks (KV-Runahead, Section 3)."""
     found: dict[str, Interval] = {}
     if "single" in seconds:
         found["causal"] = median(seconds["single"]).scaled(causal_bound(1.0, ranks))
@@ -191,14 +156,7 @@ def over_bounds(seconds: Mapping[str, Sequence[float]], ranks: int) -> dict[str,
 
 
 def losses(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """What a competing flow costs each method (KV-Runahead, Figure 11), as a part of its time.
-
-    Returns
-    -------
-    dict
-        method -> ``elsewhere``: where the flow is on links of its own and only takes processor time; ``link``: where it
-        is on a link of the chain; ``link_alone``: the latter beyond the former, which is what sharing the link costs.
-    """
+    """What a competing flow costs each method (KV-Runahead, Figure 11), as a part of its time."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, quiet in seconds.items():
         noisy = {where: seconds[f"{name}, {where}"] for where in (ELSEWHERE, LINK) if f"{name}, {where}" in seconds}

@@ -23,13 +23,7 @@ Bytes = dict[str, int]
 
 
 class Method:
-    """One way to do what a benchmark measures.
-
-    Parameters
-    ----------
-    name : str
-        What it is called on the command line and in the results.
-    """
+    """One way to do what a benchmark measures."""
 
     def __init__(self, name: str):
         self.name = name
@@ -52,32 +46,19 @@ class Method:
 
 @dataclass
 class Samples:
-    """Measurements of one method; what is listed per rank is in the order of ranks.
-
-    Parameters
-    ----------
-    method : str
-    bytes_sent : list of dict
-        By operation, per rank, of one run.
-    facts : dict
-        What the benchmark found out about the method in its untimed run.
-    seconds : list of float
-        One per repetition: from the common start until the slowest rank is done.
-    rank_seconds : list of list of float
-        The same per repetition and rank.
-    peak_bytes : list of int
-        Per rank, the most memory of its process in any repetition (torch's allocations on an accelerator).
-    working_bytes : list of int
-        Per rank, the part of `peak_bytes` that was not in use before the repetition: activations and caches, without
-        the weights of this and the other methods.
-    """
+    """Measurements of one method; what is listed per rank is in the order of ranks."""
 
     method: str
-    bytes_sent: list[Bytes]
+    bytes_sent: list[Bytes]  # By operation, per rank, of one run
+    # What the benchmark found out about the method in its untimed run
     facts: dict[str, Any] = field(default_factory=dict)
+    # One per repetition: from the common start until the slowest rank is done
     seconds: list[float] = field(default_factory=list)
-    rank_seconds: list[list[float]] = field(default_factory=list)
+    rank_seconds: list[list[float]] = field(default_factory=list)  # The same per repetition and rank
+    # Per rank, the most memory of its process in any repetition (torch's allocations on an accelerator)
     peak_bytes: list[int] = field(default_factory=list)
+    # Per rank, the part of `peak_bytes` that was not in use before the repetition: activations and caches, without
+    # the weights of this and the other methods
     working_bytes: list[int] = field(default_factory=list)
 
     def add(self, runs: list[tuple[float, int, int]]) -> None:
@@ -115,19 +96,6 @@ def measure(
 
     Turns of all methods make a round, so slow stretches of the machine hit all methods alike and the samples of a round
     are pairs; each round begins with another method.
-
-    Parameters
-    ----------
-    world : World
-    methods : sequence of Method
-    repeats : int
-        Rounds; the most of them where there is a budget.
-    inspect : callable
-        Gets a method's name and what its untimed run returned, on every rank; what it returns joins the row.
-    budget_s : float, optional
-        Seconds after which no further round begins.
-    least : int
-        Rounds that are run whatever the budget.
     """
     results = []
     gc.collect()

@@ -29,16 +29,7 @@ def _sizes(rows: Sequence[Row], method: str) -> list[int]:
 
 
 def summarise(rows: Sequence[Row], cap_bytes: float) -> dict[str, Any]:
-    """What the paper's figures and tables say, of these rows.
-
-    Returns
-    -------
-    dict
-        ``scaling_ratio``: context -> method -> ranks -> tau_1 / tau_N with its interval, where tau_1 is `cp` on one
-        rank, and for the others plain transformers in one process. ``longest_context``: method -> ranks -> tokens under
-        the cap, ``label`` and how well the line held. ``ttft_ttit``: context -> name such as ``CP2`` -> seconds.
-        ``attention_us``: context -> CP degree -> prefill and decode.
-    """
+    """What the paper's figures and tables say, of these rows."""
     return {
         "scaling_ratio": _scaling(rows),
         "memory_cap_bytes": cap_bytes,

@@ -22,21 +22,7 @@ from .world import World
 
 
 class Searches:
-    """The lookup table of one chain. Every rank must make the same calls.
-
-    Parameters
-    ----------
-    engine : MegaKVEngine
-        With the prefill method ``runahead``.
-    world : World
-    table : Path
-        Written and extended; reachable from every rank.
-    profile : str, optional
-        Hardware profile from whose prediction searches begin.
-    step, patience : int, optional
-    repeats : int
-        As for ``megakv search-partition``.
-    """
+    """The lookup table of one chain. Every rank must make the same calls."""
 
     def __init__(
         self,
@@ -59,15 +45,7 @@ class Searches:
         self._options = {"--profile": profile, "--step": step, "--patience": patience, "--repeats": repeats}
 
     def search(self, context: int) -> SearchResult | None:
-        """Find the partition of a length that the table does not have: what it came to, on rank 0.
-
-        Raises
-        ------
-        ValueError
-            If the table is of another model or machine.
-        MegaKVError
-            On the other ranks.
-        """
+        """Find the partition of a length that the table does not have: what it came to, on rank 0."""
         known = context in [entry.context for entry in self._entries()]
         # Rank 0's view decides: another rank may see the file a moment later.
         if self._world.gather(known)[0]:

@@ -18,21 +18,7 @@ LEAST_LABELLED = 0.04
 def draw_shares(
     path: str | Path, bars: Sequence[tuple[str, Sequence[int]]], *, title: str, subtitle: str, unit: str
 ) -> None:
-    """Draw the shares of each bar's whole as a PNG.
-
-    Parameters
-    ----------
-    bars : sequence of (label, parts)
-        From top to bottom; parts from left to right.
-    title, subtitle : str
-    unit : str
-        What the axis counts.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Draw the shares of each bar's whole as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

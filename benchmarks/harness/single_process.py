@@ -10,22 +10,7 @@ from collections.abc import Callable
 def run_single_process(
     arguments: argparse.Namespace, run: Callable[[argparse.Namespace], None], *, on_cpu: str = "tries the same code"
 ) -> int:
-    """Run a benchmark, if its device is there, and say what users can mend in a line.
-
-    Parameters
-    ----------
-    arguments : Namespace
-        With ``device``.
-    run : callable
-        Measures and reports.
-    on_cpu : str
-        What ``--device cpu`` does.
-
-    Returns
-    -------
-    int
-        The exit status: 2 without the device, 1 after a `MegaKVError`.
-    """
+    """Run a benchmark, if its device is there, and say what users can mend in a line."""
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():

@@ -14,12 +14,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95% bootstrap interval; of a single sample, a point.
-
-    Parameters
-    ----------
-    value, low, high : float
-    """
+    """An estimate with its 95% bootstrap interval; of a single sample, a point."""
 
     value: float
     low: float
@@ -38,30 +33,13 @@ class Interval:
 
 
 def median(samples: ArrayLike) -> Interval:
-    """Median of samples.
-
-    Raises
-    ------
-    ValueError
-        If there is no sample.
-    """
+    """Median of samples."""
     values = _checked(samples)
     return _interval(float(np.median(values)), np.median(values[_rounds(len(values))], axis=1))
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
-    """Ratio of two medians whose samples are pairs: whole rounds are resampled.
-
-    Parameters
-    ----------
-    numerator, denominator : sequence of float
-        Of equal length; samples of one index were taken in one round.
-
-    Raises
-    ------
-    ValueError
-        If there is no sample, or the numbers of samples differ.
-    """
+    """Ratio of two medians whose samples are pairs: whole rounds are resampled."""
     above, below = _checked(numerator), _checked(denominator)
     if len(above) != len(below):
         raise ValueError(f"{len(above)} and {len(below)} samples are no pairs")
@@ -71,13 +49,7 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
 
 
 def paired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
-    """Median of the ratios within each round, which a machine that drifts from round to round does not move.
-
-    Raises
-    ------
-    ValueError
-        If there is no sample, or the numbers of samples differ.
-    """
+    """Median of the ratios within each round, which a machine that drifts from round to round does not move."""
     above, below = _checked(numerator), _checked(denominator)
     if len(above) != len(below):
         raise ValueError(f"{len(above)} and {len(below)} samples are no pairs")
@@ -85,13 +57,7 @@ def paired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
 
 
 def unpaired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
-    """Ratio of two medians of independent samples, as of runs that follow each other: each is resampled by itself.
-
-    Raises
-    ------
-    ValueError
-        If there is no sample.
-    """
+    """Ratio of two medians of independent samples, as of runs that follow each other: each is resampled by itself."""
     above, below = _checked(numerator), _checked(denominator)
     rng = np.random.default_rng(SEED)
     tops, bottoms = (

@@ -14,17 +14,7 @@ from .prefills import ContextParallelPrefill
 
 
 class Turn(ContextParallelPrefill):
-    """One forward pass over a turn's new tokens that yields the last one's logits.
-
-    Parameters
-    ----------
-    name : str
-    engine : MegaKVEngine
-    ids : Tensor
-        ``[1, T]`` new tokens.
-    cache : ShardedCache
-        Several methods may share it: every run starts from the tokens that it holds now.
-    """
+    """One forward pass over a turn's new tokens that yields the last one's logits."""
 
     def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, cache: ShardedCache):
         super().__init__(name, engine, ids)

@@ -28,11 +28,6 @@ class Bench:
     """Times work on one device, by device events where there are any.
 
     On a GPU the work is captured as a graph: what counts is what the device does, not how fast Python asks for it.
-
-    Parameters
-    ----------
-    device : torch.device
-    repeats : int
     """
 
     def __init__(self, device: torch.device, repeats: int):
@@ -73,17 +68,7 @@ class Bench:
 
 
 class DenseLayer:
-    """The matrix products of a decoder layer on one rank: projections of its heads, and its share of the MLP.
-
-    Parameters
-    ----------
-    shape : HeadShape
-    kv_heads : int
-        That the rank holds, copies included.
-    hidden, intermediate : int
-        The latter of this rank alone.
-    batch : int
-    """
+    """The matrix products of a decoder layer on one rank: projections of its heads, and its share of the MLP."""
 
     def __init__(self, shape: HeadShape, kv_heads: int, hidden: int, intermediate: int, batch: int):
         def random(*size: int) -> Tensor:
@@ -104,14 +89,7 @@ class DenseLayer:
 
 
 class VirtualRanks:
-    """All ranks of a division.
-
-    Parameters
-    ----------
-    division : Division
-    pool : TokenPool
-    batch : int
-    """
+    """All ranks of a division."""
 
     def __init__(self, division: Division, pool: TokenPool, batch: int):
         self.division, self._pool, self._batch = division, pool, batch
@@ -144,13 +122,7 @@ class VirtualRanks:
 
 
 def check_same(name: str, found: Tensor, expected: Tensor, tolerance: float) -> float:
-    """The largest difference, relative to the largest output.
-
-    Raises
-    ------
-    MegaKVError
-        If it is above the tolerance.
-    """
+    """The largest difference, relative to the largest output."""
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= tolerance:
         raise MegaKVError(f"{name}: outputs differ from those of contiguous heads by {difference:.1e} of the largest")

@@ -23,20 +23,11 @@ MATMUL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention heads on one rank.
+    """The attention heads on one rank."""
 
-    Parameters
-    ----------
-    queries, kv : int
-        Query heads and KV heads.
-    dim : int
-        Head dimension.
-    dtype : torch.dtype
-    """
-
-    queries: int
+    queries: int  # Query heads and KV heads
     kv: int
-    dim: int
+    dim: int  # Head dimension
     dtype: torch.dtype
 
     def flops(self, slots: IntArray) -> int:
@@ -95,17 +86,7 @@ class TimedAttention(PartialAttention):
 
 
 class VirtualRing:
-    """Random queries, keys and values of one prompt, sharded as for a prefill of `size` ranks.
-
-    Parameters
-    ----------
-    context : int
-        Tokens of the prompt.
-    size : int
-        Context-parallel ranks.
-    heads : Heads
-    device : torch.device
-    """
+    """Random queries, keys and values of one prompt, sharded as for a prefill of `size` ranks."""
 
     def __init__(self, context: int, size: int, heads: Heads, device: torch.device):
         self.context, self.size, self.heads, self.device = context, size, heads, device
@@ -142,14 +123,7 @@ class VirtualRing:
         return attention
 
     def errors(self, rank: int, attention: PartialAttention, rows: IntArray) -> tuple[float, float]:
-        """How far some of a rank's rows are from the full computation in float64.
-
-        Returns
-        -------
-        tuple[float, float]
-            The largest root-mean-square error of an output row relative to the row, and the largest absolute error of a
-            log-sum-exp.
-        """
+        """How far some of a rank's rows are from the full computation in float64."""
         slots = self.slots[rank][rows]
         index = torch.from_numpy(rows).to(self.device)
         out, lse = self.reference(slots)

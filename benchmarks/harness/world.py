@@ -19,18 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a benchmark, as one of them sees them.
-
-    Parameters
-    ----------
-    rank, size : int
-    device : torch.device
-        Where this rank computes.
-    """
+    """All ranks of a benchmark, as one of them sees them."""
 
     rank: int
     size: int
-    device: torch.device
+    device: torch.device  # Where this rank computes
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -49,17 +42,7 @@ class World:
 
 
 def join_world(threads: int, *, shared_memory: bool, timeout_s: float) -> World:
-    """Join the other ranks.
-
-    Parameters
-    ----------
-    threads : int
-        Threads that this rank computes with.
-    shared_memory : bool
-        Whether a method needs DeepSpeed's shared-memory all-reduce on CPU; it must be there from the start.
-    timeout_s : float
-        How long a silent rank is waited for, in seconds.
-    """
+    """Join the other ranks."""
     torch.set_num_threads(threads)
     start_distributed(tp_only=shared_memory, timeout_s=timeout_s)
     device = torch.device(get_accelerator().current_device_name())

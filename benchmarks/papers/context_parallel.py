@@ -176,14 +176,6 @@ def around_the_tipping_point(constants: Constants, breakdown: Table, *, total: i
     """What the paper says beside it: at 5% the two differ by less than 1%; below 3.25% the exchange is exposed.
 
     Its Equation 5, with the rates that its own times imply, is below both, and so are the times of its Table 5.
-
-    Parameters
-    ----------
-    constants : dict
-    breakdown : Table
-        Table 5.
-    total : int
-        T + P.
     """
     new, cp = total // 20, breakdown.rows[0]["cp"]
     times = [partial_ttft(constants, new, total - new, cp=cp, method=method) for method in ("pass_q", "pass_kv")]

@@ -17,15 +17,9 @@ Predict = Callable[[Cell, Constants], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """One number that is fitted.
+    """One number that is fitted."""
 
-    Parameters
-    ----------
-    start, low, high : float
-        Where the search begins, and its bounds: what is physically possible.
-    """
-
-    start: float
+    start: float  # Where the search begins, and its bounds: what is physically possible
     low: float
     high: float
 
@@ -45,15 +39,6 @@ def fitted(cells: Sequence[Cell], constants: Mapping[str, Constant], predict: Pr
     """Constants with the least error of the cells that are there to be fitted, on a logarithmic scale.
 
     Outliers count less than in proportion (soft L1): a published number may be wrong, or a rank have been slow.
-
-    Parameters
-    ----------
-    cells : sequence of Cell
-        Those that are held out, or only reported, are left aside.
-    constants : mapping
-        By name.
-    predict : callable
-        The cost model's answer for a cell.
     """
     names = list(constants)
     known = [cell for cell in cells if cell.use == "fitted"]

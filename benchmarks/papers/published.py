@@ -19,24 +19,7 @@ Use = Literal["fitted", "held_out", "reported"]
 
 
 class Table(BaseModel):
-    """One published table.
-
-    Parameters
-    ----------
-    name, paper, source : str
-    quantity, unit : str
-        What the values are.
-    rows, columns : tuple of dict
-        What a row and a column stand for; together the setting of a cell.
-    values : tuple of tuple of float
-        ``[rows][columns]``; None where the paper gives none.
-    compared : str, optional
-        The key of columns between whose values the paper compares: one wins.
-    reported : tuple of dict
-        Columns that are shown and not judged.
-    note : str
-        What is wrong with the numbers, or how they were read.
-    """
+    """One published table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,13 +50,7 @@ class Table(BaseModel):
 
 @dataclass(frozen=True)
 class Cell:
-    """One published value.
-
-    Parameters
-    ----------
-    table : Table
-    row, column : int
-    """
+    """One published value."""
 
     table: Table
     row: int
@@ -99,28 +76,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure that a paper puts first.
-
-    Parameters
-    ----------
-    published, predicted : float
-    use : str
-        That of its cell, or of the cell that it follows from; ``reported``: neither fitted nor judged.
-    """
+    """A figure that a paper puts first."""
 
     published: float
     predicted: float
-    use: Use
+    use: Use  # That of its cell, or of the cell that it follows from; ``reported``: neither fitted nor judged
 
 
 def load_tables(path: Path = PATH) -> dict[str, Table]:
-    """The published tables by name.
-
-    Raises
-    ------
-    ValueError
-        If the file is not what it should be: names the file and the entry.
-    """
+    """The published tables by name."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         tables = [Table.model_validate(table) for table in values["tables"]]

@@ -20,24 +20,13 @@ FAIRKV_HEADLINE = "fairkv_throughput"
 
 @dataclass
 class Validation:
-    """Predictions of all tables.
+    """Predictions of all tables."""
 
-    Parameters
-    ----------
-    predicted : dict
-        By table, row and column.
-    constants : dict
-        Fitted, by group of tables that share them.
-    at_bounds : dict
-        Of these, the names of those whose search ended at a bound.
-    headlines : dict
-        By name.
-    """
-
-    predicted: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    constants: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    predicted: dict[tuple[str, int, int], float] = field(default_factory=dict)  # By table, row and column
+    constants: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # Fitted, by group of tables that share them
+    # Of these, the names of those whose search ended at a bound
     at_bounds: dict[str, list[str]] = field(default_factory=dict)
-    headlines: dict[str, Headline] = field(default_factory=dict)
+    headlines: dict[str, Headline] = field(default_factory=dict)  # By name
 
     def of(self, cell: Cell) -> float:
         """The prediction of a cell."""
