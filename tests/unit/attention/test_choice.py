@@ -111,7 +111,7 @@ def test_fitted_rule() -> None:
 
 
 def test_explicit_settings_are_obeyed() -> None:
-    comm: Any = SimpleNamespace(mesh=SimpleNamespace(cp_size=4, cp_rank=0, tp_size=1))
+    comm: Any = SimpleNamespace(mesh=SimpleNamespace(cp_size=4, cp_rank=0, tp_size=1, rank=0))
 
     def planner(**settings: str) -> PassPlanner:
         return PassPlanner(comm, ContextParallelConfig(size=4, **settings), heads=8, kv_heads=4)
