@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 
 from megakv.injection.policy import policy_for  # noqa: E402
+from megakv.offload.methods import METHODS as OFFLOAD  # noqa: E402
 from megakv.weights.loading import empty_model  # noqa: E402
 from megakv.weights.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
 from recipes.common.catalogue import load_recipe, names  # noqa: E402
@@ -80,6 +81,14 @@ def accuracy_table() -> str:
         f"| exact answers, % | {' | '.join(f'{100 * exact / prompts:.1f}' for prompts, exact in totals.values())} |",
     ]
     return "\n".join(lines) + "\n"
+
+
+def offload_table() -> str:
+    """What each registered offload method does, in the words of its class."""
+    lines = ["| method | what it does, and what it makes least |", "|---|---|"]
+    for name, method in OFFLOAD.items():
+        lines.append(f"| `{name}` | {(method.__doc__ or '').strip().rstrip('.').replace('``', '`')} |")
+    return "\n".join([*lines, "| `auto` | the fastest of these |"]) + "\n"
 
 
 METHODS = {
@@ -173,6 +182,7 @@ def predictions_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "offload": offload_table,
     "families": families_table,
     "accuracy": accuracy_table,
     "prefill": prefill_table,

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.config import FairKVConfig
 from megakv.offload.config import OffloadConfig
+from megakv.offload.methods import AUTO, METHODS
 from megakv.runahead.config import RunaheadConfig
 from megakv.sections import OneOf, Section
 from megakv.tracking.config import TrackingConfig
@@ -275,10 +276,10 @@ def _check_offload(section: MegaKVSection, source: str) -> None:
             f"{source}: megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
             "with their weights; allowed: 'dtype', or megakv.offload.weights = false"
         )
-    if offload.kv_bits and offload.method == "cpu_rank":
+    if offload.kv_bits and offload.method != AUTO and METHODS[offload.method].attends_on_host:
         raise ValueError(
-            f"{source}: megakv.offload.method = 'cpu_rank' is not supported with megakv.offload.kv_bits = 4: the host "
-            "attends to keys and values in the model's type; use another method, or leave kv_bits out"
+            f"{source}: megakv.offload.method = {offload.method!r} is not supported with megakv.offload.kv_bits = 4: "
+            "the host attends to keys and values in the model's type; use another method, or leave kv_bits out"
         )
     refused = {
         "megakv.fairkv.budget": (section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),

@@ -239,9 +239,9 @@ def planned(steps: Sequence[StepRecord], turns: Sequence[Turn]) -> dict[str, Any
         "cost_model_s": calls * statistics.median(step.plan.seconds for step in steps),
         "prediction_errors": [round(abs(step.measured_s / step.predicted_s - 1), DIGITS) for step in steps],
         "cost_model_errors": [round(abs(step.measured_s / step.plan.seconds - 1), DIGITS) for step in steps],
-        "split_points": [[step.cached, step.division.recomputed] for step in turns[-1][0].steps],
-        "recomputed": calls * statistics.mean(step.division.recomputed for step in steps),
-        "on_host": calls * statistics.mean(step.division.on_host for step in steps),
+        "split_points": [[step.cached, step.split.recomputed] for step in turns[-1][0].steps],
+        "recomputed": calls * statistics.mean(step.split.recomputed for step in steps),
+        "on_host": calls * statistics.mean(step.split.on_host for step in steps),
         "weight_bytes": calls * statistics.mean(step.weight_bytes for step in steps),
         "plans": {name: sum(step.plan.name == name for step in steps) for name in {step.plan.name for step in steps}},
     }

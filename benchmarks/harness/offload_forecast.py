@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megakv.costmodel.offload import LayerCosts, sending_seconds
-from megakv.costmodel.offload_pipeline import RESIDENT, group_times, step_seconds
-from megakv.costmodel.offload_time import planned_division
+from megakv.costmodel.offload import GroupCosts, LayerCosts, sending_seconds
+from megakv.costmodel.offload_pipeline import layer_times, step_seconds
+from megakv.offload.methods import METHODS
 from megakv.offload.profile import OffloadProfile
 
 from .offload_plan import IN_MEMORY, Case, variant
@@ -42,10 +42,10 @@ def forecast(
     plans = [plan for plan in PLANS if known.get(plan, profile.input_bytes > 0)] if method == "auto" else [method]
 
     def seconds(plan: str) -> float:
-        found = planned_division(plan, costs, tokens, (), chunk=chunk)
-        size = tokens if plan == "kvpr" else chunk
-        times = group_times(costs, found.recomputed, found.on_host, found.streamed, chunk=size, outside_s=0.0)
-        return step_seconds([times], layers, RESIDENT)
+        group = GroupCosts(costs, tokens, tokens, tokens, chunk=chunk)
+        found = METHODS[plan].split(group)
+        assert found is not None
+        return step_seconds([layer_times(group, found)], layers)
 
     return min(map(seconds, plans))
 

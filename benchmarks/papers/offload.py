@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megakv.costmodel.offload import LayerCosts, split_seconds
+from megakv.costmodel.offload import GroupCosts, LayerCosts, WeightTimes
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.scheduler import split_point
+from megakv.offload.kvpr import split_point, split_seconds
 
 from .fit import Constant, Constants, fitted
 from .machines import model_shape
@@ -50,12 +50,13 @@ def predict(cell: Cell, constants: Constants) -> float:
     costs = layer_costs(model, constants, batch=COLUMN_BATCH if column else BATCH)
     if column:
         weights = model.layers[0].dense * model.element_bytes / constants["link_bytes_s"]
-        costs = costs.in_column(weights_s=weights, num_gpu_batches=COLUMN_BATCHES)
+        costs = costs.with_weights(WeightTimes(0.0, weights), COLUMN_BATCHES)
     batches = COLUMN_BATCHES if column else 1
     seconds = 0.0
     for tokens in range(prompt + 1, prompt + steps + 1):
-        best = split_point(costs, tokens).recomputed if setting["method"] == "kvpr" else 0
-        seconds += split_seconds(costs, tokens, best) + constants["layer_s"]
+        group = GroupCosts(costs, tokens, inputs=tokens)
+        best = split_point(group) if setting["method"] == "kvpr" else 0
+        seconds += float(split_seconds(group, best)) + constants["layer_s"]
     seconds *= len(model.layers) * batches
     return batches * COLUMN_BATCH * steps / seconds if column else seconds
 

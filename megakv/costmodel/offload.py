@@ -1,25 +1,20 @@
-"""Seconds of one layer whose keys and values lie off the accelerator (KVPR, Equations 6 to 11), and past the paper.
+"""Seconds of one layer whose keys and values lie off the accelerator (KVPR, Equations 6 to 10), and past the paper.
 
 Of ``s'`` cached tokens a layer recomputes ``l`` from their activations, lets the host's processor attend to ``a`` where
-they lie, and is sent the keys and values of the other ``s' - l - a``. Every time here is a maximum of straight lines in
-``l``, so that its smallest value over all integers is found exactly, by the scheduler.
+they lie, and is sent the keys and values of the others. Counts of tokens may be arrays: then every pair is priced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+from numpy.typing import NDArray
 
-class Line(NamedTuple):
-    """``intercept + slope * l`` seconds."""
-
-    intercept: float
-    slope: float
-
-    def at(self, tokens: int) -> float:
-        """Seconds at a split point."""
-        return self.intercept + self.slope * tokens
+Counts = Any
+"""Tokens, an integer or an array of them; seconds are of the same shape."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +23,19 @@ class LayerCosts:
 
     Parameters
     ----------
-    kv_s : float
-        Sending a token's keys and values: ``2 kv_dim p / v_com`` (Equation 6 with kv_dim in place of h).
-    activation_s : float
-        Sending a token's activations: ``h p / v_com`` (Equation 6); 0 where they stay on the accelerator.
+    kv_s, activation_s : float
+        Sending a token's keys and values, ``2 kv_dim p / v_com``, and its activations, ``h p / v_com`` (Equation 6 with
+        kv_dim in place of h where it is narrower).
     recompute_s : float
         Recomputing a token's keys and values: ``4 h kv_dim / v_gpu`` (Equations 8 and 9).
     transfer_s, launch_s : float
         What each transfer and each recomputation costs whatever its size.
-    device_s : float
-        All other work of the layer on the accelerator, but for attending to cached tokens.
-    attend_s : float
-        Attending to a token on the accelerator.
+    device_s, attend_s : float
+        All other work of the layer on the accelerator, but for attending to cached tokens; and that, for each.
     host_attend_s, host_fixed_s : float
         Attending to a token on the host, and what doing so at all costs.
     disk_kv_s, disk_activation_s : float
-        As `kv_s` and `activation_s`, of a token whose rows lie on disk, where any do.
+        As `kv_s` and `activation_s`, of a token whose rows lie on disk.
     head_s, tail_s : float
         Sending weights before the activations, and weights beside the keys and values, where weights are offloaded.
     """
@@ -73,120 +65,148 @@ class LayerCosts:
         flops_s: float,
         batch: int = 1,
     ) -> Self:
-        """The paper's form: a token of each of `batch` sequences, by bandwidth and speed alone.
-
-        Parameters
-        ----------
-        hidden, kv_dim : int
-            Width of the activations, and of the keys (as of the values) of one token.
-        element_bytes : int
-        link_bytes_s, flops_s : float
-            v_com and v_gpu.
-        batch : int
-            Sequences of equal length; `l` then counts tokens of each.
-        """
+        """The paper's form: by v_com and v_gpu alone, `l` counting tokens of each of `batch` equal sequences."""
         return cls(
             kv_s=2 * batch * kv_dim * element_bytes / link_bytes_s,
             activation_s=batch * hidden * element_bytes / link_bytes_s,
             recompute_s=4 * batch * hidden * kv_dim / flops_s,
         )
 
-    def with_offloaded_weights(self, *, kv_weights_s: float, other_weights_s: float, fine: bool = True) -> Self:
-        """Row-by-row with weights offloaded too (Figure 3a).
+    def with_weights(self, weights: WeightTimes, groups: int) -> Self:
+        """With weights offloaded too.
 
-        Parameters
-        ----------
-        kv_weights_s, other_weights_s : float
-            Sending W_K and W_V, and all other weights of the layer.
-        fine : bool
-            W_K and W_V come first, so that recomputation need not wait for the others (Figure 5b).
+        Row by row W_K and W_V come first, so that recomputation need not wait for the others (Figure 5b). Column by
+        column the next layer's weights come in as many pieces as groups share them (Algorithm 1).
         """
-        if fine:
-            return replace(self, head_s=kv_weights_s, tail_s=other_weights_s)
-        return replace(self, head_s=kv_weights_s + other_weights_s, tail_s=0.0)
-
-    def in_column(self, *, weights_s: float, num_gpu_batches: int) -> Self:
-        """Column-by-column: the next layer's weights come in as many pieces as batches share them (Algorithm 1)."""
-        return replace(self, head_s=0.0, tail_s=weights_s / num_gpu_batches)
+        if groups == 1:
+            return replace(self, head_s=weights.keys_s, tail_s=weights.others_s)
+        return replace(self, head_s=0.0, tail_s=(weights.keys_s + weights.others_s) / groups)
 
 
-def split_lines(costs: LayerCosts, tokens: int, recomputing: bool, streaming: bool) -> tuple[Line, ...]:
-    """Equation 10: activations first, then recomputation beside the transfer of the other keys and values.
+@dataclass(frozen=True)
+class WeightTimes:
+    """Seconds of sending a layer's weights: W_K and W_V, which come first (Figure 5b), and all others."""
 
-    Parameters
-    ----------
-    costs : LayerCosts
-    tokens : int
-        s'.
-    recomputing, streaming : bool
-        Whether l > 0, and whether l < s'.
+    keys_s: float = 0.0
+    others_s: float = 0.0
+
+
+RESIDENT = WeightTimes()
+"""Weights that stay on the accelerator."""
+
+
+class Lot(NamedTuple):
+    """Where the rows of one sequence lie in a layer, without those that stay on the accelerator.
+
+    Of `tokens`, the first `inputs` have activations; keys and values of the first `rows_in_memory`, and activations of
+    the first `inputs_in_memory`, lie in host memory, and all others on disk.
     """
-    head = costs.head_s + recomputing * costs.transfer_s
-    sent = head + costs.tail_s + streaming * costs.transfer_s + costs.kv_s * tokens
-    return (
-        Line(head + recomputing * costs.launch_s, costs.activation_s + costs.recompute_s),
-        Line(sent, costs.activation_s - costs.kv_s),
+
+    tokens: int
+    inputs: int
+    rows_in_memory: int
+    inputs_in_memory: int
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether any rows lie on disk."""
+        return self.rows_in_memory < self.tokens or self.inputs_in_memory < self.inputs
+
+
+@dataclass(frozen=True)
+class GroupCosts:
+    """A layer's costs, and what it has cached of one group of sequences.
+
+    Of `tokens`, s', `inputs` have activations, the host may attend to `host`, and `resident` never leave the
+    accelerator. `chunk` is the number of tokens of a chunk of activations; `lots` say where each sequence's rows lie,
+    if some do on disk.
+    """
+
+    layer: LayerCosts
+    tokens: int
+    inputs: int = 0
+    host: int = 0
+    resident: int = 0
+    chunk: int = 256
+    lots: tuple[Lot, ...] = ()
+
+    @property
+    def away(self) -> int:
+        """Tokens that lie off the accelerator."""
+        return self.tokens - self.resident
+
+    def sent_seconds(self, recomputed: Counts, on_host: Counts = 0) -> tuple[Any, Any]:
+        """Of the link: for activations, and for the keys and values of all other tokens.
+
+        In each sequence the host's tokens come first, then those recomputed. What lies on disk comes at its own rate;
+        where tokens cannot be divided evenly among sequences, each gives a fraction of one.
+        """
+        costs = self.layer
+        if not self.lots:
+            return costs.activation_s * recomputed, costs.kv_s * (self.away - on_host - recomputed)
+        tokens, inputs, rows, held = np.array(self.lots, dtype=np.float64).T
+        first = _shares(on_host, rows)
+        last = first + _shares(recomputed, np.maximum(0, inputs - first))
+        from_memory = (np.minimum(last, held) - np.minimum(first, held)).sum(axis=-1)
+        from_disk = (np.maximum(last, held) - np.maximum(first, held)).sum(axis=-1)
+        kv_memory, kv_disk = np.maximum(0, rows - last).sum(axis=-1), (tokens - np.maximum(rows, last)).sum(axis=-1)
+        return (
+            costs.activation_s * from_memory + costs.disk_activation_s * from_disk,
+            costs.kv_s * kv_memory + costs.disk_kv_s * kv_disk,
+        )
+
+    def side_seconds(self, recomputed: Counts, on_host: Counts = 0) -> tuple[Any, Any]:
+        """A layer's work on the link, and on the accelerator."""
+        costs, chunks = self.layer, -(-recomputed // self.chunk)
+        inputs_s, rows_s = self.sent_seconds(recomputed, on_host)
+        transfers = chunks + (recomputed + on_host < self.away)
+        sent = costs.head_s + costs.tail_s + costs.transfer_s * transfers + inputs_s + rows_s
+        attended = costs.attend_s * (self.tokens - on_host)
+        return sent, costs.device_s + costs.launch_s * chunks + costs.recompute_s * recomputed + attended
+
+    def others_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
+        """A layer among many, without the host's part: the next one's transfers run while it computes."""
+        return np.maximum(*self.side_seconds(recomputed, on_host))
+
+    def host_seconds(self, on_host: Counts) -> Any:
+        """Until the host's part of attention is there: its queries come from the same layer, so nothing runs ahead."""
+        costs = self.layer
+        return (on_host > 0) * (costs.device_s + costs.host_fixed_s + costs.host_attend_s * on_host)
+
+    def steady_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
+        """Seconds between two layers in the middle of many: the busiest of link, accelerator and host sets the pace."""
+        return np.maximum(self.others_seconds(recomputed, on_host), self.host_seconds(on_host))
+
+
+def _shares(total: Counts, limits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``[..., S]`` parts of totals ``[...]``, all of one size but for those that their limits make smaller."""
+    ordered, left = np.sort(limits, axis=-1), np.arange(limits.shape[-1], 0, -1)
+    before = np.cumsum(ordered, axis=-1) - ordered
+    # Those with the smallest limits are full; the others divide the rest.
+    total = np.asarray(total)[..., None]
+    full = np.minimum((before + ordered * left < total).sum(axis=-1, keepdims=True), limits.shape[-1] - 1)
+    before = np.broadcast_to(before, (*full.shape[:-1], limits.shape[-1]))
+    return np.minimum(limits, (total - np.take_along_axis(before, full, axis=-1)) / left[full])
+
+
+def placed(tokens: Sequence[int], memory_bytes: float, *, row_bytes: int, input_bytes: int = 0) -> tuple[Lot, ...]:
+    """Where rows of each sequence come to lie in a layer whose share of host memory is `memory_bytes`.
+
+    What is smaller comes first: activations of all sequences, or keys and values beside larger ones, sequence by
+    sequence. Pages are taken to be small. With `input_bytes` of 0 no activations are kept.
+    """
+    kinds = [(name, nbytes) for name, nbytes in (("x", input_bytes), ("kv", row_bytes)) if nbytes]
+    order = [(name, nbytes, index) for index in range(len(tokens)) for name, nbytes in reversed(kinds)]
+    if input_bytes < row_bytes:
+        order = [(name, nbytes, index) for name, nbytes in kinds for index in range(len(tokens))]
+    held = {}
+    for name, nbytes, index in order:
+        held[name, index] = min(tokens[index], int(memory_bytes // nbytes))
+        memory_bytes -= held[name, index] * nbytes
+    return tuple(
+        Lot(count, count if input_bytes else 0, held["kv", index], held.get(("x", index), 0))
+        for index, count in enumerate(tokens)
     )
-
-
-def split_seconds(costs: LayerCosts, tokens: int, recomputed: int) -> float:
-    """Equation 10 at a split point."""
-    lines = split_lines(costs, tokens, recomputed > 0, recomputed < tokens)
-    return max(line.at(recomputed) for line in lines)
-
-
-def chunked_lines(costs: LayerCosts, tokens: int, chunk: int, chunks: int, streaming: bool) -> tuple[Line, ...]:
-    """One layer by itself whose activations come in chunks, each recomputed as it lands.
-
-    The last chunk to be recomputed waits for whichever is slower; as all but the last chunk are of one size, only the
-    first chunk, the last but one and the last can set the time.
-
-    Parameters
-    ----------
-    costs : LayerCosts
-    tokens : int
-        s'.
-    chunk, chunks : int
-        Tokens of a chunk, and how many are sent: ``(chunks - 1) * chunk < l <= chunks * chunk``.
-    streaming : bool
-        Whether l < s'.
-    """
-    wait, launch, x, c = costs.transfer_s, costs.launch_s, costs.activation_s, costs.recompute_s
-    sent = costs.head_s + costs.tail_s + (chunks + streaming) * wait + costs.kv_s * tokens
-    lines = [Line(sent, x - costs.kv_s)]
-    for index in {1, chunks - 1} if chunks > 1 else ():
-        landed = costs.head_s + index * (wait + x * chunk)
-        lines.append(Line(landed + (chunks - index + 1) * launch - c * (index - 1) * chunk, c))
-    if chunks:
-        lines.append(Line(costs.head_s + chunks * wait + launch - c * (chunks - 1) * chunk, x + c))
-    return tuple(lines)
-
-
-def chunked_seconds(costs: LayerCosts, tokens: int, recomputed: int, chunk: int) -> float:
-    """Seconds of a layer by itself that recomputes `recomputed` tokens in chunks."""
-    lines = chunked_lines(costs, tokens, chunk, -(-recomputed // chunk), recomputed < tokens)
-    return max(line.at(recomputed) for line in lines)
-
-
-def steady_lines(
-    costs: LayerCosts, tokens: int, resident: int, on_host: int, chunks: int, streaming: bool
-) -> tuple[Line, ...]:
-    """A layer among many: while it computes, the next one's transfers run, so the busier side sets the pace.
-
-    Parameters
-    ----------
-    costs : LayerCosts
-    tokens, resident, on_host : int
-        Cached tokens, those of them that never leave the accelerator, and those that the host attends to.
-    chunks : int
-        Pieces in which activations come.
-    streaming : bool
-        Whether any keys and values are sent.
-    """
-    rest = tokens - resident - on_host
-    sent = costs.head_s + costs.tail_s + (chunks + streaming) * costs.transfer_s + costs.kv_s * rest
-    busy = costs.device_s + chunks * costs.launch_s + costs.attend_s * (tokens - on_host)
-    return Line(sent, costs.activation_s - costs.kv_s), Line(busy, costs.recompute_s)
 
 
 def sending_seconds(nbytes: float, bytes_s: float) -> float:
@@ -194,27 +214,33 @@ def sending_seconds(nbytes: float, bytes_s: float) -> float:
     return nbytes / bytes_s
 
 
-def link_rate(nbytes: float, busy_s: float) -> float:
-    """Bytes per second of a link that moved so many while it was at work."""
-    return nbytes / busy_s
+def disk_seconds(nbytes: float, link_bytes_s: float, disk_bytes_s: float) -> float:
+    """Seconds of the link for bytes on disk: it reads one part while another is sent, so the slower one sets the pace.
+
+    A disk of 0 bytes per second is one whose bandwidth is not known.
+    """
+    return nbytes / (min(link_bytes_s, disk_bytes_s) if disk_bytes_s else link_bytes_s)
 
 
-def link_utilisation(nbytes: float, bytes_s: float, seconds: float) -> float:
-    """Of what a link could have carried in some time, what it did carry; 0 where its bandwidth is not known."""
-    carried = bytes_s * seconds
-    return nbytes / carried if carried else 0.0
+def shown_rates(
+    nbytes: float, disk_nbytes: float, busy_s: float, link_bytes_s: float, disk_bytes_s: float
+) -> tuple[float, float]:
+    """Bandwidths of the link and of the disk as a transfer, some of it from disk, showed them; 0 where it did not.
+
+    It shows that of the one that most of its time was spent on; the other is taken to be what it was.
+    """
+    memory_s = (nbytes - disk_nbytes) / link_bytes_s
+    disk_s = disk_seconds(disk_nbytes, link_bytes_s, disk_bytes_s)
+    if disk_s > memory_s:
+        return 0.0, disk_nbytes / (busy_s - memory_s) if busy_s > memory_s else 0.0
+    return (nbytes - disk_nbytes) / (busy_s - disk_s) if busy_s > disk_s else 0.0, 0.0
 
 
 def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = 0.0) -> tuple[float, float]:
-    """Seconds per unit, and those that any number takes, from the seconds of a few units and of many.
+    """Seconds per unit, and those that any number takes, from units and seconds of a few and of many.
 
-    Parameters
-    ----------
-    few, many : tuple of int and float
-        Units and seconds.
-    share : float
-        Of the seconds of many, those that it takes longer than a few at least: a difference that noise has swallowed
-        would mean units that cost nothing.
+    `share` is the part of the seconds of many that they take longer than a few, at least: a difference that noise has
+    swallowed would mean units that cost nothing.
     """
     slope = max(many[1] - few[1], share * many[1]) / max(many[0] - few[0], 1)
     return slope, max(0.0, few[1] - few[0] * slope)
@@ -230,13 +256,6 @@ def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float,
 
     One measurement cannot tell the two apart. What is more, or less, than expected goes to both by how much they may be
     off: in the least squares' sense, that is the likeliest pair that adds up to what was measured.
-
-    Parameters
-    ----------
-    seconds : float
-        Measured.
-    tokens_s, fixed_s : float
-        Expected, of both; together more than 0.
     """
     by_tokens, by_fixed = (TOKENS_ERR * tokens_s) ** 2, (FIXED_ERR * fixed_s) ** 2
     excess = (seconds - tokens_s - fixed_s) / (by_tokens + by_fixed)
@@ -244,11 +263,6 @@ def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float,
     # Neither takes less than nothing.
     scale = seconds / (tokens + fixed)
     return (scale * tokens / tokens_s if tokens_s else 1.0), (scale * fixed / fixed_s if fixed_s else 1.0)
-
-
-def other_work_seconds(seconds: float, layers: int, attended: int, attend_s: float) -> float:
-    """Seconds of one of several layers, without attending to so many tokens in each."""
-    return max(0.0, seconds - attend_s * layers * attended) / layers
 
 
 def may_pay(input_bytes: float, kv_bytes: float) -> bool:
@@ -262,52 +276,3 @@ def shared_attend_seconds(alone_s: float, ranks: int) -> float:
     Attending to one query reads every key and value once: memory bandwidth is the limit, and it is divided.
     """
     return alone_s * ranks
-
-
-def host_seconds(costs: LayerCosts, on_host: int) -> float:
-    """Until the host's part of attention is there: its queries come from the same layer, so nothing runs ahead."""
-    return costs.device_s + costs.host_fixed_s + costs.host_attend_s * on_host if on_host else 0.0
-
-
-def steady_seconds(
-    costs: LayerCosts, tokens: int, recomputed: int, *, resident: int = 0, on_host: int = 0, chunk: int
-) -> float:
-    """Seconds between two layers in the middle of many."""
-    streaming = recomputed + on_host + resident < tokens
-    lines = steady_lines(costs, tokens, resident, on_host, -(-recomputed // chunk), streaming)
-    return max(host_seconds(costs, on_host), *(line.at(recomputed) for line in lines))
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What the layers of one step take, for its pipeline.
-
-    Parameters
-    ----------
-    sent_s : float
-        The link's work for one layer.
-    landed_s : float
-        Of it, what comes before the last activations are there.
-    recompute_s, layer_s : float
-        The accelerator's work for one layer: recomputation, and all else but `attend_s`.
-    last_s : float
-        Of recomputation, what can only begin with the last activations: all of it, where they come whole.
-    host_s : float
-        Attention on the host, from when the layer's queries are there.
-    outside_s : float
-        Its work outside the layers, between the last layer of a step and the first of the next.
-    first_s : float
-        Of `landed_s`, what comes before the first activations are there.
-    attend_s : float
-        The accelerator's attention to cached tokens, once all of them are there; the host attends meanwhile.
-    """
-
-    sent_s: float
-    landed_s: float
-    recompute_s: float
-    layer_s: float
-    last_s: float
-    host_s: float = 0.0
-    outside_s: float = 0.0
-    first_s: float = 0.0
-    attend_s: float = 0.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakv.costmodel.offload import LayerCosts, StepTimes
+from megakv.costmodel.offload import RESIDENT, GroupCosts, WeightTimes
+from megakv.offload.split import Split
 
 EQUAL = 1e-10
 """Of a layer's time: states of the pipeline closer than this count as the same."""
@@ -18,64 +19,55 @@ PERIODS = (1, 2)
 
 
 @dataclass(frozen=True)
-class WeightTimes:
-    """What sending a layer's weights takes.
+class StepTimes:
+    """What one layer takes, in seconds.
 
     Parameters
     ----------
-    keys_s : float
-        Those that keys and values are computed with, W_K and W_V, which come first (Figure 5b).
-    others_s : float
-        All others: one piece for each group.
-    """
-
-    keys_s: float = 0.0
-    others_s: float = 0.0
-
-
-RESIDENT = WeightTimes()
-"""Weights that stay on the accelerator."""
-
-
-def group_times(
-    costs: LayerCosts,
-    recomputed: int,
-    on_host: int,
-    streamed: int,
-    *,
-    chunk: int,
-    outside_s: float,
-    resident: int = 0,
-) -> StepTimes:
-    """What a group's tokens of a layer take.
-
-    Parameters
-    ----------
-    costs : LayerCosts
-        Of one group.
-    recomputed, on_host, streamed : int
-        Tokens of the group by what becomes of them.
-    chunk : int
-        Tokens of a chunk of activations.
+    sent_s : float
+        The link's work.
+    landed_s, first_s : float
+        Of it, what comes before the last activations are there, and before the first ones.
+    recompute_s, layer_s : float
+        The accelerator's work: recomputation, and all else but `attend_s`.
+    last_s : float
+        Of recomputation, what can only begin with the last activations: all of it, where they come whole.
+    host_s : float
+        Attention on the host, from when the layer's queries are there.
     outside_s : float
-        The accelerator's work outside the layers.
-    resident : int
-        Tokens that are on the accelerator already.
+        The accelerator's work between the last layer of a step and the first of the next.
+    attend_s : float
+        Its attention to cached tokens, once all of them are there; the host attends meanwhile.
     """
-    chunks = -(-recomputed // chunk)
-    last = recomputed - chunk * (chunks - 1) if chunks else 0
-    landed = costs.activation_s * recomputed + chunks * costs.transfer_s
-    recompute = costs.recompute_s * recomputed + chunks * costs.launch_s
+
+    sent_s: float
+    landed_s: float
+    recompute_s: float
+    layer_s: float
+    last_s: float
+    host_s: float = 0.0
+    outside_s: float = 0.0
+    first_s: float = 0.0
+    attend_s: float = 0.0
+
+
+def layer_times(group: GroupCosts, split: Split, *, outside_s: float = 0.0) -> StepTimes:
+    """What a layer takes for a group whose tokens are split so; all chunks land at their mean rate."""
+    costs, chunks = group.layer, split.chunks
+    inputs_s, rows_s = map(float, group.sent_seconds(split.recomputed, split.on_host))
+    landed = inputs_s + chunks * costs.transfer_s
+    last = split.recomputed - split.chunk * (chunks - 1)
+    first_s = inputs_s / split.recomputed * min(split.chunk, split.recomputed) if chunks else 0.0
     return StepTimes(
-        sent_s=landed + costs.kv_s * streamed + (costs.transfer_s if streamed else 0.0),
+        sent_s=landed + rows_s + (costs.transfer_s if split.streamed else 0.0),
         landed_s=landed,
-        recompute_s=recompute,
+        recompute_s=costs.recompute_s * split.recomputed + chunks * costs.launch_s,
         last_s=costs.launch_s + costs.recompute_s * last if chunks else 0.0,
         layer_s=costs.device_s,
-        host_s=costs.host_fixed_s + costs.host_attend_s * on_host if on_host else 0.0,
+        host_s=costs.host_fixed_s + costs.host_attend_s * split.on_host if split.on_host else 0.0,
         outside_s=outside_s,
-        first_s=costs.transfer_s + costs.activation_s * min(chunk, recomputed) if chunks else 0.0,
-        attend_s=costs.attend_s * (recomputed + streamed + resident),
+        first_s=costs.transfer_s + first_s if chunks else 0.0,
+        attend_s=costs.attend_s * (split.tokens - split.on_host),
     )
 
 
@@ -112,7 +104,7 @@ class _Pipeline:
             left -= 1
             state = self.state()
             for period in PERIODS:
-                if period <= min(len(passed), left) and same(state, passed[-period][0], self.device / layers):
+                if period <= min(len(passed), left) and _same(state, passed[-period][0], self.device / layers):
                     # From here on every layer is like the ones before.
                     times = left // period
                     self._shift(times * (self.device - passed[-period][1]))
@@ -160,7 +152,7 @@ class _Pipeline:
         del pieces[:count]
 
 
-def same(one: Sequence[float], other: Sequence[float], scale: float) -> bool:
+def _same(one: Sequence[float], other: Sequence[float], scale: float) -> bool:
     """Whether two states differ by next to nothing of some time."""
     return all(abs(a - b) <= EQUAL * scale for a, b in zip(one, other, strict=True))
 
@@ -173,25 +165,16 @@ def step_seconds(
     ahead: bool = True,
     rounds: int = 4,
 ) -> float:
-    """Seconds from step to step once the pipeline is full.
+    """Seconds from step to step once the pipeline is full; the last of at most `rounds` steps counts.
 
-    Parameters
-    ----------
-    groups : sequence of StepTimes
-        A layer's, one for each group of sequences; `layer_s` is the group's part of the layer's other work, and
-        `outside_s` that of the first counts.
-    layers : int
-    weights : WeightTimes
-    ahead : bool
-        Whether the first transfers of a step come while the step before ends; with beams, say, they cannot.
-    rounds : int
-        Steps that are played through at most; the last one counts.
+    Each group's `layer_s` is its part of the layer's other work, and `outside_s` of the first counts. `ahead` says
+    whether the first transfers of a step come while the step before ends; with beams, say, they cannot.
     """
     pipeline = _Pipeline(groups, weights, ahead)
     took, state = pipeline.step(layers), pipeline.state()
     for _ in range(rounds - 1):
         before = state
         took, state = pipeline.step(layers), pipeline.state()
-        if same(before, state, took):
+        if _same(before, state, took):
             break
     return took

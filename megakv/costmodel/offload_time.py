@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import LayerCosts, may_pay, shared_attend_seconds
-from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, placed
-from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, group_times, step_seconds
+from megakv.costmodel.offload import (
+    RESIDENT,
+    GroupCosts,
+    LayerCosts,
+    Lot,
+    WeightTimes,
+    disk_seconds,
+    may_pay,
+    placed,
+    shared_attend_seconds,
+)
+from megakv.costmodel.offload_pipeline import layer_times, step_seconds
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.config import OffloadConfig
-from megakv.offload.division import Division
-from megakv.offload.scheduler import divide, split_point
+from megakv.offload.methods import AUTO, methods_of
 
 CHUNK_TOKENS = 256
 """Tokens of a chunk of activations, as ``megakv.offload.chunk_tokens``."""
@@ -29,20 +38,10 @@ def layer_costs(
     device_s: float = 0.0,
     sharers: int = 1,
 ) -> LayerCosts:
-    """Costs of one layer on one rank, per cached token.
+    """Costs of one layer on one rank, per cached token; `device_s` is all its other work.
 
-    Parameters
-    ----------
-    profile : HardwareProfile
-    link : Curve
-        Seconds over bytes, from host memory to the accelerator.
-    model : ModelShape
-    tp_size : int
-    device_s : float
-        All other work of the layer.
-    sharers : int
-        Ranks of a host, which divide the bandwidth of its memory, for their links and for attending there (KVPR, A.7),
-        and that of its disk.
+    `sharers` ranks of a host divide the bandwidth of its memory, for their links and for attending there (KVPR, A.7),
+    and that of its disk.
     """
     shape = model.attention(tp_size=tp_size)
     width = shape.kv_heads * (shape.key_dim + shape.value_dim)
@@ -77,13 +76,14 @@ def offloaded_ttit(
     sharers: int = 1,
     memory_bytes: int | None = None,
 ) -> float:
-    """Seconds of one decoding step whose layers divide their tokens as the scheduler would.
+    """Seconds of one decoding step whose layers split their tokens as the engine would.
 
     Parameters
     ----------
     profile, model, workload, method, tp_size
         As `ttit_seconds`.
     link : Curve
+        Seconds over bytes, from host memory to the accelerator.
     plan : str
         As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is among them where the
         profile knows the bandwidth of its memory.
@@ -100,28 +100,33 @@ def offloaded_ttit(
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
     costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s, sharers=sharers)
     sent = weight_times(link, model, tp_size=tp_size) if weights else RESIDENT
-    if groups == 1:
-        planned = costs.with_offloaded_weights(kv_weights_s=sent.keys_s, other_weights_s=sent.others_s)
-    else:
-        planned = costs.in_column(weights_s=sent.keys_s + sent.others_s, num_gpu_batches=groups)
+    planned = costs.with_weights(sent, groups)
     # With a disk, windows are not looked at: the first tokens, which they leave out, are those in memory.
     seen = seen_tokens(model, workload) if memory_bytes is None else workload.total
     tokens = -(-seen // (workload.size * groups))
-
-    def seconds(name: str, lots: Sequence[Lot]) -> float:
-        found = planned_division(name, planned, tokens, lots)
-        own = mean_costs(costs, lots, found.recomputed, found.on_host) if lots else costs
-        chunk = tokens if name == "kvpr" else CHUNK_TOKENS
-        times = group_times(own, found.recomputed, found.on_host, found.streamed, chunk=chunk, outside_s=0.0)
-        return step_seconds([times] * groups, layers, sent)
-
-    plans = ["stream", "kvpr", "chunked", *(["cpu_rank", "all"] if planned.host_attend_s else [])]
-    if plan != "auto":
-        plans = [plan if plan in plans else "stream"]
-    lots: list[Sequence[Lot]] = [()]
+    lots: list[tuple[Lot, ...]] = [()]
     if memory_bytes is not None:
         lots = placements(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
-    return min(seconds(name, each) for name in plans for each in lots)
+    found = []
+    for each in lots:
+        group = group_costs(planned, tokens, each)
+        for way in methods_of(plan).values():
+            split = way.split(group) or methods_of("stream")["stream"].split(group)
+            assert split is not None
+            times = layer_times(replace(group, layer=costs), split)
+            found.append(step_seconds([times] * groups, layers, sent))
+    return min(found)
+
+
+def group_costs(costs: LayerCosts, tokens: int, lots: Sequence[Lot] = (), *, chunk: int = CHUNK_TOKENS) -> GroupCosts:
+    """A group of so many tokens, all of which have activations unless `lots` say which do and lie where.
+
+    The host attends to none where its speed is not known.
+    """
+    inputs, host = (
+        (sum(lot.inputs for lot in lots), sum(lot.rows_in_memory for lot in lots)) if lots else (tokens, tokens)
+    )
+    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, chunk=chunk, lots=tuple(lots))
 
 
 def seen_tokens(model: ModelShape, workload: Workload) -> int:
@@ -133,44 +138,13 @@ def seen_tokens(model: ModelShape, workload: Workload) -> int:
 
 def placements(
     model: ModelShape, tokens: int, share_bytes: float, *, plan: str = "auto", tp_size: int = 1
-) -> list[Sequence[Lot]]:
-    """Where a layer's rows may lie, beyond its share of host memory on disk; all taken to be of one sequence.
-
-    Parameters
-    ----------
-    model : ModelShape
-    tokens : int
-    share_bytes : float
-    plan : str
-        As ``megakv.offload.method``.
-    tp_size : int
-    """
+) -> list[tuple[Lot, ...]]:
+    """Where a layer's rows may lie, beyond its share of host memory on disk; all taken to be of one sequence."""
     row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
-    kept = {inputs if plan in ("auto", "kvpr", "chunked") and may_pay(inputs, row) else 0}
+    recomputing = any(each.recomputes for each in methods_of(plan).values())
     # `auto` leaves activations out where keys and values are the better use of the memory.
-    kept |= {0} if plan == "auto" else set()
+    kept = {inputs if recomputing and may_pay(inputs, row) else 0, *([0] if plan == AUTO else [])}
     return [placed([tokens], share_bytes, row_bytes=row, input_bytes=each) for each in sorted(kept)]
-
-
-def planned_division(
-    name: str, costs: LayerCosts, tokens: int, lots: Sequence[Lot], *, chunk: int = CHUNK_TOKENS
-) -> Division:
-    """Of a group's tokens by a plan; `lots` say which of them lie on disk, where any do."""
-    most = sum(lot.inputs for lot in lots) if lots else tokens
-    host = sum(lot.rows_in_memory for lot in lots) if lots else tokens
-    if name == "stream":
-        return Division(tokens)
-    if name == "kvpr":
-        return split_point(costs, tokens, most=most, lots=lots)
-    return divide(
-        costs,
-        tokens,
-        chunk=chunk,
-        recompute=name != "cpu_rank",
-        host=0 if name == "chunked" else host,
-        most=most,
-        lots=lots,
-    )
 
 
 def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
@@ -202,18 +176,7 @@ def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:
 
 
 def host_bytes(model: ModelShape, tokens: int, *, batch: int = 1, tp_size: int = 1) -> int:
-    """Host memory of a rank: keys and values, and activations where they may be recomputed from.
-
-    Parameters
-    ----------
-    model : ModelShape
-    tokens : int
-        Of each sequence, on the rank.
-    batch : int
-        Sequences.
-    tp_size : int
-        Tensor-parallel degree.
-    """
+    """Host memory of a rank for so many tokens of each sequence: keys and values, and activations if of use."""
     rows = [model.attention(tp_size=tp_size).kv_row_bytes]
     if recomputes(model, tp_size=tp_size):
         rows.append(model.hidden * model.element_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megakv.costmodel.offload import StepTimes
+from megakv.costmodel.offload_pipeline import StepTimes
 from megakv.costmodel.simulation_program import Program
 
 BUFFERS = 2
@@ -13,13 +13,7 @@ BUFFERS = 2
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """What one layer's transfers put on the host link.
-
-    Parameters
-    ----------
-    cache, weights : int
-        Bytes of keys, values and activations; of weights.
-    """
+    """Bytes of one layer on the host link: of keys, values and activations, and of weights."""
 
     cache: int = 0
     weights: int = 0
@@ -34,21 +28,11 @@ def offload_program(
     weights_s: float = 0.0,
     sent: LinkBytes | None = None,
 ) -> Program:
-    """Steps of decoding, each rank for itself.
+    """Steps of decoding, each rank for itself; `times` and `sent` are one layer's, `weights_s` those of its weights.
 
     A layer's transfers begin when one of two buffers is free. Its recomputation waits for the activations, its
     attention for everything. Weights, where they are offloaded too, come behind the layer's keys and values on the same
     link, and what follows attention waits for them.
-
-    Parameters
-    ----------
-    times : StepTimes
-        Of one layer.
-    layers, steps, ranks : int
-    weights_s : float
-        Seconds of one layer's weights on the link.
-    sent : LinkBytes, optional
-        Of one layer.
     """
     program = Program(ranks)
     for rank in range(ranks):

@@ -14,11 +14,9 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import rank_memory
-from megakv.costmodel.offload import LayerCosts, StepTimes
-from megakv.costmodel.offload_disk import Lot, mean_costs
-from megakv.costmodel.offload_pipeline import group_times, step_seconds
-from megakv.costmodel.offload_time import CHUNK_TOKENS as ACTIVATION_CHUNK
-from megakv.costmodel.offload_time import layer_costs, layer_weight_bytes, placements, planned_division, seen_tokens
+from megakv.costmodel.offload import GroupCosts, Lot
+from megakv.costmodel.offload_pipeline import StepTimes, layer_times, step_seconds
+from megakv.costmodel.offload_time import group_costs, layer_costs, layer_weight_bytes, placements, seen_tokens
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -27,7 +25,8 @@ from megakv.costmodel.simulation import Schedule
 from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import PrefillProgram
 from megakv.costmodel.simulation_program import Program
-from megakv.offload.division import Division
+from megakv.offload.methods import METHODS
+from megakv.offload.split import Split
 from megakv.runahead.partition import Partition, check_partition, from_fractions
 from megakv.tracking.report import RunReport
 
@@ -164,7 +163,7 @@ class DecodingRun(VirtualRun):
         sharers = min(cp_size * tp_size, self.profile.devices_per_host or 1)
         costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers, sharers=sharers)
         tokens = -(-(seen_tokens(model, Workload(*lengths, cp_size)) if host_bytes is None else sum(held)) // cp_size)
-        lots: list[Sequence[Lot]] = [()]
+        lots: list[tuple[Lot, ...]] = [()]
         if host_bytes is not None:
             lots = placements(model, tokens, host_bytes / layers, tp_size=tp_size)
             if self.profile.disk_bandwidth is None:
@@ -174,12 +173,12 @@ class DecodingRun(VirtualRun):
                     f"{host_bytes / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has "
                     "no disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
                 )
-        found = [_layer_of(costs, tokens, each) for each in lots]
-        self._times, division = min(found, key=lambda pair: step_seconds([pair[0]], layers))
+        found = [_layer_of(group_costs(costs, tokens, each)) for each in lots]
+        self._times, split = min(found, key=lambda pair: step_seconds([pair[0]], layers))
         row = model.attention(tp_size=tp_size).kv_row_bytes
         inputs = model.hidden * model.element_bytes
         weights = layer_weight_bytes(model, tp_size=tp_size) * weights_too
-        self._sent = LinkBytes(row * division.streamed + inputs * division.recomputed, weights)
+        self._sent = LinkBytes(row * split.streamed + inputs * split.recomputed, weights)
         self._weights_s = link.at(weights)
 
     @property
@@ -208,11 +207,7 @@ class DecodingRun(VirtualRun):
         return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=None, ttit_s=steps_s, **values)
 
 
-def _layer_of(costs: LayerCosts, tokens: int, lots: Sequence[Lot]) -> tuple[StepTimes, Division]:
-    """A layer whose rows lie so, and how its tokens are divided."""
-    division = planned_division("all" if costs.host_attend_s else "chunked", costs, tokens, lots)
-    own = mean_costs(costs, lots, division.recomputed, division.on_host) if lots else costs
-    times = group_times(
-        own, division.recomputed, division.on_host, division.streamed, chunk=ACTIVATION_CHUNK, outside_s=0.0
-    )
-    return times, division
+def _layer_of(group: GroupCosts) -> tuple[StepTimes, Split]:
+    """What a layer takes, and how its tokens are split."""
+    split = next(found for name in ("all", "cpu_rank", "chunked", "stream") if (found := METHODS[name].split(group)))
+    return layer_times(group, split), split

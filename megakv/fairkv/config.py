@@ -5,13 +5,13 @@ The methods' own settings are declared by the methods (`megakv.fairkv.methods`),
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Optional, Self
+from typing import TYPE_CHECKING, Annotated, Any, Optional, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 
 from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS
-from megakv.sections import Section
+from megakv.sections import OneOf, Section
 
 WITHOUT_BUDGET = ("budget", "mapping")
 
@@ -19,7 +19,7 @@ WITHOUT_BUDGET = ("budget", "mapping")
 class GeneralConfig(Section):
     """What is kept of a prompt's keys and values once it is read, and on which ranks."""
 
-    method: str = "ada_snapkv"
+    method: Annotated[str, OneOf(lambda: tuple(METHODS))] = "ada_snapkv"
     """How tokens are chosen."""
 
     budget: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
@@ -79,8 +79,7 @@ class GeneralConfig(Section):
 
 def _keys() -> dict[str, Any]:
     fields = {name: field for method in METHODS.values() for name, field in method.model_fields.items()}
-    own = {name: (Optional[field.annotation], None) for name, field in fields.items()}  # noqa: UP045
-    return {"method": (Literal[tuple(METHODS)], "ada_snapkv"), **own}
+    return {name: (Optional[field.annotation], None) for name, field in fields.items()}  # noqa: UP045
 
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from megakv.offload.disk import DiskTier
 from megakv.offload.emulated_link import EmulatedLink
 from megakv.offload.host_memory import HostTier, available_memory, check_host_budget, in_units
 from megakv.offload.link import Link
+from megakv.offload.methods import AUTO
 from megakv.offload.pool import PagePool, Tier
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
@@ -106,7 +107,7 @@ def _check_cores(config: OffloadConfig) -> None:
 
 def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
     """Refuse budgets in which not even one short sequence has room."""
-    needed = layers * (2 if config.method in ("kvpr", "chunked") else 1)
+    needed = layers * (2 if config.recomputes and config.method != AUTO else 1)
     if pool.capacity < needed:
         raise ValueError(
             f"{pool.budgets()}: {pool.capacity} pages of megakv.offload.page_kib = {config.page_kib}, but a sequence "
@@ -119,9 +120,9 @@ def _offloader(
     model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: HostWeights | None
 ) -> Offloader:
     device = runtime.comm.mesh.device
-    recomputes = config.method in ("auto", "kvpr", "chunked")
+    recomputes = config.recomputes
     if recomputes and depends_on_length(model):
-        if config.method != "auto":
+        if config.method != AUTO:
             raise ValueError(
                 f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
                 "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed; "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megakv.costmodel.offload import may_pay
-from megakv.sections import Section
+from megakv.offload.methods import AUTO, METHODS, methods_of
+from megakv.sections import OneOf, Section
 
 MOST = 1e9
 """Of any budget, bandwidth or size."""
@@ -19,10 +20,8 @@ class OffloadConfig(Section):
     enabled: bool = False
     """Whether keys and values lie in host memory or on disk."""
 
-    method: Literal["auto", "stream", "kvpr", "chunked", "cpu_rank"] = "auto"
-    """``stream`` sends all keys and values; ``kvpr`` recomputes some from activations that come whole (Equation 11);
-    ``chunked`` recomputes them as they land; ``cpu_rank`` lets the host's processor attend to some where they lie;
-    ``auto`` takes what is predicted to be fastest."""
+    method: Annotated[str, OneOf(lambda: (AUTO, *METHODS))] = AUTO
+    """One of the registry, `megakv.offload.methods`, or ``auto``, the fastest of them."""
 
     weights: bool = False
     """Whether the decoder layers' weights lie in host memory too, and come layer by layer (Figure 3a)."""
@@ -76,8 +75,13 @@ class OffloadConfig(Section):
     @property
     def host_attends(self) -> bool:
         """Whether the host's processor may attend: to keys and values in the model's type, where the method has it."""
-        return self.method in ("auto", "cpu_rank") and self.kv_bits is None
+        return self.kv_bits is None and any(method.attends_on_host for method in methods_of(self.method).values())
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the method may recompute."""
+        return any(method.recomputes for method in methods_of(self.method).values())
 
     def keeps_inputs(self, input_bytes: int, kv_bytes: int) -> bool:
         """Whether activations are kept beside keys and values: asked for, or of use on some machine."""
-        return self.method in ("kvpr", "chunked") or (self.method == "auto" and may_pay(input_bytes, kv_bytes))
+        return self.recomputes and (self.method != AUTO or may_pay(input_bytes, kv_bytes))

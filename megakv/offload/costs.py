@@ -9,19 +9,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megakv.costmodel.offload import (
+    GroupCosts,
     LayerCosts,
-    link_rate,
-    other_work_seconds,
+    WeightTimes,
+    disk_seconds,
     sending_seconds,
     shared_attend_seconds,
     shown_parts,
+    shown_rates,
 )
-from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, shown_rates
-from megakv.costmodel.offload_pipeline import WeightTimes, group_times, step_seconds
-from megakv.offload.division import Division
+from megakv.costmodel.offload_pipeline import layer_times, step_seconds
 from megakv.offload.profile import OffloadProfile
 from megakv.offload.profiler import HostTrial, Profiler
 from megakv.offload.record import StepRecord
+from megakv.offload.split import Split
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
@@ -34,9 +35,7 @@ STEADY = 3
 FEW, SOME, MANY = 1 / 8, 1 / 4, 1 / 2
 """Parts of the cached tokens. What concerns less than that of them shows its overhead rather than its speed: calls that
 compute with many weights show their speed early, transfers later, and attention last."""
-
-
-SHOWN_COSTS = (
+OF_A_PLAN = (
     *("kv_s", "activation_s", "disk_kv_s", "disk_activation_s"),
     *("recompute_s", "launch_s", "host_attend_s", "host_fixed_s"),
 )
@@ -49,41 +48,36 @@ class _Shown:
     def __init__(self) -> None:
         self._samples: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SHOWN))
 
-    def add(self, name: str, value: float, *, alone: bool = False) -> None:
-        """Take in what a step showed; `alone` forgets what earlier ones did."""
-        samples = self._samples[name]
-        if alone:
-            samples.clear()
-        samples.append(value)
+    def add(self, early: bool, **values: float) -> None:
+        """Take in what a step showed; an early one makes those before it be forgotten."""
+        for name, value in values.items():
+            if early:
+                self._samples[name].clear()
+            self._samples[name].append(value)
 
-    def get(self, name: str, default: float = 0.0) -> float:
-        """The median of a quantity."""
-        samples = self._samples.get(name)
-        return statistics.median(samples) if samples else default
+    def get(self, name: str) -> float:
+        """The median of a quantity; 0 if no step showed it."""
+        return statistics.median(self._samples[name]) if self._samples.get(name) else 0.0
 
     def all(self) -> dict[str, float]:
         """Those of all quantities."""
-        return {name: statistics.median(samples) for name, samples in self._samples.items()}
+        return {name: self.get(name) for name in self._samples}
 
 
 class OffloadCosts:
     """Costs of a layer of an engine's model.
 
     What a layer computes beside recomputing differs by plan: transfers and the host's attention slow it in their own
-    ways. So that is learned for every plan by itself.
-
-    Parameters
-    ----------
-    profiler : Profiler
-    sharers : int
-        Ranks on this host: they share the bandwidth of its memory when they attend there.
+    ways. So that is learned for every plan by itself. `sharers` ranks of a host share the bandwidth of its memory when
+    they attend there.
     """
 
     def __init__(self, profiler: Profiler, *, sharers: int = 1):
         self._profiler = profiler
         self._sharers = sharers
         self.profile: OffloadProfile | None = None
-        self._measured: OffloadProfile | None = None
+        self.measured: OffloadProfile | None = None
+        """As it was measured, or read; None before the first call of `layer`."""
         self._shown = _Shown()
         self._plans: dict[str, _Shown] = {}
         self._steps = 0
@@ -91,18 +85,13 @@ class OffloadCosts:
     def layer(
         self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None, *, groups: int = 1
     ) -> LayerCosts:
-        """Costs of a layer that holds cached tokens, but for `device_s`; the first call measures, or reads the profile.
+        """Costs of a layer that holds cached tokens, but for `device_s`, for one of `groups` groups of sequences.
 
-        Of one of `groups` groups of sequences.
-
-        Raises
-        ------
-        ValueError
-            If the profile is of another machine or model.
+        The first call measures, or reads the profile; a ValueError says that it is of another machine or model.
         """
         known = self.profile
         if known is None or (host is not None and not known.host_attend_s) or store.input_bytes > known.input_bytes:
-            self._measured = self.profile = known = self._profiler.profile(store, recomputation, host, known)
+            self.measured = self.profile = known = self._profiler.profile(store, recomputation, host, known)
         return replace(self._layer(known, len(store.lengths()) / groups), transfer_s=known.transfer_s)
 
     def check(self, store: TieredStore) -> None:
@@ -112,16 +101,17 @@ class OffloadCosts:
 
     def _layer(self, profile: OffloadProfile, sequences: float) -> LayerCosts:
         """What each token costs by a profile, and the host's part whatever its tokens."""
+        link, disk = profile.link_bytes_s, profile.disk_read_bytes_s
         return LayerCosts(
-            kv_s=sending_seconds(profile.row_bytes, profile.link_bytes_s),
-            activation_s=sending_seconds(profile.input_bytes, profile.link_bytes_s),
+            kv_s=sending_seconds(profile.row_bytes, link),
+            activation_s=sending_seconds(profile.input_bytes, link),
             recompute_s=profile.recompute_s,
             launch_s=profile.launch_s,
             host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
             host_fixed_s=profile.host_call_s + profile.host_fixed_s * sequences,
             attend_s=self._shown.get("attend_s"),
-            disk_kv_s=disk_seconds(profile.row_bytes, profile.link_bytes_s, profile.disk_read_bytes_s),
-            disk_activation_s=disk_seconds(profile.input_bytes, profile.link_bytes_s, profile.disk_read_bytes_s),
+            disk_kv_s=disk_seconds(profile.row_bytes, link, disk),
+            disk_activation_s=disk_seconds(profile.input_bytes, link, disk),
         )
 
     def of_plan(self, plan: str, costs: LayerCosts) -> LayerCosts:
@@ -136,54 +126,12 @@ class OffloadCosts:
         return replace(costs, **known.all())
 
     def predict(
-        self,
-        costs: LayerCosts,
-        divisions: Sequence[Division],
-        layers: int,
-        weights: WeightTimes,
-        *,
-        chunk: int,
-        ahead: bool,
-        lots: Sequence[Sequence[Lot]] = (),
+        self, groups: Sequence[GroupCosts], splits: Sequence[Split], layers: int, weights: WeightTimes, *, ahead: bool
     ) -> float:
-        """Seconds from step to step, of a division for each group.
-
-        Parameters
-        ----------
-        costs : LayerCosts
-            Of one group.
-        divisions : sequence of Division
-        layers : int
-        weights : WeightTimes
-        chunk : int
-            In tokens.
-        ahead : bool
-            As for `step_seconds`.
-        lots : sequence of sequence of Lot
-            Of each group with rows on disk, where they lie.
-        """
-        groups = [
-            group_times(
-                mean_costs(costs, group, each.recomputed, each.on_host) if group else costs,
-                each.recomputed,
-                each.on_host,
-                each.streamed,
-                chunk=chunk,
-                outside_s=self._shown.get("outside_s"),
-                resident=each.resident,
-            )
-            for each, group in zip(divisions, lots or [()] * len(divisions), strict=True)
-        ]
-        return step_seconds(groups, layers, weights, ahead=ahead)
-
-    def sending_s(self, nbytes: float) -> float:
-        """Seconds of the link for so many bytes; the first call of `layer` comes before."""
-        return sending_seconds(nbytes, self.link_bytes_s)
-
-    @property
-    def measured(self) -> OffloadProfile | None:
-        """The profile as it was measured, or read; None before the first call of `layer`."""
-        return self._measured
+        """Seconds from step to step, with a split for each group; `ahead` as for `step_seconds`."""
+        outside_s = self._shown.get("outside_s")
+        times = [layer_times(*each, outside_s=outside_s) for each in zip(groups, splits, strict=True)]
+        return step_seconds(times, layers, weights, ahead=ahead)
 
     @property
     def link_bytes_s(self) -> float:
@@ -204,57 +152,49 @@ class OffloadCosts:
         """Take in what a step of decoding showed."""
         if not record.usual:
             return
-        self._steps += 1
-        shown = self._speeds(record, layers)
-        for name, value in shown.items():
-            self._shown.add(name, value, alone=self._steps <= STEADY)
         assert self.profile is not None
+        self._steps += 1
+        early, shown = self._steps <= STEADY, self._speeds(record, layers)
+        self._shown.add(early, **shown)
         self.profile = self.profile.model_copy(update={name: self._shown.get(name) for name in shown})
-        self._learn_device(record, layers, self.profile.model_copy(update=shown))
+        tokens = record.split.tokens
+        attended = tokens - record.split.on_host
+        # Other ranks are waited for in the midst of attention.
+        if attended >= MANY * tokens and not record.peers_s:
+            self._shown.add(early, attend_s=record.attend_s / (layers * attended))
+        attend_s = self._shown.get("attend_s")
+        busy_s = record.elapsed_s - record.waited_s - record.recompute_s - record.peers_s
+        device_s = max(0.0, busy_s / layers - attend_s * attended)
+        self._shown.add(early, device_s=device_s, outside_s=record.gap_s)
+        if record.steady:
+            costs = self._layer(self.profile.model_copy(update=shown), record.sequences)
+            own = {name: getattr(costs, name) for name in OF_A_PLAN}
+            self._plans.setdefault(record.plan.name, _Shown()).add(early, **own, device_s=device_s, attend_s=attend_s)
 
     def _speeds(self, record: StepRecord, layers: int) -> dict[str, float]:
         """Of the profile, what a step showed."""
-        profile, measured, division = self.profile, self._measured, record.division
+        profile, measured, split = self.profile, self.measured, record.split
         assert profile is not None and measured is not None
         found: dict[str, float] = {}
-        if division.on_host >= FEW * division.tokens and record.host_s:
+        if split.on_host >= FEW * split.tokens and record.host_s:
             known = shared_attend_seconds(measured.host_attend_s, self._sharers)
-            calls = layers * sum(each.on_host > 0 for each in record.plan.divisions)
+            calls = layers * sum(each.on_host > 0 for each in record.plan.splits)
             fixed = calls * (measured.host_call_s + measured.host_fixed_s * record.sequences)
-            by_token, whatever = shown_parts(record.host_s, layers * division.on_host * known, fixed)
+            by_token, whatever = shown_parts(record.host_s, layers * split.on_host * known, fixed)
             found["host_attend_s"] = by_token * measured.host_attend_s
             found |= {name: whatever * getattr(measured, name) for name in ("host_fixed_s", "host_call_s")}
-        if division.recomputed >= FEW * division.tokens and record.recompute_s:
-            chunks = sum(-(-each.recomputed // record.plan.chunk) for each in record.plan.divisions)
-            fixed = layers * measured.launch_s * chunks
-            known = layers * division.recomputed * measured.recompute_s
+        if split.recomputed >= FEW * split.tokens and record.recompute_s:
+            fixed = layers * measured.launch_s * sum(each.chunks for each in record.plan.splits)
+            known = layers * split.recomputed * measured.recompute_s
             by_token, whatever = shown_parts(record.recompute_s, known, fixed)
             found |= {"recompute_s": by_token * measured.recompute_s, "launch_s": whatever * measured.launch_s}
-        enough = SOME * division.tokens * layers * profile.row_bytes
+        enough = SOME * split.tokens * layers * profile.row_bytes
         plain_bytes, plain_s = record.timed_bytes - record.mixed_bytes, record.busy_s - record.mixed_s
-        link = link_rate(plain_bytes, plain_s) if plain_bytes >= enough and plain_s > 0 else 0.0
+        link = plain_bytes / plain_s if plain_bytes >= enough and plain_s > 0 else 0.0
         disk = 0.0
         if record.mixed_bytes >= enough and record.mixed_s:
             rates = link or profile.link_bytes_s, profile.disk_read_bytes_s
             by_mixed, disk = shown_rates(record.mixed_bytes, record.timed_disk_bytes, record.mixed_s, *rates)
             # Transfers without any row from disk say better what the link carries.
             link = link or by_mixed
-        found |= {name: rate for name, rate in (("link_bytes_s", link), ("disk_read_bytes_s", disk)) if rate}
-        return found
-
-    def _learn_device(self, record: StepRecord, layers: int, profile: OffloadProfile) -> None:
-        """Take in the other work of a layer in a step, and all that it cost, by a profile of that step alone."""
-        tokens = record.division.tokens
-        early, attended = self._steps <= STEADY, tokens - record.division.on_host
-        # Other ranks are waited for in the midst of attention.
-        if attended >= MANY * tokens and not record.peers_s:
-            self._shown.add("attend_s", record.attend_s / (layers * attended), alone=early)
-        others = record.waited_s + record.recompute_s + record.peers_s
-        busy = other_work_seconds(record.elapsed_s - others, layers, attended, self._shown.get("attend_s"))
-        self._shown.add("device_s", busy, alone=early)
-        self._shown.add("outside_s", record.gap_s, alone=early)
-        if record.steady:
-            plan, costs = self._plans.setdefault(record.plan.name, _Shown()), self._layer(profile, record.sequences)
-            values = {name: getattr(costs, name) for name in SHOWN_COSTS}
-            for name, value in {**values, "device_s": busy, "attend_s": self._shown.get("attend_s")}.items():
-                plan.add(name, value, alone=early)
+        return found | {name: rate for name, rate in (("link_bytes_s", link), ("disk_read_bytes_s", disk)) if rate}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from megakv.costmodel.offload import link_rate
 from megakv.offload.disk import DiskTier, FileRows
 from megakv.offload.pages import PagedRows, unwritten
 from megakv.offload.pool import PagePool
@@ -25,15 +24,6 @@ def disk_rates(disk: DiskTier, pool: PagePool, width: int, dtype: torch.dtype) -
 
     They are read as transfers read them, and written until the disk has them. Where the file system cannot be made to
     forget what it holds in the page cache, reading looks faster than the disk is.
-
-    Parameters
-    ----------
-    disk : DiskTier
-    pool : PagePool
-        Of its pages.
-    width : int
-        Elements of a row.
-    dtype : torch.dtype
     """
     begun, rates = time.perf_counter(), (0.0, 0.0)
     nbytes = LEAST
@@ -48,7 +38,7 @@ def disk_rates(disk: DiskTier, pool: PagePool, width: int, dtype: torch.dtype) -
             # What it refuses is said when it matters.
             break
         sent = count * width * dtype.itemsize
-        rates = link_rate(sent, read_s), link_rate(sent, write_s)
+        rates = sent / read_s, sent / write_s
         nbytes *= GROWTH
     return rates
 

@@ -1,72 +1,37 @@
-"""The planner: costs of a layer and the scheduler's division of its tokens, for the method that the JSON names."""
+"""The planner: a split of each group's tokens by the method that the JSON names, or by the fastest."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from megakv.costmodel.offload import LayerCosts
-from megakv.costmodel.offload_disk import Lot
-from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes
+from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, Lot, WeightTimes, placed
+from megakv.offload.auto import Auto
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
-from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostRank, Queries
+from megakv.offload.methods import AUTO, METHODS, methods_of
 from megakv.offload.profiler import HostTrial
-from megakv.offload.scheduler import divide, split_point
-from megakv.offload.store import TieredStore
-from megakv.offload.trials import GROWN, PlanTrials
+from megakv.offload.split import Plan, Split
 from megakv.offload.weight_stream import WeightStream
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
     from megakv.offload.record import StepRecord
+    from megakv.offload.store import TieredStore
 
-NAMES = ("stream", "kvpr", "chunked", "cpu_rank", "all")
-"""Plans, the plainest first; the last one recomputes while the host attends."""
-RECOMPUTING = ("kvpr", "chunked", "all")
-HOPELESS = 1.5
+PLAIN = "stream"
+UNLIKELY = 1.5
 """A plan that takes so many times as long as the best will not be used in the same generation."""
 
 
-class _Size(NamedTuple):
-    """Cached tokens of a group of sequences.
-
-    Of them, those with activations, those that the host may attend to, and those that stay on the accelerator; and
-    where those of each sequence lie, if some do on disk.
-    """
-
-    tokens: int
-    most: int
-    host: int
-    resident: int
-    lots: tuple[Lot, ...] = ()
-
-    def grown(self, each: int, sequences: int) -> _Size:
-        """With so many more tokens of each of so many sequences: on disk, where some are."""
-        lots = tuple(lot._replace(tokens=lot.tokens + each, inputs=lot.inputs + each) for lot in self.lots)
-        more = each * (len(lots) or sequences)
-        host = self.host + more if self.host and not lots else self.host
-        return _Size(self.tokens + more, self.most + more, host, self.resident, lots)
-
-
 class Planner:
-    """Divisions of one engine's layers.
+    """Plans of one engine's steps.
 
-    Parameters
-    ----------
-    config : OffloadConfig
-    costs : OffloadCosts
-    layers : int
-        Attention layers.
-    host_rank : HostRank, optional
-        Where the host may attend.
-    leads : bool, optional
-        Of several ranks, which wait for each other and so try one plan at a time, whether this one chooses it; None
-        for a rank alone.
-    weights : WeightStream, optional
-        Where weights come over the link too.
+    Several ranks wait for each other and so try one plan at a time: `leads` says whether this one chooses it, and is
+    None for a rank alone. `host_rank` is there where the host may attend, `weights` where weights come over the link.
 
     Attributes
     ----------
@@ -93,28 +58,22 @@ class Planner:
         self.recomputation: Recomputation | None = None
         self.queries: Queries | None = None
         self.ahead = self.wants_inputs = True
+        self._config, self._costs, self._layers = config, costs, layers
+        self._host_rank, self._weights = host_rank, weights
         self._new_tokens = 0
         self._undecided = True
-        self._config = config
-        self._costs = costs
-        self._layers = layers
-        self._host_rank = host_rank
         # What ranks agreed on for the step that is next or under way, and for the one after it.
-        self._words: tuple[str | None, str | None] = None, None
+        self._agreed: tuple[str | None, str | None] = None, None
         self._step = 0
         self._proposed: str | None = None
         self._leads = leads
-        self._trials = PlanTrials(explore=leads is not False)
-        self._weights = weights
+        self._auto = Auto(explore=leads is not False)
         self._latest: tuple[object, Plan] | None = None
-        # Plans of this generation that are not worth solving anew at every comparison, by name, and their tokens.
-        self._hopeless: dict[str, tuple[int, Plan]] = {}
 
     def new_run(self, new_tokens: int) -> None:
         """A generation begins that may add so many tokens to each sequence; 0 if that is not known."""
         self._new_tokens = new_tokens
         self.ahead = self.wants_inputs = self._undecided = True
-        self._hopeless.clear()
 
     def plan(
         self,
@@ -140,49 +99,63 @@ class Planner:
         # A rank may have the same tokens in several steps.
         key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
-            attends = self._host_rank is not None and stays
             memory, held = seen(store.in_memory()), seen(store.in_memory(inputs=True))
-            sizes = []
-            for group in groups:
-                lots = tuple(
-                    Lot(
-                        lengths[row] - resident[row],
-                        inputs[row],
-                        min(lengths[row], memory[row]),
-                        min(inputs[row], held[row]),
-                    )
-                    for row in group
+            lots = [
+                Lot(length - kept, given, min(length, rows), min(given, own))
+                for length, kept, given, rows, own in zip(lengths, resident, inputs, memory, held, strict=True)
+            ]
+            attends = self._host_rank is not None and stays
+            costs = self._layer(store, len(groups)) if any(lengths) else LayerCosts(0.0, 0.0, 0.0)
+            found = [
+                GroupCosts(
+                    costs,
+                    sum(lengths[group.start : group.stop]),
+                    sum(lot.inputs for lot in own),
+                    sum(lot.rows_in_memory for lot in own) if attends else 0,
+                    sum(resident[group.start : group.stop]),
+                    self._config.chunk_tokens,
+                    own if any(lot.on_disk for lot in own) else (),
                 )
-                sizes.append(
-                    _Size(
-                        sum(lengths[row] for row in group),
-                        sum(lot.inputs for lot in lots),
-                        sum(lot.rows_in_memory for lot in lots) if attends else 0,
-                        sum(resident[row] for row in group),
-                        lots if any(lot.on_disk for lot in lots) else (),
-                    )
-                )
-            self._latest = key, self._plan(store, sizes, self._words[beyond])
+                for group in groups
+                for own in (tuple(lots[group.start : group.stop]),)
+            ]
+            self._latest = key, self._plan(store, found, self._agreed[beyond])
         return self._latest[1]
 
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
-        if not (self._costs.settled and record.usual):
-            return
-        plan = record.plan
-        self._trials.observe(
-            plan.name,
-            tokens=record.division.tokens,
-            predicted_s=plan.seconds,
-            measured_s=record.measured_s,
-            steady=record.steady,
-        )
+        if self._costs.settled and record.usual:
+            plan, tokens = record.plan, record.split.tokens
+            times = {"predicted_s": plan.seconds, "measured_s": record.measured_s}
+            self._auto.observe(plan.name, tokens=tokens, steady=record.steady, **times)
+
+    def keeps_inputs(self, store: TieredStore, tokens: Sequence[int], memory: float) -> bool:
+        """Whether a prompt's activations are worth the host memory that they would take from keys and values.
+
+        What has no room there lies on disk, where the host cannot attend to it. Known once an earlier generation has
+        shown what everything costs. `store` is the first layer's, empty; `tokens` are those that each sequence may get,
+        and `memory` the bytes of a layer's share.
+        """
+        profile = self._costs.profile
+        if self._config.method != AUTO or self._weights is not None or profile is None or not self._costs.settled:
+            return True
+        each = profile.row_bytes + profile.input_bytes
+        if not (profile.input_bytes and profile.recompute_s and profile.host_attend_s) or memory >= sum(tokens) * each:
+            return True
+        costs, seconds = self._costs.layer(store, None, None), []
+        for name, input_bytes in (("all", profile.input_bytes), ("cpu_rank", 0)):
+            lots = placed(tokens, memory, row_bytes=profile.row_bytes, input_bytes=input_bytes)
+            inputs, host = sum(lot.inputs for lot in lots), sum(lot.rows_in_memory for lot in lots)
+            group = GroupCosts(costs, sum(tokens), inputs, host, 0, self._config.chunk_tokens, lots)
+            found = self._solved(name, [group])
+            seconds.append(math.inf if found is None else found.seconds)
+        return seconds[0] <= seconds[1]
 
     # Several ranks, after each token: a step takes as long as the slowest rank, on all of them
 
     def proposal(self) -> int:
         """The plan that this rank would have all ranks use, as a number; -1 where it knows of none."""
-        return -1 if self._proposed is None else NAMES.index(self._proposed)
+        return -1 if self._proposed is None else [*METHODS].index(self._proposed)
 
     def heed(self, proposal: int) -> None:
         """Take the plan that the leading rank proposed at the end of a step.
@@ -190,126 +163,89 @@ class Planner:
         The next one is under way on some ranks already: it is used in the one after that.
         """
         self._step += 1
-        self._words = self._words[1], None if proposal < 0 else NAMES[proposal]
+        self._agreed = self._agreed[1], None if proposal < 0 else [*METHODS][proposal]
 
-    def _plan(self, store: TieredStore, sizes: Sequence[_Size], agreed: str | None) -> Plan:
-        tokens = sum(size.tokens for size in sizes)
+    def _plan(self, store: TieredStore, groups: Sequence[GroupCosts], agreed: str | None) -> Plan:
+        tokens = sum(group.tokens for group in groups)
         if not tokens:
-            return Plan("stream", tuple(Division(0) for _ in sizes), 1, 0.0, 0.0)
-        costs, weights = self._layer(store, len(sizes)), self._weight_times()
+            return Plan(PLAIN, tuple(Split(0) for _ in groups), 0.0, 0.0)
         settled = self._costs.settled
         # From step to step little changes: the plan in use is solved anew every time, the others now and then.
-        going_on = self._trials.going_on(tokens) if settled else None
-        plan = None if going_on is None else self._solved(going_on, costs, sizes, weights)
+        name = self._auto.going_on(tokens) if settled else None
+        plan = None if name is None else self._solved(name, groups)
         if plan is None or self._undecided:
-            plans = self._plans(costs, sizes, weights, tokens)
-            predicted = {name: each.seconds for name, each in plans.items()}
-            # Trials of the first steps, which also fill caches and pipelines, would say nothing.
+            plans = self._plans(groups)
+            predicted = {each: found.seconds for each, found in plans.items()}
             if plan is None:
-                best = min(predicted, key=lambda name: predicted[name])
-                chosen = self._trials.choose(predicted, tokens) if settled else best
-                known = chosen not in self._hopeless
-                plan = plans[chosen] if known else self._solved(chosen, costs, sizes, weights) or plans[chosen]
+                # Trials of the first steps, which also fill caches and pipelines, would say nothing.
+                name = self._auto.choose(predicted, tokens) if settled else min(predicted, key=predicted.__getitem__)
+                plan = plans[name]
             self._undecided = not settled
-            if settled:
-                times = {name: seconds * self._trials.correction(name, tokens) for name, seconds in predicted.items()}
-                self._set_aside(plans, times, tokens)
-                # Without those of some tokens, those of later ones would be of no use.
-                if self._config.method == "auto" and self.wants_inputs:
-                    self.wants_inputs = self._may_recompute_more(costs, sizes, times, len(store.lengths()))
+            # Without those of some tokens, those of later ones would be of no use.
+            if settled and self._config.method == AUTO and self.wants_inputs:
+                times = {each: seconds * self._auto.correction(each, tokens) for each, seconds in predicted.items()}
+                self.wants_inputs = self._may_recompute_more(plans, times, groups, len(store.lengths()))
         if self._leads is not None:
             self._proposed = plan.name if settled else None
             if agreed is not None and agreed != plan.name:
                 # A rank that has nothing to use it with does what it thinks best.
-                plan = self._solved(agreed, costs, sizes, weights) or plan
-        return plan._replace(predicted_s=plan.seconds * self._trials.correction(plan.name, tokens))
+                plan = self._solved(agreed, groups) or plan
+        return plan._replace(predicted_s=plan.seconds * self._auto.correction(plan.name, tokens))
 
-    def _plans(self, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes, tokens: int) -> dict[str, Plan]:
-        """All plans that treat tokens otherwise than those before them."""
+    def _plans(self, groups: Sequence[GroupCosts]) -> dict[str, Plan]:
+        """Those that treat tokens otherwise than those before them; streaming where there is nothing else to do."""
         plans: dict[str, Plan] = {}
-        for name in NAMES:
-            then, found = self._hopeless.get(name, (0, None))
-            if found is None or GROWN * (tokens - then) > then:
-                found = self._solved(name, costs, sizes, weights)
-                self._hopeless.pop(name, None)
+        for name in methods_of(self._config.method):
+            found = self._solved(name, groups)
             if found is not None and all(map(found.differs, plans.values())):
                 plans[name] = found
-        return plans
+        return plans or {PLAIN: self._made(PLAIN, groups, [None] * len(groups))}
 
-    def _set_aside(self, plans: Mapping[str, Plan], times: Mapping[str, float], tokens: int) -> None:
-        """Remember the plans that will not be used soon."""
-        slow = HOPELESS * min(times.values())
-        found = {name: self._hopeless.get(name, (tokens, plan)) for name, plan in plans.items()}
-        self._hopeless = {name: each for name, each in found.items() if times[name] > slow}
+    def _solved(self, name: str, groups: Sequence[GroupCosts]) -> Plan | None:
+        """A plan by its method; None where what is cached allows none."""
+        costs = self._costs.of_plan(name, groups[0].layer)
+        costs = replace(costs, device_s=costs.device_s / len(groups))
+        own = [replace(group, layer=costs) for group in groups]
+        # Groups of one size are split alike.
+        known = {group: METHODS[name].split(group) for group in set(own)}
+        found = [known[group] for group in own]
+        return self._made(name, own, found) if any(found) else None
 
-    def _solved(self, name: str, costs: LayerCosts, sizes: Sequence[_Size], weights: WeightTimes) -> Plan | None:
-        """A plan by its name; None where the method, or what is cached, allows none."""
-        costs = self._costs.of_plan(name, costs)
-        costs = replace(costs, device_s=costs.device_s / len(sizes))
-        # Groups of one size are divided alike.
-        known: dict[_Size, tuple[Division, int] | None] = {
-            size: self._divided(name, costs, size) for size in set(sizes)
-        }
-        found = [known[size] for size in sizes]
-        if not any(found):
-            return None
-        # A group may have fewer choices than others: without any cached token, only the plainest.
-        chosen = [each or (Division(size.tokens), 1) for each, size in zip(found, sizes, strict=True)]
-        divisions, chunk = tuple(each[0] for each in chosen), max(each[1] for each in chosen)
-        lots = [size.lots for size in sizes]
-        seconds = self._costs.predict(costs, divisions, self._layers, weights, chunk=chunk, ahead=self.ahead, lots=lots)
-        return Plan(name, divisions, chunk, seconds, 0.0)
+    def _made(self, name: str, groups: Sequence[GroupCosts], found: Sequence[Split | None]) -> Plan:
+        """A plan, in which groups that a method does not fit, as without any cached token, are streamed."""
+        splits = tuple(
+            each or Split(group.tokens, resident=group.resident, chunk=group.chunk)
+            for each, group in zip(found, groups, strict=True)
+        )
+        seconds = self._costs.predict(groups, splits, self._layers, self._weight_times(), ahead=self.ahead)
+        return Plan(name, splits, seconds, 0.0)
 
     def _may_recompute_more(
-        self, costs: LayerCosts, sizes: Sequence[_Size], times: Mapping[str, float], batch: int
+        self, plans: Mapping[str, Plan], times: Mapping[str, float], groups: Sequence[GroupCosts], batch: int
     ) -> bool:
-        """Whether a likely plan would recompute more tokens, when this generation ends, than have activations now."""
-        if not self._new_tokens:
-            return True
-        best = min(times.values())
-        for name in RECOMPUTING:
-            if times.get(name, best) > HOPELESS * best:
-                continue
-            own = self._costs.of_plan(name, costs)
-            own = replace(own, device_s=own.device_s / len(sizes))
-            for size in set(sizes):
-                found = self._divided(name, own, size.grown(self._new_tokens, -(-batch // len(sizes))))
-                if found is not None and found[0].recomputed > size.most:
-                    return True
-        return False
+        """Whether a likely plan may recompute more tokens, when this generation ends, than have activations now.
 
-    def _divided(self, name: str, costs: LayerCosts, size: _Size) -> tuple[Division, int] | None:
-        """A group's division by a plan, and tokens of a chunk of activations; None where there is no such plan."""
-        (tokens, most, host, resident, lots), chunk = size, self._config.chunk_tokens
-        auto = self._config.method == "auto"
-        if not (auto or name == self._config.method or (name == "stream" and not (most or host))):
-            return None
-        if name == "stream":
-            return Division(tokens, resident=resident), chunk
-        if name == "kvpr" and most:
-            found = split_point(costs, tokens - resident, most=most, lots=lots)
-            return replace(found, tokens=tokens, resident=resident), tokens
-        if name == "chunked" and most:
-            return divide(costs, tokens, chunk=chunk, resident=resident, most=most, lots=lots), chunk
-        if name == "cpu_rank" and host:
-            return divide(costs, tokens, chunk=chunk, resident=resident, recompute=False, host=host, lots=lots), chunk
-        if name == "all" and auto and most and host:
-            return divide(costs, tokens, chunk=chunk, resident=resident, most=most, host=host, lots=lots), chunk
-        return None
+        With more tokens it recomputes as many more.
+        """
+        tokens = sum(group.tokens for group in groups)
+        growth = 1 + self._new_tokens * batch / tokens
+        return not self._new_tokens or any(
+            growth * split.recomputed > group.inputs
+            for name, plan in plans.items()
+            if times[name] <= UNLIKELY * min(times.values())
+            for split, group in zip(plan.splits, groups, strict=True)
+            if split.recomputed
+        )
 
     def _weight_times(self) -> WeightTimes:
         """Seconds of the link for a layer's weights."""
         if self._weights is None:
             return RESIDENT
-        keys, others = self._weights.layer_bytes
-        return WeightTimes(self._costs.sending_s(keys), self._costs.sending_s(others))
+        return WeightTimes(*(nbytes / self._costs.link_bytes_s for nbytes in self._weights.layer_bytes))
 
     def _layer(self, store: TieredStore, groups: int) -> LayerCosts:
         trial = None
         if self._host_rank is not None and self.queries is not None and any(store.in_memory()):
             trial = HostTrial(self._host_rank, self.queries)
         costs = self._costs.layer(store, self.recomputation, trial, groups=groups)
-        weights = self._weight_times()
-        if groups == 1:
-            return costs.with_offloaded_weights(kv_weights_s=weights.keys_s, other_weights_s=weights.others_s)
-        return costs.in_column(weights_s=weights.keys_s + weights.others_s, num_gpu_batches=groups)
+        return costs.with_weights(self._weight_times(), groups)

@@ -11,17 +11,17 @@ import torch
 
 from megakv.errors import MegaKVError
 from megakv.offload.cache import OffloadedCache
-from megakv.offload.division import Division, spread
 from megakv.offload.link import Link, Move
 from megakv.offload.pages import start_reading
 from megakv.offload.pool import Page
+from megakv.offload.split import Split, spread
 from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
 from megakv.offload.store import TieredStore
 from megakv.offload.windows import UnseenTokens
 
 if TYPE_CHECKING:
-    from megakv.offload.division import Plan
     from megakv.offload.planner import Planner
+    from megakv.offload.split import Plan
 
 BUFFERS = 2
 
@@ -98,7 +98,7 @@ class Prefetch:
         store.flush()
         plan = self.plan(store, beyond=beyond)
         staged = _placed(
-            store, group, self._free.pop(), plan.divisions[index], new, self.unseen.in_layer(layer, beyond=beyond)
+            store, group, self._free.pop(), plan.splits[index], new, self.unseen.in_layer(layer, beyond=beyond)
         )
         self._staged[layer, index] = staged
         _bring_inputs(store, staged, self._link, plan.chunk)
@@ -137,7 +137,7 @@ def _placed(
     store: TieredStore,
     group: range,
     buffer: StagingBuffer,
-    division: Division,
+    division: Split,
     new: list[int],
     unseen: Sequence[int],
 ) -> StagedLayer:

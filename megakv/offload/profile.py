@@ -17,11 +17,10 @@ REMEDY = "remove it, and it is measured anew"
 
 
 class OffloadProfile(Record):
-    """Measured speeds of one machine for one model.
+    """Measured speeds of one machine for one model; what is 0 was not measured, as some methods need not know it.
 
     Parameters
     ----------
-    fingerprint : Fingerprint
     model_type : str
         As in the model's configuration: recomputation is its attention modules' own code. Empty in older files.
     row_bytes, input_bytes : int
@@ -29,14 +28,13 @@ class OffloadProfile(Record):
     link_bytes_s, transfer_s : float
         Bandwidth to the accelerator, and what a transfer costs whatever its size.
     out_bytes_s, both_bytes_s : float
-        Bandwidth from the accelerator, and to it while as much goes the other way; 0 if there was no room to measure.
+        Bandwidth from the accelerator, and to it while as much goes the other way.
     recompute_s, launch_s : float
         Recomputing a token in one layer, and what each recomputation costs.
     host_attend_s, host_fixed_s, host_call_s : float
-        Attending to a token of one layer on the host, and what doing so costs for each sequence, and at all. What is 0
-        was not measured: some methods need not know it.
+        Attending to a token of one layer on the host, and what doing so costs for each sequence, and at all.
     disk_read_bytes_s, disk_write_bytes_s : float
-        Bandwidth of the disk tier, past the page cache where the file system allows; 0 without one.
+        Bandwidth of the disk tier, past the page cache where the file system allows.
     disk : str
         Which disk that is: its folder, and how it is read.
     emulated_link_gb_s : float, optional
@@ -71,10 +69,7 @@ def foreign(config: OffloadConfig, why: str) -> ValueError:
 def read_profile(config: OffloadConfig, dtype: torch.dtype, model_type: str) -> OffloadProfile | None:
     """The profile in the file that the JSON names; None where it names none, or one that is yet to be written.
 
-    Raises
-    ------
-    ValueError
-        If the file is of another machine, model type or link, or cannot be written.
+    A ValueError says that the file is of another machine, model type or link, or cannot be written.
     """
     path = config.profile
     if path is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megakv.costmodel.offload import affine, link_rate
+from megakv.costmodel.offload import affine
 from megakv.distributed.sharding import chunk_bounds
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk_speed import disk_rates
@@ -55,18 +55,7 @@ class HostTrial(NamedTuple):
 
 
 class Profiler:
-    """Measures what the profile says, with the link, the layers and the pages of one engine.
-
-    Parameters
-    ----------
-    config : OffloadConfig
-    link : Link
-    pool : PagePool
-        Whose unused pages the link and the host are measured with.
-    device : torch.device
-    model_type : str
-        Of the engine's model.
-    """
+    """Measures what the profile says, with the link, the layers and the unused pages of one engine."""
 
     def __init__(self, config: OffloadConfig, link: Link, pool: PagePool, device: torch.device, model_type: str):
         self._config = config
@@ -84,20 +73,7 @@ class Profiler:
     ) -> OffloadProfile:
         """What is known already, or else the file that the JSON names; what is missing there is measured now.
 
-        Parameters
-        ----------
-        store : TieredStore
-            With rows.
-        recomputation : Recomputation, optional
-            Where activations may be recomputed from.
-        host : HostTrial, optional
-            Where the host may attend.
-        known : OffloadProfile, optional
-
-        Raises
-        ------
-        ValueError
-            If the file is of another machine or model.
+        `store` has rows; `recomputation` and `host` are there where they may be used. Raises as `load`.
         """
         found = known or self.load(store)
         profile = found or self._link_profile(store)
@@ -120,10 +96,7 @@ class Profiler:
     def load(self, store: TieredStore) -> OffloadProfile | None:
         """What the file that the JSON names says of a store's rows; None without one.
 
-        Raises
-        ------
-        ValueError
-            If the file is of another machine or model.
+        A ValueError says that it is of another machine or model.
         """
         profile = read_profile(self._config, store.dtype, self._model_type)
         if profile is None:
@@ -151,7 +124,7 @@ class Profiler:
             model_type=self._model_type,
             row_bytes=store.row_bytes,
             input_bytes=store.input_bytes,
-            link_bytes_s=link_rate(1, slope),
+            link_bytes_s=1 / slope,
             # In a row: whoever waits for a single one waits for a thread or an event to wake it, too.
             transfer_s=affine((1, many[1]), (PIECES, pieces[1]))[0],
             out_bytes_s=out_bytes_s,
@@ -212,7 +185,7 @@ class Profiler:
             other.settle()
 
         sent = count * store.row_bytes
-        rates = link_rate(sent, self._timed(out, FEW)), link_rate(sent, self._timed(both, FEW))
+        rates = sent / self._timed(out, FEW), sent / self._timed(both, FEW)
         # What the model sends is counted, not this.
         traffic.nbytes = before
         return rates

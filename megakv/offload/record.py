@@ -1,76 +1,41 @@
-"""What one step of an offloaded model did, and what was predicted of it."""
+"""What the steps of an offloaded model did, what was predicted of them, and when that is known."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megakv.costmodel.offload import link_utilisation
 from megakv.distributed.ledger import Ledger
 from megakv.offload.clock import Clock, HostClock
-from megakv.offload.division import Division, Plan
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link
+from megakv.offload.split import Plan, Split
 from megakv.offload.weight_stream import WeightStream
 from megakv.tracking.measurements import OffloadStep
 
-if TYPE_CHECKING:
-    from megakv.offload.staging import StagedLayer
-
 
 class StepRecord:
-    """What one pass over cached tokens did.
+    """What one pass over `cached` tokens, and `new` ones, did.
 
-    It is told of moments (`megakv.offload.clock`); seconds are there once it has been `read`.
+    It is told of moments (`megakv.offload.clock`) of the accelerator; seconds are there once it has been `read`.
 
-    Parameters
-    ----------
-    cached, new : int
-        Tokens of all sequences on this rank.
-    plan : Plan
-    kv_bits : int, optional
-        Of each key and value off the accelerator, where they are quantised.
-    clock : Clock, optional
-        Of the accelerator; the host's own if left out.
-
-    Attributes
-    ----------
-    predicted_s, elapsed_s, gap_s : float
-        Predicted time from step to step; measured time of the model's forward pass, and between the pass before and it.
-    waited_s, recompute_s, attend_s, host_s : float
-        Waiting for transfers, recomputing, and attending here and on the host.
-    peers_s : float
-        Waiting for other ranks.
-    bytes_in, bytes_out : int
-        Sent to the accelerator and from it meanwhile.
-    disk_bytes : int
-        Of `bytes_in`, what lay on disk.
-    timed_bytes, busy_s : int, float
-        Sent to the accelerator by transfers that were found to have ended meanwhile, and seconds that these took.
-    mixed_bytes, timed_disk_bytes, mixed_s : int, int, float
-        Of those transfers that brought any from disk: their bytes, those from disk, and seconds.
-    link_bytes_s, disk_bytes_s : float
-        Measured bandwidths of the link and of reading the disk; 0 without a disk.
-    steady : bool
-        Whether the step before was one of the same plan, so that this one began as all of its kind do.
-    decoding : bool
-        Whether it was a step of decoding.
-    profiled : bool
-        Whether speeds of the machine were measured meanwhile.
-    ended : object
-        The moment at which it ended.
+    `elapsed_s` is the model's forward pass, `gap_s` the time between the pass before and it; `waited_s`, `recompute_s`,
+    `attend_s`, `host_s` and `peers_s` go to transfers, recomputing, attending here and on the host, and
+    other ranks. Of the bytes to the accelerator, `disk_bytes` lay on disk, and `timed_bytes` came by transfers that
+    were found to have ended meanwhile, in `busy_s`; of these `mixed_bytes`, in `mixed_s`, by transfers that brought
+    `timed_disk_bytes` from disk. A step is `steady` where the one before was of the same plan, so that it began as all
+    of its kind do, and `profiled` where speeds of the machine were measured meanwhile.
     """
 
     def __init__(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None = None, clock: Clock | None = None):
-        self.cached, self.new, self.plan = cached, new, plan
+        self.cached, self.new, self.plan, self.kv_bits = cached, new, plan, kv_bits
         self.predicted_s = plan.predicted_s
         self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
         self.host_s = self.attend_s = self.peers_s = 0.0
         self.weight_bytes = self.timed_bytes = 0
         self.link_bytes_s = self.disk_bytes_s = 0.0
         self.steady = self.decoding = self.profiled = False
-        self.kv_bits = kv_bits
         self.bytes_in = self.bytes_out = self.disk_bytes = 0
         self.mixed_bytes, self.timed_disk_bytes, self.mixed_s = 0, 0, 0.0
         self.clock = clock or HostClock()
@@ -87,28 +52,32 @@ class StepRecord:
 
     def begin(self, link: Link, ledger: Ledger, before: Any) -> None:
         """Start the clock and the counts; `before` is the moment at which the step before ended, or None."""
-        inwards = link.traffic["in"]
-        self.bytes_in, self.bytes_out = inwards.nbytes, link.traffic["out"].nbytes
-        self.timed_bytes, self.busy_s = inwards.timed_bytes, inwards.busy_s
-        self.disk_bytes, self.timed_disk_bytes = inwards.file_bytes, inwards.timed_file_bytes
-        self.mixed_bytes, self.mixed_s = inwards.mixed_bytes, inwards.mixed_s
-        self.peers_s = ledger.waited_s()
+        self._counted = self._counts(link, ledger)
         self._before, self._begun = before, self.clock.mark()
 
     def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None) -> None:
         """Stop them."""
         self.ended = self.clock.mark()
-        inwards = link.traffic["in"]
-        self.bytes_in = inwards.nbytes - self.bytes_in
-        self.bytes_out = link.traffic["out"].nbytes - self.bytes_out
-        self.timed_bytes, self.busy_s = inwards.timed_bytes - self.timed_bytes, inwards.busy_s - self.busy_s
-        self.disk_bytes = inwards.file_bytes - self.disk_bytes
-        self.timed_disk_bytes = inwards.timed_file_bytes - self.timed_disk_bytes
-        self.mixed_bytes, self.mixed_s = inwards.mixed_bytes - self.mixed_bytes, inwards.mixed_s - self.mixed_s
-        self.peers_s = ledger.waited_s() - self.peers_s
+        for name, value in self._counts(link, ledger).items():
+            setattr(self, name, value - self._counted[name])
         if weights is not None:
             self._waited += weights.waited
             self.weight_bytes = weights.step_bytes
+
+    @staticmethod
+    def _counts(link: Link, ledger: Ledger) -> dict[str, Any]:
+        into = link.traffic["in"]
+        return {
+            "bytes_in": into.nbytes,
+            "bytes_out": link.traffic["out"].nbytes,
+            "timed_bytes": into.timed_bytes,
+            "busy_s": into.busy_s,
+            "disk_bytes": into.file_bytes,
+            "timed_disk_bytes": into.timed_file_bytes,
+            "mixed_bytes": into.mixed_bytes,
+            "mixed_s": into.mixed_s,
+            "peers_s": ledger.waited_s(),
+        }
 
     @property
     def attending(self) -> bool:
@@ -132,26 +101,10 @@ class StepRecord:
             self._beside += waits
         self._attending = None
 
-    def count(self, layer: int, staged: StagedLayer | None, *, on_host: bool) -> None:
-        """A layer, or a group in it, was attended to: what became of its cached tokens.
-
-        Parameters
-        ----------
-        layer : int
-        staged : StagedLayer, optional
-            What was brought of it; None where nothing was cached.
-        on_host : bool
-            Whether the host attended to those that were left to it.
-        """
+    def count(self, layer: int, recomputed: int = 0, on_host: int = 0, resident: int = 0, unseen: int = 0) -> None:
+        """A layer, or a group in it, was attended to: what became of its cached tokens."""
         self._layers.add(layer)
-        if staged is not None:
-            left = sum(staged.away) - sum(staged.unseen)
-            self._done.update(
-                recomputed=sum(staged.splits),
-                on_host=left if on_host else 0,
-                resident=staged.resident,
-                unseen=sum(staged.unseen),
-            )
+        self._done.update(recomputed=recomputed, on_host=on_host, resident=resident, unseen=unseen)
 
     def recomputed(self, begun: Any, landed: Any, ended: Any) -> None:
         """Activations were waited for and recomputed from."""
@@ -176,11 +129,9 @@ class StepRecord:
         return sum(self.clock.seconds(first, last) for first, last in spans)
 
     @property
-    def division(self) -> Division:
+    def split(self) -> Split:
         """What became of the cached tokens that are not unseen, in the mean of all layers, whatever was planned."""
-        return Division(
-            self.cached - self._mean("unseen"), self._mean("recomputed"), self._mean("on_host"), self._mean("resident")
-        )
+        return Split(self.cached - self._mean("unseen"), *map(self._mean, ("recomputed", "on_host", "resident")))
 
     def _mean(self, kind: str) -> int:
         """Tokens of a kind in a layer."""
@@ -189,7 +140,7 @@ class StepRecord:
     @property
     def sequences(self) -> float:
         """Of a group, in a step of decoding."""
-        return self.new / len(self.plan.divisions)
+        return self.new / len(self.plan.splits)
 
     @property
     def usual(self) -> bool:
@@ -198,12 +149,17 @@ class StepRecord:
 
     def report(self) -> OffloadStep:
         """As it stands in the report of a run."""
+
+        def utilisation(nbytes: int, bytes_s: float) -> float:
+            carried = bytes_s * self.measured_s
+            return nbytes / carried if carried else 0.0
+
         return OffloadStep(
-            cached=self.cached,
             plan=self.plan.name,
-            resident=self.division.resident,
-            recomputed=self.division.recomputed,
-            on_host=self.division.on_host,
+            cached=self.cached,
+            resident=self._mean("resident"),
+            recomputed=self._mean("recomputed"),
+            on_host=self._mean("on_host"),
             unseen=self._mean("unseen"),
             predicted_s=self.predicted_s,
             measured_s=self.measured_s,
@@ -212,9 +168,9 @@ class StepRecord:
             bytes_out=self.bytes_out,
             weight_bytes=self.weight_bytes,
             kv_bits=self.kv_bits,
-            link_utilisation=link_utilisation(self.bytes_in, self.link_bytes_s, self.measured_s),
+            link_utilisation=utilisation(self.bytes_in, self.link_bytes_s),
             disk_bytes=self.disk_bytes,
-            disk_utilisation=link_utilisation(self.disk_bytes, self.disk_bytes_s, self.measured_s),
+            disk_utilisation=utilisation(self.disk_bytes, self.disk_bytes_s),
             profiled=self.profiled,
         )
 
@@ -222,3 +178,64 @@ class StepRecord:
     def measured_s(self) -> float:
         """From the end of the step before to the end of this one."""
         return self.elapsed_s + self.gap_s
+
+
+class StepLog:
+    """Records of the passes over cached tokens.
+
+    Where the accelerator works behind the thread that tells it what to do, a step's times are known some time after its
+    end: nobody waits for them, they are read when a later step begins or ends.
+
+    `learn` is told of every step of decoding, in order, once its times are known; `current` is the pass under way.
+    """
+
+    def __init__(self, link: Link, learn: Callable[[StepRecord], None]):
+        self.current: StepRecord | None = None
+        self._link, self._learn = link, learn
+        self._steps: list[StepRecord] = []
+        self._unread: deque[StepRecord] = deque()
+        self._plan: str | None = None
+        self._ended: Any = None
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """Those of the latest generation that have ended."""
+        self.read()
+        return self._steps
+
+    def clear(self) -> None:
+        """A generation begins."""
+        self.read()
+        self._steps.clear()
+
+    def begin(self, ledger: Ledger, *, cached: int, new: int, plan: Plan, kv_bits: int | None, ready: bool) -> None:
+        """A pass begins; `ready` says whether its first layers are as far as they are in others of its kind."""
+        record = StepRecord(cached=cached, new=new, plan=plan, kv_bits=kv_bits, clock=self._link.clock)
+        record.steady = ready and plan.name == self._plan
+        record.begin(self._link, ledger, self._ended)
+        self.current = record
+
+    def end(self, ledger: Ledger, weights: WeightStream | None, *, decoding: bool, rates: tuple[float, float]) -> None:
+        """The pass has succeeded; `rates` are the bandwidths of the link and of the disk."""
+        record, self.current = self.current, None
+        if record is None:
+            return
+        record.finish(self._link, ledger, weights)
+        record.decoding, (record.link_bytes_s, record.disk_bytes_s) = decoding, rates
+        self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
+        if record.cached:
+            self._steps.append(record)
+            self._unread.append(record)
+        self.read()
+
+    def abandon(self) -> None:
+        """What comes next does not follow on what was."""
+        self.current = self._plan = self._ended = None
+
+    def read(self) -> None:
+        """Learn from steps whose end the accelerator has come to."""
+        while self._unread and self._unread[0].known:
+            record = self._unread.popleft()
+            record.read()
+            if record.decoding:
+                self._learn(record)

@@ -18,16 +18,15 @@ from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_memory import in_units
 from megakv.offload.host_rank import HostPart, HostRank, Queries
-from megakv.offload.inputs import inputs_pay, offer, recompute
+from megakv.offload.inputs import offer, recompute
 from megakv.offload.link import Link, Transfer
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profiler import Profiler
-from megakv.offload.record import StepRecord
+from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.staging import StagedLayer
-from megakv.offload.steps import StepLog
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.windows import UnseenTokens, Windows
@@ -137,7 +136,7 @@ class Offloader:
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
         self._keeps = self._planner.wants_inputs or not self._decoding
         if not (self._decoding or cached):
-            self._keeps = inputs_pay(self, cache.store(0), new, self._announced, self._layers)
+            self._keeps = self._inputs_pay(cache.store(0), new)
         # Where nothing can be brought ahead, each step is like the others all the same.
         ready = len(self._prefetch) > 0 or not self._planner.ahead
         bits, ledger = self.config.kv_bits, self._runtime.comm.ledger
@@ -293,6 +292,12 @@ class Offloader:
 
     # Inside
 
+    def _inputs_pay(self, store: TieredStore, new: list[int]) -> bool:
+        """Whether a prompt's activations are worth their memory; without a disk they are kept."""
+        to_come = self._announced[1] if self._announced else 0
+        memory = self.pool.free_bytes(self.pool.tiers[0]) / self._layers
+        return self.pool.disk is None or self._planner.keeps_inputs(store, [count + to_come for count in new], memory)
+
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)
         self._planner.observe(record)
@@ -315,7 +320,12 @@ class Offloader:
             cache.store(layer).move_residents(staged)
         if record is not None:
             record.attended(self._host_parts)
-            record.count(layer, staged, on_host=len(self._host_parts) > 0)
+            if staged is not None:
+                left = sum(staged.away) - sum(staged.unseen) if self._host_parts else 0
+                counts = sum(staged.splits), left, staged.resident, sum(staged.unseen)
+                record.count(layer, *counts)
+            else:
+                record.count(layer)
         self._host_parts.clear()
         self._prefetch.release(layer, index)
         self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._planner.ahead)

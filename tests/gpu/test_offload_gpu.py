@@ -125,7 +125,7 @@ def test_what_steps_show_is_learned() -> None:
     costs, steps = engine._offloader.costs, engine._offloader.steps
     assert costs.settled and costs._shown.get("device_s") > 0 and costs._shown.get("link_bytes_s") > 0
     assert all(0 < step.measured_s < 10 and 0 <= step.waited_s <= step.measured_s for step in steps[1:])
-    assert all((step.recompute_s > 0) == (step.division.recomputed > 0) for step in steps)
+    assert all((step.recompute_s > 0) == (step.split.recomputed > 0) for step in steps)
     engine.destroy()
 
 

@@ -128,8 +128,8 @@ def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> 
         relative, equal = (squares[0] / squares[1]).sqrt().item(), True
     everyone = engine._comm.gather_objects((relative, equal))
     steps = [] if engine._offloader is None else engine._offloader.steps
-    recomputed = engine._comm.gather_objects(sum(step.division.recomputed for step in steps))
-    on_host = engine._comm.gather_objects(sum(step.division.on_host for step in steps))
+    recomputed = engine._comm.gather_objects(sum(step.split.recomputed for step in steps))
+    on_host = engine._comm.gather_objects(sum(step.split.on_host for step in steps))
     return {
         "case": case["name"],
         # A comparison with NaN is false: it must not pass as the smaller one.

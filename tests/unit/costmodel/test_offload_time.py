@@ -13,9 +13,9 @@ from transformers import OPTConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import LayerCosts, shown_parts, steady_seconds
+from megakv.costmodel.offload import LayerCosts, shown_parts
 from megakv.costmodel.offload_time import (
-    CHUNK_TOKENS,
+    group_costs,
     layer_costs,
     layer_weight_bytes,
     moved_seconds,
@@ -24,7 +24,7 @@ from megakv.costmodel.offload_time import (
 )
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.offload.scheduler import divide
+from megakv.offload.method import steady_split
 
 PROFILE = PRESETS["a100-pcie4"].profile(cp_size=1)
 LINK = PRESETS["a100-pcie4"].host.curve()
@@ -132,12 +132,13 @@ def costs(kv_heads: int, sharers: int) -> LayerCosts:
 @pytest.mark.parametrize("kv_heads", [32, 8])
 def test_the_processor_alone_falls_behind_and_the_division_does_not(kv_heads: int) -> None:
     tokens = 32 * 1024
-    alone = [steady_seconds(costs(kv_heads, n), tokens, 0, on_host=tokens, chunk=CHUNK_TOKENS) for n in SHARERS]
-    both = [divide(costs(kv_heads, n), tokens, chunk=CHUNK_TOKENS, host=tokens) for n in SHARERS]
-    plain = steady_seconds(costs(kv_heads, 1), tokens, 0, chunk=CHUNK_TOKENS)
+    groups = [group_costs(costs(kv_heads, n), tokens) for n in SHARERS]
+    both = [steady_split(each, recompute=True, host=True) for each in groups]
+    seconds = [each.steady_seconds(split.recomputed, split.on_host) for each, split in zip(groups, both, strict=True)]
+    alone, plain = [each.steady_seconds(0, tokens) for each in groups], groups[0].steady_seconds(0)
     # Eight processes get an eighth each.
-    assert alone[3] / alone[0] > 6 and both[3].seconds < 0.55 * alone[3]
-    assert all(each.seconds <= min(plain * n, time) for each, n, time in zip(both, (1, 1, 1, 2), alone, strict=True))
+    assert alone[3] / alone[0] > 6 and seconds[3] < 0.55 * alone[3]
+    assert all(each <= min(plain * n, time) for each, n, time in zip(seconds, (1, 1, 1, 2), alone, strict=True))
     hosted = [each.on_host for each in both]
     assert hosted == sorted(hosted, reverse=True) and hosted[0] > hosted[2]
     assert (both[2].recomputed > 0) == (kv_heads == 32)

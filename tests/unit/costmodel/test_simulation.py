@@ -9,8 +9,7 @@ import torch
 from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import StepTimes
-from megakv.costmodel.offload_pipeline import step_seconds
+from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import LayerShape, ModelShape

@@ -7,8 +7,8 @@ import pytest
 
 import megakv
 from megakv.costmodel.offload import LayerCosts
+from megakv.offload.auto import Auto
 from megakv.offload.costs import OffloadCosts
-from megakv.offload.trials import PlanTrials
 
 SETTINGS = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}
 
@@ -44,5 +44,5 @@ def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
     monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
     # The last plan is the one that treats tokens in most ways.
     monkeypatch.setattr(OffloadCosts, "settled", True)
-    monkeypatch.setattr(PlanTrials, "choose", lambda self, predicted, tokens: list(predicted)[-1])
+    monkeypatch.setattr(Auto, "choose", lambda self, predicted, tokens: list(predicted)[-1])
     return costs

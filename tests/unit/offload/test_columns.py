@@ -66,7 +66,7 @@ def test_beams_in_groups_over_both_tiers(name: str, weights: bool, groups: int, 
     tiers = {"host_gb": host / (1 << 30), "disk_gb": 0.02, "disk_path": str(tmp_path)}
     engine = offloaded(copy.deepcopy(model), method="chunked", weights=weights, num_gpu_batches=groups, **tiers)
     assert torch.equal(generate(engine, ids, mask, num_beams=2), expected)
-    assert all(0 < step.division.recomputed < step.cached for step in engine._offloader.steps)
+    assert all(0 < step.split.recomputed < step.cached for step in engine._offloader.steps)
     assert engine._offloader.pool.used()["disk"]
 
 

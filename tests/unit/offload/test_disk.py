@@ -18,8 +18,7 @@ import torch
 from deepspeed.git_version_info import installed_ops
 
 from megakv.compat import drop_stale_lock
-from megakv.costmodel.offload import LayerCosts
-from megakv.costmodel.offload_disk import placed
+from megakv.costmodel.offload import LayerCosts, placed
 from megakv.errors import MegaKVError
 from megakv.offload.async_io import AsyncReader, find_async_io
 from megakv.offload.costs import OffloadCosts

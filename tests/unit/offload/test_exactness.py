@@ -72,7 +72,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
     monkeypatch.setattr(Offloader, "_recompute", compared)
     assert torch.equal(generate(engine, ids, mask), expected)
     assert len(errors) > 2 * NEW and max(errors) < TOLERANCE
-    assert all(0 < step.division.recomputed < step.cached for step in engine._offloader.steps)
+    assert all(0 < step.split.recomputed < step.cached for step in engine._offloader.steps)
 
 
 def generations() -> Iterator[Any]:
@@ -95,7 +95,7 @@ def test_every_method_gives_the_plain_tokens(name: str, method: str, options: di
     engine = offloaded(copy.deepcopy(model), method=method)
     torch.manual_seed(7)
     assert torch.equal(generate(engine, ids, mask, **options), expected)
-    recomputed = [step.division.recomputed for step in engine._offloader.steps]
+    recomputed = [step.split.recomputed for step in engine._offloader.steps]
     config = model.config
     kv_heads = getattr(config, "num_kv_heads", getattr(config, "num_key_value_heads", config.num_attention_heads))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -103,7 +103,7 @@ def test_every_method_gives_the_plain_tokens(name: str, method: str, options: di
     smaller = config.hidden_size < 2 * kv_heads * head_dim
     pays = method in ("kvpr", "chunked") or (method == "auto" and smaller)
     assert all(recomputed) if pays else not any(recomputed)
-    on_host = [step.division.on_host for step in engine._offloader.steps]
+    on_host = [step.split.on_host for step in engine._offloader.steps]
     assert all(on_host) if method in ("cpu_rank", "auto") else not any(on_host)
 
 
@@ -115,7 +115,7 @@ def test_the_host_attends_with_windows_caps_sinks_and_biases(name: str, offloade
     expected = generate(model, ids, mask, max_new_tokens=30)
     engine = offloaded(copy.deepcopy(model), method="cpu_rank", cpu_threads=2)
     assert torch.equal(generate(engine, ids, mask, max_new_tokens=30), expected)
-    assert all(step.division.on_host for step in engine._offloader.steps)
+    assert all(step.split.on_host for step in engine._offloader.steps)
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -175,7 +175,7 @@ def test_activations_that_nobody_wants_are_not_sent(offloaded: Any) -> None:
     for _ in range(2):
         assert torch.equal(generate(engine, ids, torch.ones_like(ids)), expected)
     late = engine._offloader.steps[-3:]
-    assert all(step.division.on_host > 100 for step in late)
+    assert all(step.split.on_host > 100 for step in late)
     sent = 2 * model.config.num_hidden_layers * 2 * model.config.hidden_size * 4
     assert [step.bytes_out for step in late] == [sent] * 3
 
@@ -239,7 +239,7 @@ def test_a_saved_session_streams_what_has_no_activations(offloaded: Any, tmp_pat
     expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=6)
     for each in (session, restored):
         assert torch.equal(each.generate(turn, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
-        recomputed = [step.division.recomputed for step in engine._offloader.steps]
+        recomputed = [step.split.recomputed for step in engine._offloader.steps]
         assert any(recomputed) == (each is session)
 
 
@@ -288,7 +288,7 @@ def test_some_tokens_stay_on_the_accelerator(method: str, offloaded: Any) -> Non
         expected = generate(model, ids, mask, num_beams=beams)
         assert torch.equal(generate(engine, ids, mask, num_beams=beams), expected)
         steps = engine._offloader.steps
-        kept = [step.division.resident for step in steps]
+        kept = [step.split.resident for step in steps]
         # The short prompt's share is not used up: generated tokens come to it.
         assert 0 < kept[0] and kept == sorted(kept)
         assert 0 < engine._offloader.residents.used <= budget

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel import offload_pipeline
-from megakv.costmodel.offload import LayerCosts, StepTimes
-from megakv.costmodel.offload_pipeline import RESIDENT, WeightTimes, step_seconds
+from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, WeightTimes
+from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
-from megakv.offload.division import Division, Plan
 from megakv.offload.record import StepRecord
+from megakv.offload.split import Plan, Split
 from tests.measuring import until_it_holds
 from tests.unit.offload.test_exactness import generate, plain_model
 
@@ -45,10 +45,9 @@ def test_an_emulated_link_is_found_to_be_what_it_is(offloaded: Any) -> None:
         assert 0 < profile.recompute_s < 1e-3
         # Recomputing is much cheaper here than sending, so nearly every token is recomputed, and the link is the limit.
         late = offloader.steps[-3:]
-        assert all(step.division.recomputed > 0.7 * step.cached for step in late)
+        assert all(step.split.recomputed > 0.7 * step.cached for step in late)
         layers = [
-            (step.cached - step.division.recomputed) * profile.row_bytes
-            + step.division.recomputed * profile.input_bytes
+            (step.cached - step.split.recomputed) * profile.row_bytes + step.split.recomputed * profile.input_bytes
             for step in offloader.steps
         ]
         # At either end some layers are on their way, two at most.
@@ -87,7 +86,7 @@ def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
     values["recompute_s"] = 1.0
     path.write_text(json.dumps(values))
     offloader = offloader_after(offloaded, profile=str(path))
-    assert offloader.steps[0].division.recomputed == 0
+    assert offloader.steps[0].split.recomputed == 0
 
 
 def test_a_profile_of_one_method_serves_another(offloaded: Any, tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:
 
 def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
     """A steady step of 1,000 cached tokens of one sequence, all of them sent."""
-    record = StepRecord(cached=1000, new=1, plan=Plan(plan, (Division(1000),), 64, 1.0, 1.0))
+    record = StepRecord(cached=1000, new=1, plan=Plan(plan, (Split(1000),), 1.0, 1.0))
     record.timed_bytes = 2 * 1000 * 64
     record.elapsed_s, record.busy_s = elapsed_s, record.timed_bytes / link_bytes_s
     record.waited_s, record.attend_s, record.steady = 0.5 * elapsed_s, 0.1 * elapsed_s, True
@@ -182,7 +181,7 @@ def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -
 
     def predicted() -> float:
         known = costs.of_plan("kvpr", plain)
-        return costs.predict(known, [Division(1000)], 2, RESIDENT, chunk=64, ahead=True)
+        return costs.predict([GroupCosts(known, 1000)], [Split(1000)], 2, RESIDENT, ahead=True)
 
     for _ in range(5):
         costs.learn(step("kvpr", elapsed_s=0.1, link_bytes_s=1e7), 2)

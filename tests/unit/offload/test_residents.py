@@ -111,7 +111,7 @@ def test_the_report_says_what_was_done(offloaded: Callable[..., Any], tmp_path: 
     assert len(asked) == len(steps) * layers
     for number, step in enumerate(steps):
         own = asked[number * layers : (number + 1) * layers]
-        assert step.report().on_host == round(sum(own) / layers) != step.plan.division.on_host
+        assert step.report().on_host == round(sum(own) / layers) != step.plan.total.on_host
     # What is restored has no activations, and what begins with it reports none that were recomputed.
     session.save(tmp_path / "saved")
     recomputing = offloaded(copy.deepcopy(model), method="kvpr")

@@ -215,7 +215,7 @@ def test_costs_are_learned_behind_the_steps(offloaded: Any, monkeypatch: pytest.
     assert len(steps) == 11 and len(log._unread) == 2 and costs._steps == sum(step.usual for step in steps[:-2])
     assert all(step.measured_s > 0 and step.waited_s >= 0 for step in steps[1:-2])
     assert 0 < sum(step.timed_bytes for step in steps) <= engine._offloader.link.traffic["in"].nbytes
-    assert all(step.recompute_s > 0 for step in steps[:-2] if step.division.recomputed)
+    assert all(step.recompute_s > 0 for step in steps[:-2] if step.split.recomputed)
     assert costs._shown.get("device_s") > 0
 
 

@@ -124,7 +124,7 @@ def test_the_error_in_bfloat16_is_bounded(name: str, alone: None) -> None:
             output = engine(input_ids=ids[:, first:last], past_key_values=past, use_cache=True)
             past = output.past_key_values
         if method not in ("none", "stream"):
-            assert engine._offloader.steps[-1].division.recomputed > 0
+            assert engine._offloader.steps[-1].split.recomputed > 0
         engine.destroy()
         return output.logits[:, -1].float()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
-from megakv.offload.division import Division
+from megakv.offload.split import Split
 from megakv.offload.windows import UnseenTokens, Windows
 from tests.families import WINDOW
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
@@ -75,10 +75,10 @@ def test_unseen_tokens_are_those_that_no_query_sees(seed: int) -> None:
 
 
 def test_a_layer_has_its_part_of_the_mean() -> None:
-    mean = Division(100, recomputed=30, on_host=50, resident=10)
-    assert mean.of_tokens(200) == Division(200, recomputed=60, on_host=100, resident=20)
-    assert mean.of_tokens(0) == Division(0) == Division(0).of_tokens(0)
-    assert Division(0).of_tokens(7).streamed == 7
+    mean = Split(100, recomputed=30, on_host=50, resident=10)
+    assert mean.of_tokens(200) == Split(200, recomputed=60, on_host=100, resident=20)
+    assert mean.of_tokens(0) == Split(0) == Split(0).of_tokens(0)
+    assert Split(0).of_tokens(7).streamed == 7
 
 
 @pytest.mark.usefixtures("fixed_costs")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megakv.costmodel.offload import LayerCosts, split_seconds, steady_seconds
-from megakv.costmodel.offload_disk import Lot, disk_seconds, mean_costs, pieces, placed, shown_rates
-from megakv.offload.division import spread
-from megakv.offload.scheduler import divide, split_point
-from tests.unit.offload.test_scheduler import random_costs
+from megakv.costmodel.offload import GroupCosts, LayerCosts, Lot, disk_seconds, placed, shown_rates
+from megakv.offload.kvpr import KVPR, split_seconds
+from megakv.offload.method import steady_split
+from megakv.offload.split import spread
+from tests.unit.offload.test_methods import random_costs
 
 
 def random_lot(generator: random.Random, most: int) -> Lot:
@@ -38,59 +38,53 @@ def test_tokens_on_disk_equal_brute_force(seed: int) -> None:
     generator = random.Random(400 + seed)
     for _ in range(25):
         costs, lot, chunk = random_costs(generator), random_lot(generator, 30), generator.choice([1, 3, 8, 100])
-        lots, tokens, most, host = (lot,), lot.tokens, lot.inputs, generator.choice([0, lot.rows_in_memory])
+        host = generator.choice([0, lot.rows_in_memory])
+        given = GroupCosts(costs, lot.tokens, lot.inputs, host, 0, chunk, (lot,))
         plain = replace(costs, activation_s=0.0, kv_s=0.0)
         layer, steady = [], []
         for away in range(host + 1):
-            for split in range(max(0, most - away) + 1):
-                inputs, rows = sent_seconds(costs, lots, split, away)
+            for split in range(max(0, lot.inputs - away) + 1):
+                inputs, rows = sent_seconds(costs, (lot,), split, away)
                 # With what is sent as the first and the last thing of the link's, all formulas stand as they are.
-                own = replace(plain, head_s=costs.head_s + inputs, tail_s=costs.tail_s + rows)
+                own = GroupCosts(
+                    replace(plain, head_s=costs.head_s + inputs, tail_s=costs.tail_s + rows),
+                    *(lot.tokens, lot.inputs, host, 0, chunk),
+                )
                 if not away:
-                    layer.append(split_seconds(own, tokens, split))
-                steady.append(steady_seconds(own, tokens, split, on_host=away, chunk=chunk))
-        assert split_point(costs, tokens, most=most, lots=lots).seconds == pytest.approx(min(layer), rel=1e-9)
-        found = divide(costs, tokens, chunk=chunk, host=host, most=most, lots=lots)
-        assert found.seconds == pytest.approx(min(steady), rel=1e-9)
+                    layer.append(float(split_seconds(own, split)))
+                steady.append(float(own.steady_seconds(split, away)))
+        whole = KVPR().split(given)
+        assert (whole is None) == (lot.inputs == 0)
+        if whole is not None:
+            assert split_seconds(given, whole.recomputed) == pytest.approx(min(layer), rel=1e-9)
+        found = steady_split(given, recompute=True, host=True)
+        assert given.steady_seconds(found.recomputed, found.on_host) == pytest.approx(min(steady), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_pieces_of_many_sequences_are_what_is_sent(seed: int) -> None:
+def test_tokens_of_many_sequences_are_what_is_sent(seed: int) -> None:
     generator = random.Random(500 + seed)
     for _ in range(25):
         costs = random_costs(generator)
-        lots = [random_lot(generator, 20) for _ in range(generator.randrange(1, 6))]
+        lots = tuple(random_lot(generator, 20) for _ in range(generator.randrange(1, 6)))
         away = generator.randrange(0, sum(lot.rows_in_memory for lot in lots) + 1)
-        found = pieces(costs, lots, away)
         gone = spread(away, [lot.rows_in_memory for lot in lots])
         last = sum(max(0, lot.inputs - count) for lot, count in zip(lots, gone, strict=True))
-        assert found[0].first == 0 and found[-1].last == last
-        # Between two levels at which all sequences give alike, a token is priced at their mean.
-        slack = len(lots) * max(costs.kv_s, costs.disk_kv_s, costs.activation_s, costs.disk_activation_s)
-        rest = sum(lot.tokens for lot in lots) - away
+        given = GroupCosts(costs, sum(lot.tokens for lot in lots), lots=lots)
+        # Where tokens cannot be divided evenly, each sequence counts with a fraction of one.
+        slack = 2 * len(lots) * max(costs.kv_s, costs.disk_kv_s, costs.activation_s, costs.disk_activation_s)
         for split in range(last + 1):
-            inputs, rows = sent_seconds(costs, lots, split, away)
-            exact = split in {piece.first for piece in found} or len(lots) == 1
-            for own in {piece.costs for piece in found if piece.first <= split <= piece.last}:
-                tolerance = 1e-9 * (inputs + rows) if exact else slack
-                assert own.head_s - costs.head_s + split * own.activation_s == pytest.approx(
-                    inputs, abs=tolerance + 1e-9
-                )
-                assert own.tail_s - costs.tail_s + (rest - split) * own.kv_s == pytest.approx(
-                    rows, abs=tolerance + 1e-9
-                )
-            mean = mean_costs(costs, lots, split, away)
-            assert mean.kv_s * (rest - split) == pytest.approx(rows, abs=slack if not exact else 1e-9 + 1e-9 * rows)
+            expected = sent_seconds(costs, lots, split, away)
+            tolerance = 1e-9 * sum(expected) + 1e-9 if len(lots) == 1 else slack
+            assert given.sent_seconds(split, away) == pytest.approx(expected, abs=tolerance)
 
 
-def test_without_a_disk_pieces_are_one() -> None:
+def test_without_a_disk_tokens_cost_alike() -> None:
     costs = LayerCosts(kv_s=2.0, activation_s=1.0, recompute_s=1.0, disk_kv_s=50.0, disk_activation_s=50.0)
-    lots = [Lot(30, 20, 30, 20), Lot(7, 7, 7, 7)]
+    lots = (Lot(30, 20, 30, 20), Lot(7, 7, 7, 7))
     assert not any(lot.on_disk for lot in lots)
-    (piece,) = pieces(costs, lots, 5)
-    assert (piece.costs.kv_s, piece.costs.activation_s) == (2.0, 1.0)
-    assert piece.costs.head_s == piece.costs.tail_s == pytest.approx(0.0)
-    assert mean_costs(costs, lots, 9, 5).kv_s == pytest.approx(2.0)
+    assert GroupCosts(costs, 37, lots=lots).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
+    assert GroupCosts(costs, 37).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
 
 
 def test_the_slower_of_disk_and_link_sets_the_pace() -> None:

@@ -1,0 +1,16 @@
+"""KVPR with activations in chunks, each recomputed while the next one is on its way."""
+
+from __future__ import annotations
+
+from megakv.costmodel.offload import GroupCosts
+from megakv.offload.method import steady_split
+from megakv.offload.split import Split
+
+
+class Chunked:
+    """Some are recomputed from chunks as they land, many layers in a row: ``t = max(x l + kv (s' - l), c l)``."""
+
+    recomputes, attends_on_host = True, False
+
+    def split(self, costs: GroupCosts) -> Split | None:
+        return steady_split(costs, recompute=True, host=False) if costs.inputs else None

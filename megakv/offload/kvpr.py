@@ -1,0 +1,59 @@
+"""KVPR (Section 3.2): the keys and values of the first tokens are recomputed while those of the others are sent.
+
+In the i-th layer the activations of ``l`` of ``s'`` tokens are sent, ``M_X[0:l] = b l h p`` bytes, and the keys and
+values of the others, ``M_KV[l:s'] = 2 b (s' - l) h p`` bytes (Equation 6). Recomputing, ``K = X W_K`` and ``V = X W_V``
+(Equation 7), takes ``4 b l h^2`` operations (Equation 8) at ``v_gpu`` a second, t_recomp (Equation 9). Then
+
+    t(l) = M_X[0:l] / v_com + max(t_recomp, M_KV[l:s'] / v_com)        (Equation 10)
+
+is to be least (Equation 11). `LayerCosts` has the factors of l and s' - l, which it learns as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megakv.costmodel.offload import Counts, GroupCosts
+from megakv.offload.method import lowest
+from megakv.offload.split import Split
+
+
+def split_seconds(costs: GroupCosts, recomputed: Counts) -> Any:
+    """Equation 10, with what each transfer and each recomputation costs at all, and weights where they are sent."""
+    layer, recomputing, streaming = costs.layer, recomputed > 0, recomputed < costs.away
+    inputs_s, rows_s = costs.sent_seconds(recomputed)
+    landed = layer.head_s + recomputing * layer.transfer_s + inputs_s
+    recompute_s = recomputing * layer.launch_s + layer.recompute_s * recomputed
+    return landed + np.maximum(recompute_s, layer.tail_s + streaming * layer.transfer_s + rows_s)
+
+
+def split_point(costs: GroupCosts) -> int:
+    """Equation 11 where nothing lies on disk: recomputing rises with l and sending falls, so it is where they meet."""
+    layer, limit = costs.layer, min(costs.away, costs.inputs)
+    meeting, slope = layer.tail_s + layer.transfer_s + layer.kv_s * costs.away - layer.launch_s, 0.0
+    slope = layer.recompute_s + layer.kv_s
+    best = math.floor(meeting / slope) if slope else 0
+    points = {0, 1, best, best + 1, costs.away - 1, limit}
+    # Where activations take longer to send than keys and values, an end is best.
+    return min(sorted(point for point in points if 0 <= point <= limit), key=lambda point: split_seconds(costs, point))
+
+
+class KVPR:
+    """Some keys and values are recomputed from activations that come whole: ``t = x l + max(c l, kv (s' - l))``."""
+
+    recomputes, attends_on_host = True, False
+
+    def split(self, costs: GroupCosts) -> Split | None:
+        if not costs.inputs:
+            return None
+        whole = replace(costs, chunk=max(1, costs.tokens))
+        if not costs.lots:
+            point = split_point(whole)
+        else:
+            limit = min(costs.away, costs.inputs)
+            point = lowest(lambda points: split_seconds(whole, points), limit, whole.chunk)
+        return Split(costs.tokens, point, resident=costs.resident, chunk=whole.chunk)
