@@ -30,5 +30,5 @@ def test_a_method_of_one_file_and_one_line(tmp_path: Path) -> None:
     expected = sorted([*range(0, 30, 4), 1, 2])
     assert all(head == expected for layer in kept["toy"] for head in layer) and kept["toy"]
     checked = json.loads((tmp_path / "checked.json").read_text())
-    assert "every_nth" in checked["methods"]["compression"]
+    assert "every_nth" in checked["methods"]["megakv.fairkv.method"]
     assert checked["settings"]["fairkv"]["stride"] == 4
