@@ -163,9 +163,9 @@ def _make(transfer: Transfer, copy: Callable[[Any], None]) -> None:
 
 
 class Link(ABC):
-    """Both directions between the host and one accelerator, with a clock of its side; threads first `prepare`.
+    """Both directions between the host and one accelerator, with a clock of the accelerator's side.
 
-    No single copy goes across `seams`, addresses on the host in ascending order.
+    Each thread calls `prepare` first. No single copy goes across `seams`, addresses on the host in ascending order.
     """
 
     def __init__(self, clock: Clock, prepare: Callable[[], None] | None = None):
