@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +22,7 @@ from megakv.config import MegaKVConfig
 from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.identity import ModelIdentity
-from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, make_profile
-from megakv.launcher.budget_tables import print_tables
+from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.job import prompt_ids, read_tokenizer
@@ -35,13 +35,7 @@ from megakv.weights.placement import contiguous_head_map
 def tokenized(
     arguments: argparse.Namespace, config: MegaKVConfig, prompts: Sequence[Prompt]
 ) -> list[tuple[Prompt, Tensor]]:
-    """Prompts as ``[1, S]`` tokens.
-
-    Raises
-    ------
-    ValueError
-        If one is too long for the model, or too short to be compressed: names it.
-    """
+    """Prompts as ``[1, S]`` tokens; refused are those too long for the model, or too short to be compressed."""
     tokenizer = read_tokenizer(arguments.model)
     text = AutoConfig.from_pretrained(local_directory(arguments.model, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -74,6 +68,39 @@ def measure(engine: megakv.MegaKVEngine, prompts: Sequence[tuple[Prompt, Tensor]
         engine.generate(ids.to(engine.mesh.device), max_new_tokens=1, do_sample=False)
         found.append(MeasuredPrompt(prompt.data_set, ids.shape[1], kept_tokens(engine.report(), heads)))
     return found
+
+
+def print_tables(profile: BudgetProfile) -> None:
+    """The paper's Tables 1 and 2: similarity of data sets, and busy rates of ranks that hold neighbouring heads."""
+    sets = profile.data_sets or ()
+    mean = statistics.fmean(value for row in profile.budgets for value in row)
+    print(f"\n{last_part(profile.model)}, {profile.method}: {mean:.0f} tokens kept by a KV head on average")
+    print("\nTable 1: cosine similarity of a data set's budgets with the mean of the others'")
+    shown = ("-" if each.similarity is None else f"{each.similarity:.3f}" for each in sets)
+    rows = [(each.name, str(each.prompts), value) for each, value in zip(sets, shown, strict=True)]
+    _print([("data set", "prompts", "similarity"), *rows])
+    known = [each.similarity for each in sets if each.similarity is not None]
+    if known:
+        print(
+            f"mean {statistics.fmean(known):.3f}, largest {max(known):.3f}, smallest {min(known):.3f}, "
+            f"standard deviation {statistics.pstdev(known):.3f}"
+        )
+    else:
+        print("one data set only: nothing to compare it with")
+    print("\nTable 2: busy rate of ranks with neighbouring heads, in percent of the attention time")
+    every = profile.busy_rates or {}
+    sizes, rates = sorted(every), [*((each.name, each.busy_rates) for each in sets), ("all", every)]
+    lines = [(name, *(f"{100 * rate[size]:.1f}" for size in sizes)) for name, rate in rates]
+    _print([("data set", *(f"TP = {size}" for size in sizes)), *lines])
+    if not sizes:
+        print("the model has one KV head: no ranks to divide heads among")
+
+
+def _print(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 def write(arguments: argparse.Namespace, profile: BudgetProfile) -> None:

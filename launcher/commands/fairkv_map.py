@@ -15,6 +15,8 @@ from megakv.fairkv.figures import draw_mapping
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import load_budgets
 
+WORTH = {"barrier_utilisation", "efficiency"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -68,18 +70,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         with _written("--png", arguments.png):
             draw_mapping(found, arguments.png)
     return {
-        "model": found.model,
         "layers": len(found.mapping),
         "kv_heads": found.n_kv_heads,
         "ranks": found.tp_size,
-        "copies": found.copies,
-        "split": found.split,
-        "objective": found.objective,
-        "barrier_utilisation": found.barrier_utilisation,
-        "efficiency": found.efficiency,
-        "rank_loads": found.rank_loads,
-        "busy_rates": found.busy_rates,
-        "contiguous": found.contiguous and found.contiguous.model_dump(include={"barrier_utilisation", "efficiency"}),
+        **found.model_dump(include={"model", "copies", "split", "objective", *WORTH, "rank_loads", "busy_rates"}),
+        "contiguous": found.contiguous and found.contiguous.model_dump(include=WORTH),
         "json": arguments.json,
         "png": arguments.png,
     }

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megakv.config import MegaKVConfig, load_config
+from megakv.fairkv.methods import METHODS
 from megakv.launcher.prompts import read_prompts
 from megakv.launcher.ranks import command_line, start_ranks
 from megakv.tracking import TrackingConfig
 
-UNEVEN = ("ada_snapkv", "headkv")
-"""Methods that give the heads of a layer unequal budgets."""
+UNEVEN = tuple(name for name, method in METHODS.items() if method.uneven)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
@@ -49,19 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
-    """The run's JSON with the compression that was asked for.
-
-    Parameters
-    ----------
-    arguments : Namespace
-    ranks : int, optional
-        All ranks of the world; by default those that the JSON wants.
-
-    Raises
-    ------
-    ValueError
-        If the JSON cannot be used, the ranks do not fit it, or nothing would be compressed unevenly.
-    """
+    """The run's JSON with the compression that was asked for, on so many ranks, or those that it wants."""
     config = load_config(arguments.config or {"dtype": "fp32"})
     section = config.megakv
     if ranks is not None:
@@ -89,13 +77,7 @@ def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> Me
 
 
 def check_budgets(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot work before any rank starts.
-
-    Raises
-    ------
-    ValueError
-        Naming the argument, its value and what is allowed.
-    """
+    """Refuse what cannot work before any rank starts."""
     if arguments.threads < 1:
         raise ValueError(f"--threads {arguments.threads}: allowed: 1 or more")
     for name, path in (("json", arguments.json), ("png", picture_path(arguments))):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megakv.attention.backends import attend_block
 from megakv.attention.compiled import TYPES, Strides, load_kernel
-from megakv.attention.partial import PartialAttention, Scoring
+from megakv.attention.partial import PartialAttention
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.pages import RaggedBody
 
@@ -46,15 +46,13 @@ class RaggedPart:
 
     def _by_head(self, partial: PartialAttention) -> tuple[Tensor, Tensor]:
         """Every head by itself: for many queries, and where slots or positions matter."""
-        q_HLD, scoring = partial.q_HLD, partial.scoring
         kv_heads = len(self.body.counts)
-        group = q_HLD.shape[0] // kv_heads
+        group = partial.q_HLD.shape[0] // kv_heads
         outs, lses = [], []
         value_dim = self.body.pages[0].v_PSD.shape[-1]
         for head in range(kv_heads):
             own = slice(head * group, (head + 1) * group)
-            slopes = None if scoring.alibi_slopes is None else scoring.alibi_slopes[own]
-            part = PartialAttention(q_HLD[own], partial.q_slots, _with_slopes(scoring, slopes), value_dim)
+            part = of_heads(partial, own, value_dim)
             for keys, values, rows in self.body.pieces(head):
                 part.add(keys, values, self.slots[rows], self.positions[rows])
             outs.append(part.out)
@@ -62,8 +60,11 @@ class RaggedPart:
         return torch.cat(outs), torch.cat(lses)
 
 
-def _with_slopes(scoring: Scoring, slopes: Tensor | None) -> Scoring:
-    return replace(scoring, alibi_slopes=slopes)
+def of_heads(partial: PartialAttention, heads: slice, value_dim: int) -> PartialAttention:
+    """Attention, still to be computed, of some of the query heads."""
+    slopes = partial.scoring.alibi_slopes
+    scoring = replace(partial.scoring, alibi_slopes=None if slopes is None else slopes[heads])
+    return PartialAttention(partial.q_HLD[heads], partial.q_slots, scoring, value_dim)
 
 
 def paged_attention(

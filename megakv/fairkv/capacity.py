@@ -9,7 +9,7 @@ rank's memory holds, not how long a token takes: ranks meet in every layer, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -24,6 +24,9 @@ from megakv.fairkv.layer import LayerMapping
 Weights = Sequence[Sequence[float]]
 
 ROUNDS, STEPS = 2_000, 500
+AT_ANY_PRICE = 1e6
+PRICES = (0.1, 0.3, 1.0, 3.0, 10.0, AT_ANY_PRICE)
+"""Of a token above the cap, in tokens of the slowest ranks: what is cheap is done first."""
 KICKS = 8
 CLOSE = 5e-7
 """Relative: totals that near to a cap or to a bound meet it. What a solver calls feasible is as close."""
@@ -146,12 +149,14 @@ class _Steps:
         for array in (tokens, held):
             array[np.ix_(moved, [source, goal])] = array[np.ix_(moved, [goal, source])]
 
-    def _step(self, sources: Iterable[NDArray[np.int64]], *, quicken: bool, timed: bool = True) -> bool:
-        """Make the best change; False if none helps."""
+    def _step(self, price: float) -> bool:
+        """Make the change that is worth most, a token above the cap counting as much as so many of time."""
         loads = self.loads
         totals, slowest = loads.sum(axis=0), loads.max(axis=1, keepdims=True)
-        best, step = (0.0, 0.0) if quicken else (-inf, 0.0), None
-        for source in sources:
+        best, step = self.cap * TOLERANCE * max(price, 1.0), None
+        # Off the slowest rank of each layer, or off a rank that is over the cap.
+        full = np.flatnonzero(self.over(totals))
+        for source in (loads.argmax(axis=1), *(np.full(len(loads), rank) for rank in full)):
             for goal in range(self.size):
                 amount = self._changes(source, goal)
                 rest = loads.copy()
@@ -159,41 +164,23 @@ class _Steps:
                 rest[:, goal] = -inf
                 left = np.take_along_axis(loads, source[:, None], 1) - amount
                 reached = np.maximum(np.maximum(left, loads[:, goal, None] + amount), rest.max(axis=1, keepdims=True))
-                time, full = slowest - reached, totals[source, None]
-                over = self.over(full) + self.over(totals[goal]) - self.over(full - amount)
-                excess = np.where(np.isnan(amount), -inf, over - self.over(totals[goal] + amount))
-                if quicken:
-                    fine = (excess >= 0) & (time > slowest * TOLERANCE)
-                    first = np.where(fine, time, -inf)
-                else:
-                    fine = excess > self.cap * TOLERANCE
-                    price = np.minimum(time, 0.0) if timed else 0.0 * time
-                    first = np.where(fine, np.divide(price, excess, out=np.zeros_like(time), where=fine), -inf)
-                if not fine.any():
-                    continue
-                among = np.where(first >= first.max(), excess, -inf)
-                layer, change = np.unravel_index(int(among.argmax()), among.shape)
-                rating = (float(first[layer, change]), float(excess[layer, change]))
-                if rating > best:
-                    best = rating
-                    step = (int(layer), int(change), int(source[layer]), goal, float(amount[layer, change]))
+                before, after = totals[source, None], totals[goal] + amount
+                excess = self.over(before) + self.over(totals[goal]) - self.over(before - amount) - self.over(after)
+                worth = np.nan_to_num(slowest - reached + price * excess, nan=-inf)
+                layer, change = map(int, np.unravel_index(int(worth.argmax()), worth.shape))
+                if worth[layer, change] > best:
+                    best = float(worth[layer, change])
+                    step = layer, change, int(source[layer]), goal, float(amount[layer, change])
         if step is not None:
             self._apply(*step)
         return step is not None
 
-    def repair(self, *, timed: bool = True) -> None:
-        """Take away what is above the cap, each time where a token less costs least time."""
-        for _ in range(STEPS):
-            over = np.flatnonzero(self.over(self.totals))
-            sources = (np.full(len(self.tokens), rank) for rank in over)
-            if not len(over) or not self._step(sources, quicken=False, timed=timed):
-                return
-
-    def quicken(self) -> None:
-        """Take away time where that leaves every rank within its memory."""
-        for _ in range(STEPS):
-            if not self._step([self.loads.argmax(axis=1)], quicken=True):
-                return
+    def improve(self, *prices: float) -> None:
+        """Step by step towards the cap, at rising prices, and within it towards less time."""
+        for price in prices:
+            for _ in range(STEPS):
+                if not self._step(price):
+                    break
 
 
 def _start(budgets: Weights, limits: CopyLimits, split: Split, nodes: int) -> tuple[list[float], list[LayerMapping]]:
@@ -220,16 +207,8 @@ def _reshared(
 def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, nodes: int = NODES) -> TotalSolution:
     """Mappings whose fullest rank, over all layers, has least: Equation 4.
 
-    The layers mapped one by one, changed step by step; few heads then by a program (`megakv.fairkv.program`).
-
-    Parameters
-    ----------
-    budgets : [layers][heads]
-    limits : CopyLimits
-        Checked against the number of heads.
-    split : {"free", "even"}
-    nodes : int
-        Of the search in one layer.
+    The layers mapped one by one, changed step by step; few heads then by a program (`megakv.fairkv.program`). `limits`
+    are checked against the number of heads; `nodes` are of the search in one layer.
     """
     size = limits.tp_size
     bound = sum(map(sum, budgets)) / size
@@ -254,7 +233,7 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
             at = kick * 7 % len(start)
             turned = [*start[:at], start[at].renumbered([*range(1, size), 0]), *start[at + 1 :]] if kick else start
             steps = _Steps(turned, budgets, size, bound, split)
-            steps.repair(timed=False)
+            steps.improve(AT_ANY_PRICE)
             if (reached := float(steps.totals.max())) < largest:
                 mappings, largest = steps.mappings(), reached
             if largest <= enough:
@@ -275,39 +254,19 @@ def map_layers(
     memory_cap: float | None = None,
     nodes: int = NODES,
 ) -> tuple[list[LayerMapping], float]:
-    """Mappings of all layers whose slowest ranks, summed over layers, are fastest.
+    """Mappings of all layers whose slowest ranks, summed over layers, are fastest, and a bound that no such sum is
+    below.
 
-    Every layer is the best for itself; the cap is met by renumbering ranks, which costs no time, and only where that
-    does not suffice by the changes that cost least, or for few heads in all by a program.
-
-    Parameters
-    ----------
-    budgets : [layers][heads]
-    limits : CopyLimits
-        Checked against the number of heads.
-    split : {"free", "even"}
-    memory_cap : float, optional
-        Tokens that a rank may keep, summed over its heads and all layers.
-    nodes : int
-        Of the search in one layer.
-
-    Returns
-    -------
-    mappings : list of LayerMapping
-    bound : float
-        No mappings have a smaller sum over layers of the slowest rank.
-
-    Raises
-    ------
-    ValueError
-        If no mappings within the cap were found: names the cap and what is needed.
+    Every layer is the best for itself; a cap of tokens that a rank may keep, over its heads and all layers, is met by
+    renumbering ranks, which costs no time, and only where that does not suffice by the changes that cost least, or for
+    few heads in all by a program. A cap that no mappings found are within is a `ValueError`, which says what is needed.
     """
     size = limits.tp_size
     least, mappings = _start(budgets, limits, split, nodes)
     if memory_cap is None or max(memory_of(mappings, budgets, size)) <= memory_cap * (1 + CLOSE):
         return mappings, sum(least)
     repaired = _Steps(mappings, budgets, size, memory_cap, split)
-    repaired.repair()
+    repaired.improve(*PRICES)
     # The other end: from the mappings that need least memory towards faster ones.
     total = least_total(budgets, limits, split, nodes=nodes)
     found = []
@@ -315,7 +274,7 @@ def map_layers(
         shared = _reshared(start, budgets, limits, split, least, memory_cap)
         steps = _Steps(shared or start, budgets, size, memory_cap, split)
         if not steps.over(steps.totals).any():
-            steps.quicken()
+            steps.improve(AT_ANY_PRICE)
             found.append(steps)
     best = min(found, key=lambda steps: steps.time, default=None)
     reached = inf if best is None else best.time

@@ -183,7 +183,7 @@ class Compressor:
     def _over_copies(self, layer: int, mass_KS: Tensor) -> Tensor:
         """Put together what the query heads of a KV head saw on all the ranks that hold it."""
         copied = {head: place for place, head in enumerate(self._copied(layer))}
-        same = self._heads.replicas(layer)
+        same = self._heads.whole_copies(layer)
         counted = set(self._counted(layer).tolist())
         everyone = mass_KS.new_zeros((len(copied), mass_KS.shape[1]))
         own = self._heads.shard(layer, self._comm.mesh.tp_rank).kv_heads

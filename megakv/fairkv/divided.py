@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from megakv.attention.partial import PartialAttention
 from megakv.cache.stores import GROWTH_MINIMUM, DenseStore, KVStore
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenColumn
+from megakv.fairkv.attention import of_heads
 from megakv.fairkv.splitting import HeadShares
 from megakv.tensor_files import StreamedTensor
 
@@ -62,10 +63,7 @@ class DividedPart:
             if first == last:
                 continue
             queries, kv_heads = slice(first * group, last * group), slice(first, last)
-            scoring = partial.scoring
-            if scoring.alibi_slopes is not None:
-                scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes[queries])
-            part = PartialAttention(q_HLD[queries], partial.q_slots, scoring, value_dim)
+            part = of_heads(partial, queries, value_dim)
             if held is not None:
                 held.add_to(part)
             if self.new is not None:

@@ -226,18 +226,10 @@ def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSo
 def map_layer(
     weights: Sequence[float], limits: CopyLimits, split: Split = "free", *, nodes: int = NODES
 ) -> LayerSolution:
-    """One layer's heads on ranks so that the slowest rank is fastest.
+    """One layer's heads, with budgets finite and not negative, on ranks so that the slowest rank is fastest.
 
-    Parameters
-    ----------
-    weights : sequence of float
-        Budget of each KV head, finite and not negative.
-    limits : CopyLimits
-        Checked against the number of heads.
-    split : {"free", "even"}
-        Whether replicas may share a head in any way or equally.
-    nodes : int
-        Of the search; what is found until then is taken.
+    `limits` are checked against the number of heads. Replicas may share a head in any way ("free") or equally ("even").
+    What the search has found after so many `nodes` is taken.
     """
     order = sorted(range(len(weights)), key=lambda head: -weights[head])
     raised = positive([weights[head] for head in order])

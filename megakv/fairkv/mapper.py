@@ -46,9 +46,6 @@ def map_heads(
 
     Parameters
     ----------
-    profile : BudgetProfile
-    tp_size : int
-        Ranks.
     copies : int
         Extra replicas per layer, at most.
     split : {"free", "even"}
@@ -71,8 +68,9 @@ def map_heads(
     """
     limits = CopyLimits(tp_size, copies, max_replicas, copied_heads)
     limits.check(profile.n_kv_heads)
-    _check_choice("split", split, get_args(Split))
-    _check_choice("objective", objective, get_args(Objective))
+    for name, value, allowed in (("split", split, get_args(Split)), ("objective", objective, get_args(Objective))):
+        if value not in allowed:
+            raise ValueError(f"{name} = {value!r}: allowed: {', '.join(allowed)}")
     if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
         raise ValueError(f"memory_cap = {memory_cap}: allowed: tokens per rank, above 0")
     if objective == "requests":
@@ -106,11 +104,6 @@ def map_heads(
         contiguous=static,
         identity=profile.identity,
     )
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} = {value!r}: allowed: {', '.join(allowed)}")
 
 
 def _check_requests(profile: BudgetProfile, split: str, memory_cap: float | None) -> None:

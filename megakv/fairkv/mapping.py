@@ -32,18 +32,9 @@ class Replica(BaseModel):
 class Balance(BaseModel):
     """How evenly a mapping loads the ranks.
 
-    Parameters
-    ----------
-    barrier_utilisation : float
-        Mean load over the slowest rank's, averaged over layers.
-    efficiency : float
-        The paper's Equation 5.
-    loads : tuple
-        ``[layer][rank]``: kept tokens that the rank attends to.
-    rank_loads : tuple
-        ``[rank]``: the same over all layers, which is the rank's memory.
-    busy_rates : tuple
-        ``[rank]``: part of the attention time that the rank works.
+    `barrier_utilisation` is the mean load over the slowest rank's, averaged over layers; `efficiency` the paper's
+    Equation 5. ``loads[layer][rank]`` are kept tokens that the rank attends to, `rank_loads` their sums over all
+    layers, which is the ranks' memory; `busy_rates` the part of the attention time that each rank works.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,31 +47,11 @@ class Balance(BaseModel):
 
 
 class HeadMapping(Record, Balance):
-    """A mapping of a model's KV heads, as the mapper found it.
+    """A mapping of a model's KV heads, as the mapper found it under the settings of `megakv.fairkv.mapper.map_heads`.
 
-    Parameters
-    ----------
-    model : str
-        That the profile was measured on.
-    tp_size : int
-    n_kv_heads : int
-    copies : int
-        Extra replicas per layer that were allowed.
-    max_replicas, copied_heads : int, optional
-        R_max and CH.
-    split : {"even", "free"}
-    objective : {"barrier", "equation4", "requests"}
-    memory_cap : float, optional
-        Tokens that a rank was allowed to keep.
-    mapping : tuple
-        ``[layer][rank]``: the rank's KV heads, ascending.
-    bound : float
-        No mapping has a smaller value of the objective (barrier: sum over layers of the slowest rank; equation4: the
-        largest total of a rank), as far as was proven; 0 where nothing was.
-    contiguous : Balance, optional
-        Of the heads in runs of neighbours: the paper's SHA.
-    identity : ModelIdentity, optional
-        The profile's.
+    `model` is what the profile was measured on. ``mapping[layer][rank]`` are the rank's KV heads, ascending. No mapping
+    has a smaller value of the objective than `bound`, as far as was proven; it is 0 where nothing was. `contiguous` is
+    the balance of heads in runs of neighbours, the paper's SHA.
     """
 
     format: Literal["megakv head mapping"] = "megakv head mapping"

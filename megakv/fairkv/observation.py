@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
@@ -76,7 +77,10 @@ def add_attention_mass(
     for start in range(0, max(map(len, queries.tokens)), CHUNK_QUERIES):
         pieces = [np.arange(start, min(start + CHUNK_QUERIES, len(block))) for block in queries.tokens]
         own = queries.packed[start : start + CHUNK_QUERIES]
-        for rank, found in enumerate(_exchanged(call, own, max(map(len, pieces)))):
+        # [N, most, H, D + 1]: every rank's, filled up to one length.
+        padded = functional.pad(own, (0, 0, 0, 0, 0, max(map(len, pieces)) - len(own))).contiguous()
+        gathered = call.comm.cp_all_gather(padded, operation="compression", layer=call.layer)
+        for rank, found in enumerate(gathered):
             tokens = queries.tokens[rank].take(pieces[rank])
             for segment, mass in zip(segments, masses, strict=True):
                 run = tokens.run(segment.sequence)
@@ -95,13 +99,6 @@ def _observed_rows(tokens: Sequence[TokenBlock], observed: int) -> list[IntArray
         first.append(slots[-observed:][0] if len(slots) else 0)
     bounds = np.array(first, dtype=np.int64)
     return [np.flatnonzero(block.slot >= bounds[block.sequence]) for block in tokens]
-
-
-def _exchanged(call: AttentionCall, own: Tensor, most: int) -> Tensor:
-    """``[N, most, H, D + 1]`` every rank's observed queries, filled up to one length."""
-    padded = own.new_zeros((most, *own.shape[1:]))
-    padded[: len(own)] = own
-    return call.comm.cp_all_gather(padded, operation="compression", layer=call.layer)
 
 
 def _add_mass(
@@ -162,13 +159,16 @@ def pooled_mass(
         gathered = call.comm.cp_all_gather(padded, operation="compression", layer=call.layer)
     pooled, starts = [], [0] * call.size
     for mass, segment, edge in zip(masses, segments, edges, strict=True):
-        orders, values = [segment.orders[segment.rank]], [mass]
+        # Where nothing is known of a token, it is no neighbour of this rank's.
+        everyone = mass.new_zeros((len(mass), segment.length))
+        everyone[:, segment.order] = mass
         for rank, found in enumerate(edge):
             if rank != call.rank and gathered is not None:
-                orders.append(found)
-                values.append(gathered[rank][:, starts[rank] : starts[rank] + len(found)])
+                place = upload(found, mass.device)
+                everyone[:, place] = gathered[rank][:, starts[rank] : starts[rank] + len(found)]
             starts[rank] += len(found)
-        pooled.append(_neighbour_maximum(segment, np.concatenate(orders), torch.cat(values, dim=1), radius))
+        widest = functional.max_pool1d(everyone, 2 * radius + 1, stride=1, padding=radius)
+        pooled.append(widest[:, segment.order])
     return pooled
 
 
@@ -193,23 +193,6 @@ def _edges(orders: Sequence[IntArray], radius: int) -> list[IntArray]:
         near[distance:] |= foreign
         near[:-distance] |= foreign
     return [order[near[order]] for order in orders]
-
-
-def _neighbour_maximum(segment: Segment, orders: IntArray, values: Tensor, radius: int) -> Tensor:
-    own = segment.orders[segment.rank]
-    if not len(own):
-        return values[:, :0]
-    by_order = np.argsort(orders)
-    known = orders[by_order]
-    best = values[:, : len(own)].clone()
-    for distance in range(-radius, radius + 1):
-        place = np.minimum(np.searchsorted(known, own + distance), len(known) - 1)
-        there = np.flatnonzero(known[place] == own + distance)
-        if distance and len(there):
-            index = upload(there, values.device)
-            source = upload(by_order[place[there]], values.device)
-            best[:, index] = torch.maximum(best[:, index], values[:, source])
-    return best
 
 
 @dataclass

@@ -52,24 +52,11 @@ class DataSet(BaseModel):
 class BudgetProfile(Record):
     """Tokens kept per head, averaged over a user's prompts.
 
-    Parameters
-    ----------
-    model : str
-        Hub id or folder of the model that it was measured on.
-    budgets : tuple
-        ``[layer][KV head]``: tokens kept of each head, not negative; the mean over the prompts.
-    prompts : tuple, optional
-        ``[prompt][layer][KV head]``: the same of every prompt.
-    lengths : tuple of int, optional
-        Tokens of every prompt; no budget may be above its prompt's length, nor the mean above the longest.
-    method : str, optional
-        The compression that chose the tokens.
-    data_sets : tuple of DataSet, optional
-        Where the prompts are from, in their order.
-    busy_rates : dict, optional
-        As in `DataSet`, the mean over all prompts.
-    identity : ModelIdentity, optional
-        What tells the model from others, however it is called.
+    `model` is the hub id or folder that it was measured on, `identity` what tells it from others however it is called.
+    ``budgets[layer][KV head]`` are tokens kept, the mean over the prompts; ``prompts[prompt][layer][KV head]`` the same
+    of every prompt, and `lengths` its tokens: no budget may be above its prompt's length, nor the mean above the
+    longest. `method` is the compression that chose the tokens, `data_sets` say where the prompts are from, in their
+    order, and `busy_rates` are as in `DataSet`, over all prompts.
     """
 
     format: Literal["megakv budget profile"] = "megakv budget profile"

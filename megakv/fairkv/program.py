@@ -13,10 +13,10 @@ from megakv.fairkv.layer import LayerMapping
 
 MOST_BINARIES = 1_000
 """Above, the solver finds nothing in its time that smaller steps have not found."""
-SECONDS, NODES = 2.0, 20_000
+SECONDS, NODES = 10.0, 20_000
 """For one program; the nodes end it at the same place on every machine that is not slow."""
-EXACT, GAP = 150, (1e-7, 1e-4)
-"""Up to so many binary variables the first gap between what is found and what is proven ends it, then the second."""
+GAP = 1e-7
+"""Between what is found and what is proven, relative."""
 INFEASIBLE = 2
 """Of the solver's states."""
 
@@ -45,7 +45,7 @@ class _Program:
         self.entries.append(terms.reshape(-1, 3))
         self.limits += [(low, high)] * len(columns)
 
-    def solve(self, objective: Columns, gap: float) -> tuple[NDArray[np.float64] | None, float]:
+    def solve(self, objective: Columns) -> tuple[NDArray[np.float64] | None, float]:
         """Values of all variables, or None, and the proven bound of the objective's sum; infinite if infeasible."""
         from scipy.optimize import LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -61,7 +61,7 @@ class _Program:
             constraints=LinearConstraint(matrix, *zip(*self.limits, strict=True)),
             integrality=whole,
             bounds=(low, high),
-            options={"mip_rel_gap": gap, "time_limit": SECONDS, "node_limit": NODES},
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS, "node_limit": NODES},
         )
         if found.status == INFEASIBLE:
             return None, inf
@@ -78,29 +78,13 @@ def solve(
     best: float = inf,
     placed: Sequence[LayerMapping] | None = None,
 ) -> tuple[list[LayerMapping] | None, float]:
-    """Mappings of all layers, together the best.
+    """Mappings of all layers, together the best, and a bound that no mappings are below; infinite if none are within
+    the cap.
 
-    Parameters
-    ----------
-    budgets : [layers][heads]
-    limits : CopyLimits
-    split : {"free", "even"}
-    least : sequence of float
-        For each layer a load that its slowest rank cannot be below.
-    cap : float or None
-        Tokens that a rank may keep over all layers; what is minimised then is the sum over layers of the slowest rank.
-        None: minimise the largest total of a rank.
-    best : float
-        What has been found: only better mappings count.
-    placed : sequence of LayerMapping, optional
-        Only the shares of these mappings' replicas are chosen, for the split "free": a linear program.
-
-    Returns
-    -------
-    mappings : list of LayerMapping or None
-        None if there are none better, or none were found in time.
-    bound : float
-        No mappings are below it; infinite if none are within the cap.
+    With a `cap` of tokens that a rank may keep over all layers, the sum over layers of the slowest rank is minimised,
+    which `least` bounds for each layer from below; without one, the largest total of a rank. Only mappings better than
+    `best` count: None if there are none, or none were found in time. Where mappings are `placed`, only the shares of
+    their replicas are chosen, for the split "free": a linear program.
     """
     weights, size = np.array(budgets, dtype=np.float64), limits.tp_size
     layers, heads = weights.shape
@@ -109,8 +93,7 @@ def solve(
     mean = weights.sum() / size
     start = sum(least) if cap is not None else mean
     binaries = weights.size * size * len(counts)
-    gap = GAP[0] if placed is not None or binaries <= EXACT else GAP[1]
-    if not mean or best <= start * (1 + gap) or placed is None and binaries > MOST_BINARIES:
+    if not mean or best <= start * (1 + GAP) or placed is None and binaries > MOST_BINARIES:
         return None, start
     weights = weights / mean
     program = _Program()
@@ -159,7 +142,7 @@ def solve(
         )
         program.row(objective[None], high=best / mean)
         program.row(totals, factors.ravel(), high=cap / mean)
-    values, bound = program.solve(objective, gap)
+    values, bound = program.solve(objective)
     bound *= mean
     if values is None:
         # None better: what has been found is the best.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megakv.device import upload
 from megakv.distributed.comm import Communicator
+from megakv.distributed.mesh import Mesh
 from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.mapping import HeadMapping
@@ -27,27 +28,17 @@ class HeadReplicas:
 
     def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator):
         self._heads, self._comm = head_map, comm
-        self._layers = mapping.layers
-        self._shares: dict[int, HeadShares | None] = {}
-        self._views: dict[int, _LayerView] = {}
+        self._views = [_LayerView(layer, head_map, number, comm.mesh) for number, layer in enumerate(mapping.layers)]
 
     @property
     def shared(self) -> bool:
         """Whether any KV head has more than one rank."""
-        return any(layer.copies for layer in self._layers)
+        return any(view.entries for view in self._views)
 
     def shares(self, layer: int) -> HeadShares | None:
         """How this rank shares its heads of a layer; None where it shares none."""
-        if layer not in self._shares:
-            view = self._view(layer)
-            self._shares[layer] = view.shares if view.shared else None
-        return self._shares[layer]
-
-    def _view(self, layer: int) -> _LayerView:
-        if layer not in self._views:
-            mesh = self._comm.mesh
-            self._views[layer] = _LayerView(self._layers[layer], self._heads, layer, mesh.tp_rank, mesh.tp_size)
-        return self._views[layer]
+        view = self._views[layer]
+        return view.shares if view.shared else None
 
     def merge(
         self, layer: int, out_HLD: Tensor, lse_HL: Tensor, tokens: TokenBlock, *, complete: bool
@@ -58,7 +49,7 @@ class HeadReplicas:
         rank's heads, over the tokens that it has, are changed in place and returned, the latter over all tokens. Where
         every replica is `complete`, having attended to all tokens, each counts with some of the queries.
         """
-        view = self._view(layer)
+        view = self._views[layer]
         if not len(tokens) or not view.entries:
             return out_HLD, lse_HL
         group = self._heads.n_heads // self._heads.n_kv_heads
@@ -73,12 +64,11 @@ class HeadReplicas:
         # The last row is that of no replica.
         everyone = lse_HL.new_zeros((view.entries + 1, group, length))
         everyone[-1] = -torch.inf
-        own_rows, all_rows = view.rows(lse_HL.device)
-        everyone[own_rows] = lse_HL[queries].reshape(len(view.shared), group, length)
+        everyone[view.own_rows] = lse_HL[queries].reshape(len(view.shared), group, length)
         self._comm.tp_all_reduce(everyone[:-1], operation="lse", layer=layer)
         if view.shared:
             own = lse_HL[queries].clone()
-            whole = everyone[all_rows].logsumexp(1).flatten(0, 1)
+            whole = everyone[view.all_rows].logsumexp(1).flatten(0, 1)
             # Where nobody sees a token both are -inf: the output is zero already.
             out_HLD[queries] *= torch.exp(own - whole).nan_to_num_(0.0).unsqueeze(-1)
             lse_HL[queries] = whole
@@ -90,23 +80,22 @@ class HeadReplicas:
         Every rank of the tensor-parallel group must call it. Masks are per sequence ``[K, n]``, the same on all
         replicas of a head; returned is what this rank keeps.
         """
-        view, mesh = self._view(layer), self._comm.mesh
+        view, mesh = self._views[layer], self._comm.mesh
         if not view.entries:
             return list(keep)
         counts = torch.zeros((len(keep), self._heads.n_kv_heads), dtype=torch.int64, device=mesh.device)
         for row, mask in enumerate(keep):
             counts[row, view.counted_heads] = mask.sum(1).to(counts.device)[view.counted]
         budgets = self._comm.tp_combine(counts, "sum", operation="compression", layer=layer).tolist()
-        return [self._own(view, layer, mask, row) for mask, row in zip(keep, budgets, strict=True)]
+        return [self._own(view, mask, row) for mask, row in zip(keep, budgets, strict=True)]
 
-    def _own(self, view: _LayerView, layer: int, keep_KS: Tensor, budgets: list[int]) -> Tensor:
+    def _own(self, view: _LayerView, keep_KS: Tensor, budgets: list[int]) -> Tensor:
         if not view.shared:
             return keep_KS
-        mapping, rank = self._layers[layer], self._comm.mesh.tp_rank
-        parts = split_request(mapping, budgets, self._comm.mesh.tp_size)
+        parts = split_request(view.mapping, budgets, self._comm.mesh.tp_size)
         mask = keep_KS.clone()
         for index, head in enumerate(view.shared, start=view.shares.alone):
-            replica = mapping.ranks[head].index(rank)
+            replica = view.mapping.ranks[head].index(self._comm.mesh.tp_rank)
             first = sum(parts[head][:replica])
             places = keep_KS[index].nonzero().squeeze(1)
             mask[index] = False
@@ -115,28 +104,27 @@ class HeadReplicas:
 
 
 class _LayerView:
-    """What one rank must know of a layer's replicas."""
+    """What one rank must know of a layer's replicas.
 
-    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, rank: int, tp_size: int):
+    `own_rows` ``[n]`` says where the log-sum-exps of this rank's shared heads go among the `entries` of all replicas;
+    `all_rows` ``[n, most]`` where those of each head's replicas are, filled up by the row behind the last.
+    """
+
+    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, mesh: Mesh):
+        self.mapping, rank = mapping, mesh.tp_rank
         kv_heads = heads.shard(layer, rank).kv_heads
         alone = [head for head in kv_heads if len(mapping.ranks[head]) == 1]
         self.shared = [head for head in kv_heads if len(mapping.ranks[head]) > 1]
         assert list(kv_heads) == [*alone, *self.shared], "heads of this rank alone come first"
-        self.shares = shares_of_rank(mapping, rank, tp_size, self.shared, len(alone))
-        copied = [head for head, ranks in enumerate(mapping.ranks) if len(ranks) > 1]
-        edges = [0, *accumulate(len(mapping.ranks[head]) for head in copied)]
-        starts, self.entries = dict(zip(copied, edges, strict=False)), edges[-1]
+        self.shares = shares_of_rank(mapping, rank, mesh.tp_size, self.shared, len(alone))
+        counts = [len(ranks) if len(ranks) > 1 else 0 for ranks in mapping.ranks]
+        starts, self.entries, widest = [0, *accumulate(counts)], sum(counts), max(1, *counts)
         own = [starts[head] + mapping.ranks[head].index(rank) for head in self.shared]
-        widest = max((len(mapping.ranks[head]) for head in copied), default=1)
-        every = [[*range(starts[head], starts[head] + len(mapping.ranks[head]))] for head in self.shared]
-        table = [[*row, *[self.entries] * (widest - len(row))] for row in every]
-        self._rows = torch.tensor(own, dtype=torch.long), torch.tensor(table, dtype=torch.long).view(-1, widest)
+        table = [
+            [starts[head] + index if index < counts[head] else self.entries for index in range(widest)]
+            for head in self.shared
+        ]
+        self.own_rows = torch.tensor(own, dtype=torch.long, device=mesh.device)
+        self.all_rows = torch.tensor(table, dtype=torch.long, device=mesh.device).view(-1, widest)
         self.counted = [index for index, head in enumerate(kv_heads) if mapping.ranks[head][0] == rank]
         self.counted_heads = [kv_heads[index] for index in self.counted]
-
-    def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``[n]`` where the log-sum-exps of this rank's shared heads go among those of all replicas, and ``[n, most]``
-        where those of each head's replicas are, filled up by the row behind the last."""
-        if self._rows[0].device != device:
-            self._rows = self._rows[0].to(device), self._rows[1].to(device)
-        return self._rows

@@ -6,7 +6,7 @@ own split (`megakv.fairkv.splitting`) can only use the replicas that there are. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +35,7 @@ def imagined_requests(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 class _Placement:
-    """Ranks of every head, and how slow the slowest rank is for each request under its own best split."""
+    """Ranks of every head as a mask, and how slow the slowest is for each request under its own best split."""
 
     def __init__(self, ranks: Sequence[Sequence[int]], requests: NDArray[np.float64], limits: CopyLimits, first: float):
         self.limits, self.size = limits, limits.tp_size
@@ -43,42 +43,37 @@ class _Placement:
         mean = requests.sum(axis=1) / self.size
         # Relative to the mean load, so that a value of 1 is perfect; requests without any tokens do not count.
         self.requests = requests[mean > 0] / mean[mean > 0, None]
-        self.importance = np.ones(len(self.requests))
-        self.importance[0] = first
+        self.importance = np.append(first, np.ones(len(self.requests) - 1))
         sets = RankSets(self.size)
-        self.inside = np.stack([sets.inside(_members(mask, self.size)) for mask in range(1 << self.size)])
-        self.held = np.sum([self._of(head, mask) for head, mask in enumerate(self.masks)], axis=0)
+        # [masks, sets]: what a head there adds to the bound of every set of ranks, which `held` [sets, requests] sums.
+        self.inside = np.stack([sets.inside(self.members(mask)) for mask in range(1 << self.size)])
+        self.held = np.sum([np.outer(self.inside[m], self.requests[:, h]) for h, m in enumerate(self.masks)], axis=0)
 
-    def _of(self, head: int, mask: int) -> NDArray[np.float64]:
-        """[sets, requests]: what the head adds to the bound of every set of ranks."""
-        return np.outer(self.inside[mask], self.requests[:, head])
+    def members(self, mask: int) -> tuple[int, ...]:
+        """Ranks of a mask."""
+        return tuple(rank for rank in range(self.size) if mask >> rank & 1)
 
     @property
     def value(self) -> float:
+        """What is made small."""
         return float((self.held.max(axis=0) * self.importance).sum())
-
-    def replica_counts(self) -> list[int]:
-        """Of every head."""
-        return [mask.bit_count() for mask in self.masks]
 
     def set(self, head: int, mask: int) -> None:
         """Put a head elsewhere."""
-        self.held = self.held - self._of(head, self.masks[head]) + self._of(head, mask)
+        self.held = self.held + np.outer(self.inside[mask] - self.inside[self.masks[head]], self.requests[:, head])
         self.masks[head] = mask
 
-    def best_addition(self, heads: Sequence[int]) -> tuple[float, int, int] | None:
+    def best_addition(self, heads: Iterable[int]) -> tuple[float, int, int] | None:
         """Value, head and mask of the best further replica within the limits."""
         best: tuple[float, int, int] | None = None
-        counts = self.replica_counts()
+        counts = [mask.bit_count() for mask in self.masks]
         for head in heads:
-            counts[head] += 1
-            allowed = self.limits.allow(counts)
-            counts[head] -= 1
-            if not allowed:
+            if not self.limits.allow([count + (other == head) for other, count in enumerate(counts)]):
                 continue
-            masks = [self.masks[head] | 1 << rank for rank in range(self.size) if not self.masks[head] >> rank & 1]
-            rest = self.inside[masks] - self.inside[self.masks[head]]
-            trial = self.held[None] + rest[:, :, None] * self.requests[None, None, :, head]
+            now = self.masks[head]
+            masks = [now | 1 << rank for rank in range(self.size) if not now >> rank & 1]
+            change = self.inside[masks] - self.inside[now]
+            trial = self.held[None] + change[:, :, None] * self.requests[None, None, :, head]
             values = (trial.max(axis=1) * self.importance).sum(axis=1)
             if len(values) and (best is None or values.min() < best[0] * (1 - TOLERANCE)):
                 best = (float(values.min()), head, masks[int(values.argmin())])
@@ -86,30 +81,22 @@ class _Placement:
 
     def exchange(self) -> bool:
         """Take the replica away without which, and with another one instead, all is best; False if nothing helps."""
-        start = self.value
-        best, step = start * (1 - TOLERANCE), None
+        best, step = self.value * (1 - TOLERANCE), None
         for head, mask in enumerate(list(self.masks)):
-            for rank in range(self.size):
+            for rank in self.members(mask):
                 left = mask & ~(1 << rank)
-                if left == mask:
-                    continue
                 self.set(head, left)
-                alone = not any(other >> rank & 1 for other in self.masks)
                 # A head always has a rank, and a rank a head.
-                heads = [head] if not left else range(len(self.masks))
-                addition = None if alone else self.best_addition(heads)
-                if addition is not None and addition[0] < best:
-                    best, step = addition[0], (head, left, addition[1], addition[2])
+                if any(other >> rank & 1 for other in self.masks):
+                    addition = self.best_addition(range(len(self.masks)) if left else [head])
+                    if addition is not None and addition[0] < best:
+                        best, step = addition[0], (head, left, *addition[1:])
                 self.set(head, mask)
         if step is None:
             return False
         self.set(step[0], step[1])
         self.set(step[2], step[3])
         return True
-
-
-def _members(mask: int, size: int) -> tuple[int, ...]:
-    return tuple(rank for rank in range(size) if mask >> rank & 1)
 
 
 def place_for_requests(
@@ -140,7 +127,7 @@ def place_for_requests(
     for _ in range(ROUNDS if len(weights) <= MANY_HEADS else 0):
         if not placement.exchange():
             break
-    ranks = [_members(mask, size) for mask in placement.masks]
+    ranks = list(map(placement.members, placement.masks))
     slowest, parts = split_heads(weights, ranks, size)
     if keep_profile and slowest > max(mapping.loads(weights, size)) * (1 + TOLERANCE):
         return mapping

@@ -42,23 +42,11 @@ def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
 
 
 def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp, counted: Tensor | None = None) -> Tensor:
-    """For every group the least key that belongs to its `wanted` largest, over all ranks.
+    """``[G]`` for every group the least key that belongs to its `wanted` largest, over all ranks.
 
-    Parameters
-    ----------
-    keys, groups : Tensor
-        ``[n]`` this rank's keys and the group of each, int64.
-    wanted : Tensor
-        ``[G]`` how many keys of each group; all of them where it has fewer. The same on all ranks.
-    add_up : callable
-        Sums counts over the ranks that hold keys of these groups.
-    counted : Tensor, optional
-        ``[n]`` bool: which keys there are; None for all of them.
-
-    Returns
-    -------
-    Tensor
-        ``[G]``; a value above every key where none is wanted.
+    `keys` and `groups` ``[n]`` are this rank's keys and the group of each, int64; `counted` ``[n]`` says which of them
+    there are. `wanted` ``[G]`` is the same on all ranks: of a group that has fewer all belong to it, and where none is
+    wanted the result is above every key. `add_up` sums counts over the ranks that hold keys of these groups.
     """
     found = torch.zeros_like(wanted)
     left = wanted
@@ -90,18 +78,10 @@ def choose(
 ) -> list[Tensor]:
     """Which tokens of a layer are kept: per sequence ``[K, n]``, True where the token is.
 
-    Parameters
-    ----------
-    scores, slots : sequence
-        Per sequence ``[K, n]`` and ``[n]``: this rank's heads and tokens.
-    budgets : sequence of HeadBudgets
-        Per sequence, of all heads of the layer; the same on all ranks.
-    heads : IntArray
-        ``[K]`` index of this rank's KV heads in the whole model.
-    counted : IntArray
-        Local indices of the heads that this rank counts: every head on one rank only, however many hold it.
-    over_tokens, over_all : callable
-        Sum counts over the ranks that hold the other tokens of this rank's heads, and over all ranks.
+    Scores ``[K, n]`` and slots ``[n]`` of each sequence are those of this rank's tokens, and of its KV heads, whose
+    index in the whole model `heads` ``[K]`` has; budgets are those of all heads of the layer, the same on all ranks.
+    `counted` are local indices of the heads that this rank counts: every head on one rank only, however many hold it.
+    `over_tokens` sums counts over the ranks that hold the other tokens of this rank's heads, `over_all` over all ranks.
     """
     device = scores[0].device
     local = upload(heads, device)

@@ -7,7 +7,6 @@ these ranks alone over the number of ranks.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -46,73 +45,43 @@ class _Flow:
 
     def pour(self, head: int, capacity: float) -> set[int]:
         """Send what is left of a head; returns an empty set, or the full ranks that stand in its way."""
-        flow, load = self.flow[head], self.load
-        left = self.weights[head] - sum(flow.values())
-        for rank in sorted(self.ranks[head], key=load.__getitem__):
-            part = min(left, capacity - load[rank])
-            if part > 0:
-                flow[rank] += part
-                load[rank] += part
-                left -= part
-        while left > self.slack:
-            left, reached = self._push(head, left, capacity)
-            if reached:
-                return reached
+        while (left := self.weights[head] - sum(self.flow[head].values())) > self.slack:
+            asked: set[int] = set()
+            if self._send(head, left, capacity, asked) <= self.slack:
+                return asked
         return set()
 
-    def _push(self, head: int, left: float, capacity: float) -> tuple[float, set[int]]:
-        """Make room along the shortest path of heads that can give way."""
-        queue = deque(self.ranks[head])
-        came: dict[int, tuple[int, int] | None] = dict.fromkeys(self.ranks[head])
-        while queue:
-            rank = queue.popleft()
-            if capacity - self.load[rank] > self.slack:
-                return left - self._shift(head, left, rank, came, capacity), set()
+    def _send(self, head: int, amount: float, capacity: float, asked: set[int]) -> float:
+        """Put up to an amount of a head on its ranks, where others' parts give way if they can; returns how much."""
+        left, load = amount, self.load
+        ranks = sorted((rank for rank in self.ranks[head] if rank not in asked), key=load.__getitem__)
+        for rank in ranks:
+            left -= self._put(head, rank, max(0, min(left, capacity - load[rank])))
+        for rank in ranks:
+            if left <= self.slack or rank in asked:
+                continue
+            asked.add(rank)
             for other, flow in enumerate(self.flow):
-                if flow.get(rank, 0) > self.slack:
-                    for goal in flow:
-                        if goal not in came:
-                            came[goal] = (rank, other)
-                            queue.append(goal)
-        return left, set(came)
+                if other != head and (part := min(left, flow.get(rank, 0))) > self.slack:
+                    gone = self._send(other, part, capacity, asked)
+                    self._put(other, rank, -gone)
+                    left -= self._put(head, rank, gone)
+        return amount - left
 
-    def _shift(
-        self, head: int, left: float, end: int, came: dict[int, tuple[int, int] | None], capacity: float
-    ) -> float:
-        steps, rank = [], end
-        while (step := came[rank]) is not None:
-            steps.append((step[1], step[0], rank))
-            rank = step[0]
-        amount = min([left, capacity - self.load[end], *(self.flow[other][source] for other, source, _ in steps)])
-        for other, source, goal in steps:
-            self.flow[other][source] -= amount
-            self.flow[other][goal] += amount
+    def _put(self, head: int, rank: int, amount: float) -> float:
         self.flow[head][rank] += amount
-        self.load[end] += amount
+        self.load[rank] += amount
         return amount
 
 
 def split_heads(
     weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, *, whole: bool = False
 ) -> tuple[float, list[list[float]]]:
-    """The split of one layer whose slowest rank is fastest.
+    """The split of one layer whose slowest rank is fastest: the load of that rank, and the parts.
 
-    Parameters
-    ----------
-    weights : sequence of float
-        Budget of each head.
-    ranks : sequence of sequence of int
-        The ranks that hold each head.
-    tp_size : int
-    whole : bool
-        Budgets are whole numbers of tokens and stay so when divided.
-
-    Returns
-    -------
-    slowest : float
-        The capacity: the load of the slowest rank, rounded up where parts are whole.
-    parts : list of list
-        ``parts[head]`` goes along with ``ranks[head]``: the tokens that each rank attends to.
+    ``ranks[head]`` hold a head of so much weight; ``parts[head]``, along with them, are the tokens that each attends
+    to. Where budgets are `whole` numbers of tokens they stay so when divided, and the slowest rank's load is rounded
+    up.
     """
     total = sum(weights)
     flow = _Flow(weights, ranks, tp_size, 0 if whole else total * TOLERANCE * 1e-3)

@@ -46,7 +46,6 @@ def test_shard_indices() -> None:
     shard = HeadShard((HeadGroup(3, (6, 7)), HeadGroup(0, (1,))))
     assert shard.kv_heads == (3, 0)
     assert shard.query_heads == (6, 7, 1)
-    assert shard.kv_of_query == (0, 0, 1)
     assert shard.group_size is None
 
 
@@ -71,9 +70,9 @@ def test_replicas_hold_their_whole_group() -> None:
         HeadShard((HeadGroup(1, (2, 3)), HeadGroup(0, (0, 1)))),
         HeadShard((HeadGroup(2, (4, 5)), HeadGroup(0, (0, 1)))),
     )
-    assert HeadMap(6, 3, (layer,)).replicas(0) == {0: (0, 1)}
+    assert HeadMap(6, 3, (layer,)).whole_copies(0) == {0: (0, 1)}
     # Divided query heads are no replicas.
-    assert contiguous_head_map(1, 8, 1, 4).replicas(0) == {}
+    assert contiguous_head_map(1, 8, 1, 4).whole_copies(0) == {}
 
 
 def test_map_with_ranks_missing_in_a_layer() -> None:

@@ -89,7 +89,7 @@ def attend_by_shard(
     shard = module.head_shard
     assert isinstance(shard, HeadShard)
     assert q.shape[1] == len(shard.query_heads) and k.shape[1] == len(shard.kv_heads)
-    index = list(shard.kv_of_query)
+    index = [index for index, group in enumerate(shard.groups) for _ in group.query_heads]
     out = F.scaled_dot_product_attention(q, k[:, index], v[:, index], is_causal=True, scale=scaling)
     return out.transpose(1, 2), None
 

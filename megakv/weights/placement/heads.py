@@ -35,11 +35,6 @@ class HeadShard:
         return tuple(head for group in self.groups for head in group.query_heads)
 
     @property
-    def kv_of_query(self) -> tuple[int, ...]:
-        """For each local query head, the local index of the KV head it reads."""
-        return tuple(index for index, group in enumerate(self.groups) for _ in group.query_heads)
-
-    @property
     def group_size(self) -> int | None:
         """Query heads per KV head, or None where groups differ in size."""
         sizes = {len(group.query_heads) for group in self.groups}
@@ -67,7 +62,7 @@ class HeadMap:
         for layer, shards in enumerate(self.layers):
             if len(shards) != self.tp_size:
                 raise ValueError(f"head map, layer {layer}: {len(shards)} ranks, but layer 0 has {self.tp_size}")
-            whole = self._whole(shards)
+            whole = self.whole_copies(layer)
             once = (g for shard in shards for g in shard.groups if g.kv_head not in whole)
             placed = sorted(
                 [head for g in once for head in g.query_heads] + [head for g in whole.values() for head in g]
@@ -82,25 +77,13 @@ class HeadMap:
                 if any(head // group != g.kv_head for g in shard.groups for head in g.query_heads):
                     raise ValueError(f"head map, layer {layer}, rank {rank}: a query head beside a foreign KV head")
 
-    def _whole(self, shards: tuple[HeadShard, ...]) -> dict[int, tuple[int, ...]]:
-        """Query heads of the KV heads that several ranks of a layer hold, each with the same of them."""
-        found: dict[int, list[HeadGroup]] = {}
-        for shard in shards:
+    def whole_copies(self, layer: int) -> dict[int, tuple[int, ...]]:
+        """Query heads of the KV heads of a layer that several ranks hold, each with the same of them."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for shard in self.layers[layer]:
             for group in shard.groups:
-                found.setdefault(group.kv_head, []).append(group)
-        return {
-            kv_head: groups[0].query_heads
-            for kv_head, groups in found.items()
-            if len(groups) > 1 and all(g.query_heads == groups[0].query_heads for g in groups)
-        }
-
-    def replicas(self, layer: int) -> dict[int, tuple[int, ...]]:
-        """Ranks of every KV head of `layer` that several ranks hold with all its query heads, by KV head, ascending."""
-        shards = self.layers[layer]
-        return {
-            kv_head: tuple(rank for rank, shard in enumerate(shards) if kv_head in shard.kv_heads)
-            for kv_head in sorted(self._whole(shards))
-        }
+                found.setdefault(group.kv_head, []).append(group.query_heads)
+        return {head: same[0] for head, same in found.items() if len(same) > 1 and len(set(same)) == 1}
 
     @property
     def tp_size(self) -> int:
