@@ -208,7 +208,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     """Entry of the only process."""
     arguments = parse_arguments()
-    from megakv.launcher.voice import quiet_libraries
+    from megakv.launcher.process import quiet_libraries
 
     quiet_libraries()
     run(arguments)

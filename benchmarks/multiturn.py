@@ -194,7 +194,7 @@ def main() -> int:
             return error.status
     if not parts:
         return 1
-    from megakv.launcher.voice import quiet_libraries
+    from megakv.launcher.process import quiet_libraries
 
     quiet_libraries()
     from harness.multiturn_report import report

@@ -226,7 +226,7 @@ def main() -> int:
     from harness.world import alone
 
     from megakv.errors import MegaKVError
-    from megakv.launcher.voice import quiet_libraries
+    from megakv.launcher.process import quiet_libraries
 
     quiet_libraries()
     with tempfile.TemporaryDirectory() as spare, alone():

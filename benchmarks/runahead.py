@@ -240,7 +240,7 @@ def main() -> int:
         parts.folder.mkdir(parents=True, exist_ok=True)
         skipped: dict[str, str] = {}
         status = measure_all(arguments, parts, skipped)
-        from megakv.launcher.voice import quiet_libraries
+        from megakv.launcher.process import quiet_libraries
 
         quiet_libraries()
         from harness.runahead_report import report

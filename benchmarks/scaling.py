@@ -157,7 +157,7 @@ def main() -> int:
             parts.append(launches.run(size))
     except LaunchError as error:
         return error.status
-    from megakv.launcher.voice import quiet_libraries
+    from megakv.launcher.process import quiet_libraries
 
     quiet_libraries()
     from harness.scaling_report import report

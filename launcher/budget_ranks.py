@@ -24,10 +24,9 @@ from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
-from megakv.launcher.environment import adopt_slurm, own_rank
 from megakv.launcher.job import prompt_ids, read_tokenizer
+from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Prompt, read_prompts
-from megakv.launcher.voice import one_voice, quiet_libraries
 from megakv.weights.files import local_directory
 from megakv.weights.placement import contiguous_head_map
 
@@ -117,7 +116,7 @@ def main() -> None:
     add_arguments(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         adopt_slurm()
         torch.set_num_threads(arguments.threads)
         config = budget_config(arguments, int(os.environ.get("WORLD_SIZE", "1")))

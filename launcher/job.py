@@ -7,24 +7,31 @@ import gc
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 import megakv
 from megakv.config import load_config
-from megakv.launcher.environment import own_rank
-from megakv.launcher.progress import prefill_bar
+from megakv.launcher.process import own_rank
 from megakv.tracking import RunReport
 from megakv.tracking.files import write_whole
+from megakv.tracking.tables import operations
 from megakv.weights.files import local_directory
+from megakv.weights.placement.plan import decoder_layers
 
 MEGABYTE = 1 << 20
+
+
+RANK_KEYS = ("rank", "host", "tokens", "kv_bytes", "head_tokens", "bytes_sent", "traffic", "peak_bytes")
+"""Of a rank's report, what the main job's JSON has."""
 
 
 @dataclass
@@ -46,31 +53,20 @@ class Outcome:
 
     def to_json(self, **more: Any) -> dict[str, Any]:
         """The main job's JSON."""
+        report = self.report
+        keys = ("ttft_s", "ttit_s", "prompt_tokens", "new_tokens", "mesh")
         return {
             "answer": self.answer,
             "tokens_equal": self.tokens_equal,
             **more,
-            "ttft_s": self.report.ttft_s,
-            "ttit_s": self.report.ttit_s,
-            "prompt_tokens": self.report.prompt_tokens,
-            "new_tokens": self.report.new_tokens,
-            "mesh": self.report.mesh,
-            "prefill": None if self.report.prefill is None else asdict(self.report.prefill),
+            **{key: getattr(report, key) for key in keys},
+            "prefill": None if report.prefill is None else asdict(report.prefill),
             "ranks": [
-                {
-                    "rank": rank.rank,
-                    "host": rank.host,
-                    "tokens": rank.tokens,
-                    "kv_bytes": rank.kv_bytes,
-                    "head_tokens": rank.head_tokens,
-                    "bytes_sent": rank.bytes_sent,
-                    "traffic": [asdict(traffic) for traffic in rank.traffic],
-                    "peak_bytes": rank.peak_bytes,
-                }
-                for rank in self.report.ranks
+                {key: getattr(rank, key) for key in RANK_KEYS} | {"traffic": list(map(asdict, rank.traffic))}
+                for rank in report.ranks
             ],
-            "versions": self.report.versions,
-            "machine": self.report.machine,
+            "versions": report.versions,
+            "machine": report.machine,
         }
 
 
@@ -125,6 +121,24 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> 
         )
         return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
     return tokenizer(text, return_tensors="pt").input_ids
+
+
+@contextmanager
+def prefill_bar(model: PreTrainedModel, *, shown: bool) -> Iterator[None]:
+    """Show how many layers of the first forward pass are done, on one rank."""
+    with ExitStack() as stack:
+        if shown:
+            _, layers = decoder_layers(model)
+            bar = stack.enter_context(tqdm(total=len(layers), desc="prefill", unit="layer"))
+
+            def count(*_: Any) -> None:
+                bar.update(1)
+                if bar.n >= len(layers):
+                    stack.close()
+
+            for layer in layers:
+                stack.callback(layer.register_forward_hook(count).remove)
+        yield
 
 
 def run_job(
@@ -234,12 +248,9 @@ def print_outcome(outcome: Outcome, stream: Any = None) -> None:
 
 def print_budgets(report: RunReport, stream: Any) -> None:
     """What a compressed cache keeps: tokens per KV head and layer."""
-    layers = [
-        np.concatenate([np.array(rank.head_tokens[layer], dtype=np.int64) for rank in report.ranks])
-        for layer in range(_compressed_layers(report))
-    ]
-    if layers:
-        kept, tokens = np.concatenate(layers), sum(rank.tokens for rank in report.ranks) // report.mesh["tp"]
+    if all(rank.head_tokens for rank in report.ranks):
+        kept = np.concatenate([layer for rank in report.ranks for layer in rank.head_tokens])
+        tokens = sum(rank.tokens for rank in report.ranks) // report.mesh["tp"]
         print(
             f"kept by a KV head on a rank: {kept.mean():.0f} tokens on average, {kept.min()} to {kept.max()}; "
             f"{tokens} tokens were read",
@@ -268,25 +279,15 @@ def print_offload(report: RunReport, stream: Any) -> None:
     )
 
 
-def _compressed_layers(report: RunReport) -> int:
-    return min(len(rank.head_tokens) for rank in report.ranks)
-
-
 def print_traffic(report: RunReport, stream: Any) -> None:
     """Communication by operation: sums over ranks and layers; times are means over ranks."""
-    if not any(rank.traffic for rank in report.ranks):
-        return
-    print(f"{'operation':<16} {'calls':>7} {'MiB':>9} {'ms':>9} {'hidden ms':>10} {'exposed ms':>11}", file=stream)
-    for name in sorted({traffic.operation for rank in report.ranks for traffic in rank.traffic}):
-        found = [traffic for rank in report.ranks for traffic in rank.traffic if traffic.operation == name]
-        calls, sent = sum(t.calls for t in found), sum(t.bytes_sent for t in found)
-        total, hidden = (
-            sum(getattr(traffic, time) for traffic in found) / len(report.ranks) * 1e3
-            for time in ("seconds", "seconds_hidden")
-        )
+    rows = operations(report).rows
+    if rows:
+        print(f"{'operation':<16} {'calls':>7} {'MiB':>9} {'ms':>9} {'hidden ms':>10} {'exposed ms':>11}", file=stream)
+    for name, calls, sent, *seconds in rows:
+        total, hidden, exposed = (1e3 * time for time in seconds)
         print(
-            f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {total - hidden:>11.1f}",
-            file=stream,
+            f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {exposed:>11.1f}", file=stream
         )
 
 

@@ -19,7 +19,7 @@ from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh, start_distributed
 from megakv.errors import MegaKVError
-from megakv.launcher.environment import own_rank
+from megakv.launcher.process import own_rank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMEOUT_S = 600.0
@@ -56,9 +56,14 @@ def check_rank_arguments(arguments: argparse.Namespace, ranks: int) -> None:
             f"--ranks {ranks} with --tp {arguments.tp}: allowed: a multiple of --tp, twice it or more, because what is "
             "measured is how context-parallel ranks work together"
         )
-    folder = Path(arguments.json).resolve().parent
-    if Path(arguments.json).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--json {arguments.json}: cannot be written: the folder must exist and be writable")
+    check_writable("--json", arguments.json)
+
+
+def check_writable(option: str, path: str) -> None:
+    """Refuse a file that could not be written in the end."""
+    folder = Path(path).resolve().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path}: cannot be written: the folder must exist and be writable")
 
 
 def command_line(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from megakv.launcher.environment import adopt_single_process, adopt_slurm, own_rank
 from megakv.launcher.job import JobParser, add_job_arguments, print_outcome, run_job, write_outcome
+from megakv.launcher.process import adopt_single_process, adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import read_text
-from megakv.launcher.voice import one_voice, quiet_libraries
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +44,7 @@ def make_text(arguments: argparse.Namespace) -> str:
 def main() -> None:
     """Entry of every rank."""
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         arguments = parse_arguments()
         adopt_slurm()
         adopt_single_process()

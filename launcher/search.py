@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,15 +18,10 @@ import megakv
 from megakv.config import MegaKVConfig
 from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import best_partition
-from megakv.costmodel.hardware import HardwareProfile, load_profile
+from megakv.costmodel.hardware import load_profile
 from megakv.costmodel.shape import ModelShape
-from megakv.distributed.agreement import Agreement
-from megakv.distributed.comm import Communicator
-from megakv.distributed.ledger import Ledger
-from megakv.launcher.environment import adopt_slurm, own_rank
-from megakv.launcher.passes import TimedPasses
-from megakv.launcher.search_arguments import (
-    add_search_arguments,
+from megakv.launcher.commands.search_partition import (
+    add_arguments,
     check_search,
     default_unit,
     journal_path,
@@ -34,14 +29,14 @@ from megakv.launcher.search_arguments import (
     read_contexts,
     search_config,
 )
-from megakv.launcher.voice import one_voice, quiet_libraries
+from megakv.launcher.passes import TimedPasses
+from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
 from megakv.runahead.journal import JournalFile
 from megakv.runahead.partition import Partition, from_fractions, to_fractions
-from megakv.runahead.search import PartitionSearch
+from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from megakv.runahead.table import ChainIdentity, LookupTable, TableEntry, load_table
-from megakv.runahead.trials import SearchResult, Trial
 
 FINALISTS, ROUNDS = 4, 3
 MOST_PREDICTED = 1000
@@ -65,22 +60,12 @@ class Desk:
         If the table or the journal is of another model or machine.
     """
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        chain: ChainIdentity,
-        shape: ModelShape,
-        passes: TimedPasses,
-    ):
+    def __init__(self, arguments: argparse.Namespace, chain: ChainIdentity, shape: ModelShape, passes: TimedPasses):
         self._arguments = arguments
         self._chain = chain
         self._shape = shape
         self._passes = passes
-        self._profile: HardwareProfile | None = None
-        self._costs: Chain | None = None
-        if arguments.profile is not None:
-            self._profile = load_profile(arguments.profile, setting="--profile")
-            self._costs = Chain(self._profile, shape, tp_size=chain.tp, kv=chain.kv, chunk_tokens=chain.chunk_tokens)
+        self._profile = load_profile(arguments.profile, setting="--profile") if arguments.profile is not None else None
         self._journal = JournalFile(journal_path(arguments), chain)
         self._table: LookupTable | None = None
         if Path(arguments.table).exists():
@@ -94,33 +79,35 @@ class Desk:
         """Search for all lengths, writing the table after each; then the picture."""
         results = []
         for number, context in enumerate(contexts, start=1):
-            results.append(self._search(context, f"{context} tokens ({number} of {len(contexts)})"))
-            entry = _entry(results[-1])
+            result = self._search(context, f"{context} tokens ({number} of {len(contexts)})")
+            results.append(result)
+            entry = TableEntry(
+                context=context,
+                fractions=to_fractions(result.partition),
+                ttft_s=result.seconds,
+                even_ttft_s=result.even_seconds,
+                evaluations=result.evaluations,
+            )
             table = self._table or LookupTable(chain=self._chain, entries=(entry,))
             self._table = table.with_entry(entry)
             self._table.save(self._arguments.table)
-        draw_searches(
-            picture_path(self._arguments), results, title=f"Partition search, {self._arguments.model}, "
-            f"{self._chain.ranks} ranks, kv {self._chain.kv}",
-        )  # fmt: skip
+        title = f"Partition search, {self._arguments.model}, {self._chain.ranks} ranks, kv {self._chain.kv}"
+        draw_searches(picture_path(self._arguments), results, title=title)
         self._journal.remove(contexts)
         return results
 
     def _search(self, context: int, name: str) -> SearchResult:
         known = self._journal.begin(context, self._seeds(context))
-        measured = {(trial.partition, trial.round) for trial in known.trials}
-        self._passes.begin(context, min((trial.seconds for trial in known.trials), default=float("inf")))
+        times = [trial.seconds for trial in known.trials]
+        self._passes.begin(context, min(times, default=float("inf")))
         with tqdm(desc=name, unit="partition", smoothing=0.1) as bar:
-            best = float("inf")
 
             def record(trial: Trial, left: int) -> None:
-                nonlocal best
-                best = min(best, trial.seconds)
-                if (trial.partition, trial.round) not in measured:
-                    self._journal.add(context, trial)
-                    bar.total = bar.n + 1 + left
-                    bar.update(1)
-                    bar.set_postfix_str(f"best {best:.3f} s, stride {trial.stride}")
+                self._journal.add(context, trial)
+                times.append(trial.seconds)
+                bar.total = bar.n + 1 + left
+                bar.update(1)
+                bar.set_postfix_str(f"best {min(times):.3f} s, stride {trial.stride}")
 
             ranks = self._chain.ranks
             grid = Grid(context, ranks, self._arguments.step or default_unit(context, ranks))
@@ -128,7 +115,7 @@ class Desk:
                 grid,
                 self._passes.seconds,
                 seeds=known.seeds,
-                predict=self._predicted if self._costs and grid.points_around <= MOST_PREDICTED else None,
+                predict=self._predictor() if grid.points_around <= MOST_PREDICTED else None,
                 full_grid=self._arguments.full_grid,
                 patience=self._arguments.patience,
                 finalists=FINALISTS,
@@ -137,40 +124,25 @@ class Desk:
                 record=record,
             ).run()
 
-    def _predicted(self, partition: Partition) -> float:
-        assert self._costs is not None
-        return self._costs.predict((partition,), (0,)).seconds
+    def _predictor(self) -> Callable[[Partition], float] | None:
+        """The cost model's seconds of a partition, where there is a profile."""
+        if self._profile is None:
+            return None
+        chain = self._chain
+        costs = Chain(self._profile, self._shape, tp_size=chain.tp, kv=chain.kv, chunk_tokens=chain.chunk_tokens)
+        return lambda partition: costs.predict((partition,), (0,)).seconds
 
     def _seeds(self, context: int) -> tuple[Partition, ...]:
         """Where the best is expected: by the cost model, and by the neighbours that the table has."""
         seeds: list[Partition] = []
         if self._profile is not None:
             chain = self._chain
-            seeds.append(
-                best_partition(
-                    self._profile,
-                    self._shape,
-                    context,
-                    chain.ranks,
-                    tp_size=chain.tp,
-                    kv=chain.kv,
-                    chunk_tokens=chain.chunk_tokens,
-                )
-            )
+            how = {"tp_size": chain.tp, "kv": chain.kv, "chunk_tokens": chain.chunk_tokens}
+            seeds.append(best_partition(self._profile, self._shape, context, chain.ranks, **how))
         if self._table is not None:
             fractions = self._table.fractions(context) or self._table.nearest(context).fractions
             seeds.append(from_fractions(fractions, context))
         return tuple(seeds)
-
-
-def _entry(result: SearchResult) -> TableEntry:
-    return TableEntry(
-        context=sum(result.partition),
-        fractions=to_fractions(result.partition),
-        ttft_s=result.seconds,
-        even_ttft_s=result.even_seconds,
-        evaluations=result.evaluations,
-    )
 
 
 def print_results(results: Sequence[SearchResult]) -> None:
@@ -189,33 +161,33 @@ def print_results(results: Sequence[SearchResult]) -> None:
 def main() -> None:
     """Entry of every rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    add_search_arguments(parser)
+    add_arguments(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         adopt_slurm()
         torch.set_num_threads(arguments.threads)
         config = search_config(arguments, int(os.environ.get("WORLD_SIZE", "1")))
         if own_rank() == 0:
             # The files are on its host, maybe on no other.
             check_search(arguments, config)
-        engine = megakv.init_inference(arguments.model, config)
-        search(engine, config, arguments)
+        with megakv.init_inference(arguments.model, config) as engine:
+            search(engine, config, arguments)
 
 
 def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argparse.Namespace) -> None:
-    """Search on an engine, and print what was found. Every rank must call it."""
-    comm = Communicator(engine.mesh, Ledger())
-    shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
+    """Search on an engine, and print what was found. Every rank must call it; what fails on one ends it on all."""
     section = config.megakv.runahead
-    chain = ChainIdentity.of(comm, shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
-    passes = TimedPasses(engine, comm, arguments.repeats)
-    desk = Agreement(comm).together(lambda: Desk(arguments, chain, shape, passes) if own_rank() == 0 else None)
-    if desk is None:
-        passes.follow()
-        return
-    results = desk.run(read_contexts(arguments.contexts))
-    passes.end()
+    with engine.call():
+        comm = engine._comm
+        shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
+        chain = ChainIdentity.of(comm, shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
+        passes = TimedPasses(engine, comm, arguments.repeats)
+        if comm.mesh.rank != 0:
+            passes.follow()
+            return
+        results = Desk(arguments, chain, shape, passes).run(read_contexts(arguments.contexts))
+        passes.end()
     print_results(results)
 
 

@@ -33,7 +33,7 @@ import megakv
 from megakv.config import ContextParallelConfig
 from megakv.distributed.mesh import stop_distributed
 from megakv.fairkv.methods import METHODS as COMPRESSION
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import quiet_libraries
 from megakv.offload.config import OffloadConfig
 
 STEPS = 4

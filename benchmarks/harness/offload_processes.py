@@ -33,7 +33,7 @@ def _measure(arguments: argparse.Namespace, case: Case, barrier: Any) -> list[di
     """The rows of one process."""
     import torch
 
-    from megakv.launcher.voice import quiet_libraries
+    from megakv.launcher.process import quiet_libraries
 
     from .offload_cells import CaseBench
     from .world import alone

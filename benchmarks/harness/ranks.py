@@ -22,10 +22,10 @@ def is_rank() -> bool:
 
 def serve(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
     """What every rank does: the measurement, with one voice for all."""
-    from megakv.launcher.voice import one_voice, quiet_libraries
+    from megakv.launcher.process import quiet_libraries, report_errors
 
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         run(arguments)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megakv.runahead.figure import draw_searches
-from megakv.runahead.trials import SearchResult, Trial
+from megakv.runahead.search import SearchResult, Trial
 
 from .chart import draw_bars
 from .lines import Line, draw_lines

@@ -9,14 +9,12 @@ from typing import Any
 
 import megakv
 from megakv.costmodel.shape import ModelShape
-from megakv.distributed.comm import Communicator
-from megakv.distributed.ledger import Ledger
+from megakv.launcher.commands.search_partition import add_arguments
 from megakv.launcher.passes import TimedPasses
 from megakv.launcher.search import Desk
-from megakv.launcher.search_arguments import add_search_arguments
 from megakv.runahead.partition import Partition, from_fractions
+from megakv.runahead.search import SearchResult
 from megakv.runahead.table import ChainIdentity, LookupTable, load_table
-from megakv.runahead.trials import SearchResult
 
 from .world import World
 
@@ -35,7 +33,7 @@ class Searches:
         patience: int | None,
         repeats: int,
     ):
-        comm = self._comm = Communicator(engine.mesh, Ledger())
+        comm = self._comm = engine._comm
         self._shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
         section = engine._config.megakv.runahead
         self._chain = ChainIdentity.of(comm, self._shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
@@ -71,7 +69,7 @@ class Searches:
         options = {**given, "--png": picture, **self._options}
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         parser = argparse.ArgumentParser()
-        add_search_arguments(parser)
+        add_arguments(parser, ranks=False)
         return parser.parse_args(words)
 
     def partition(self, context: int) -> Partition:

@@ -17,7 +17,7 @@ def run_single_process(
         print(f"this machine has no CUDA GPU: nothing is measured; --device cpu {on_cpu}", file=sys.stderr)
         return 2
     from megakv.errors import MegaKVError
-    from megakv.launcher.voice import quiet_libraries
+    from megakv.launcher.process import quiet_libraries
 
     quiet_libraries()
     try:

@@ -16,7 +16,7 @@ from megakv.costmodel.measurement import DEFAULT_SECONDS, measure_profile
 from megakv.costmodel.records import Record
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.comm import Communicator
-from megakv.launcher.environment import adopt_slurm, own_rank
+from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.launcher.ranks import (
     DTYPES,
     Progress,
@@ -26,7 +26,6 @@ from megakv.launcher.ranks import (
     join_ranks,
     start_ranks,
 )
-from megakv.launcher.voice import one_voice, quiet_libraries
 from megakv.weights.placement import contiguous_head_map
 
 
@@ -107,7 +106,7 @@ def join_and_measure(
     arguments_of(parser, ranks=False)
     arguments = parser.parse_args()
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         adopt_slurm()
         comm = join_ranks(arguments)
         progress = Progress(parser.prog.removesuffix(".py").replace("_", "-"))

@@ -215,7 +215,7 @@ def stop_distributed() -> None:
     For whoever owns the process, once nothing is exchanged any more. A process that does not may abort at its end:
     torch's communication threads let go of tensors, and so of Python objects, a moment after an operation counts as
     done, and the interpreter must still be there then. After a `PeerLostError` leave the process instead, as
-    ``megakv.launcher.ending`` does: whatever is still expected from the lost rank would be waited for here, for up to
+    ``megakv.launcher.process`` does: whatever is still expected from the lost rank would be waited for here, for up to
     ``megakv.timeout_s``.
     """
     if dist.is_initialized():

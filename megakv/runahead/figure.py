@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakv.runahead.trials import SearchResult, Trial
+from megakv.runahead.search import SearchResult, Trial
 from megakv.tracking.files import write_picture
 
 if TYPE_CHECKING:

@@ -29,17 +29,7 @@ BALANCES = (0.0, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Grid:
-    """Partitions of a prompt in whole units, each rank with one unit or more.
-
-    Parameters
-    ----------
-    tokens : int
-        Of the prompt.
-    size : int
-        Context-parallel degree, 2 or more.
-    unit : int
-        Tokens of the finest stride.
-    """
+    """Partitions of `tokens` in whole units, each of `size` ranks (2 or more) with one unit or more."""
 
     tokens: int
     size: int
@@ -82,11 +72,6 @@ class Grid:
         together.
         """
         return self._possible(center + stride * self._offsets)
-
-    def beside(self, center: Bounds) -> Bounds:
-        """Partitions with one bound a unit away from that of `center`."""
-        unit = np.eye(self.size - 1, dtype=np.int64) * self.unit
-        return self._possible(center + np.concatenate([unit, -unit]))
 
     def _possible(self, rows: Bounds) -> Bounds:
         """Those with a unit or more for each rank."""

@@ -10,23 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record
 from megakv.runahead.partition import Partition
+from megakv.runahead.search import Trial
 from megakv.runahead.table import ChainIdentity, load_short_record
-from megakv.runahead.trials import Trial
-
-SUFFIX = ".journal"
 
 
 class ContextTrials(BaseModel):
-    """What was measured for one length of prompt.
-
-    Parameters
-    ----------
-    context : int
-        Tokens of the prompt.
-    seeds : tuple of Partition
-        What the search began with: a search that goes on must begin with the same.
-    trials : tuple of Trial
-    """
+    """What was measured for one length of prompt; a search that goes on must begin with the same seeds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,21 +23,9 @@ class ContextTrials(BaseModel):
     seeds: tuple[Partition, ...] = ()
     trials: tuple[Trial, ...] = ()
 
-    @property
-    def partitions(self) -> list[Partition]:
-        """All that are named."""
-        return [*self.seeds, *(trial.partition for trial in self.trials)]
-
 
 class Journal(Record):
-    """All measurements of a search that is not finished.
-
-    Parameters
-    ----------
-    chain : ChainIdentity
-        Which model and machine they were made on.
-    contexts : tuple of ContextTrials
-    """
+    """All measurements of a search that is not finished."""
 
     format: Literal["megakv partition search"] = "megakv partition search"
     version: Literal[1] = 1
@@ -58,7 +35,7 @@ class Journal(Record):
     @model_validator(mode="after")
     def _of_this_chain(self) -> Self:
         for entry in self.contexts:
-            for partition in entry.partitions:
+            for partition in (*entry.seeds, *(trial.partition for trial in entry.trials)):
                 if len(partition) != self.chain.ranks or min(partition) < 0 or sum(partition) != entry.context:
                     raise ValueError(f"{list(partition)} is no partition of {entry.context} tokens")
         return self
@@ -67,33 +44,23 @@ class Journal(Record):
 class JournalFile:
     """The file of a journal; it is written anew, whole, after every measurement.
 
-    Parameters
-    ----------
-    path : path
-        Where a stopped search may have left one.
-    chain : ChainIdentity
-        What is searched now.
-
     Raises
     ------
     ValueError
-        If what is there is no journal, or one of another model or machine.
+        If what a stopped search left there is no journal, or one of another model or machine.
     """
 
     def __init__(self, path: str | Path, chain: ChainIdentity):
         self.path = Path(path)
-        self._contexts: dict[int, ContextTrials] = {}
         self._chain = chain
-        if self.path.exists():
-            for entry in self._load().contexts:
-                self._contexts[entry.context] = entry
-
-    def _load(self) -> Journal:
+        self._contexts: dict[int, ContextTrials] = {}
+        if not self.path.exists():
+            return
         setting, remedy = "the journal of a stopped search", "delete it to begin anew"
         journal = load_short_record(Journal, self.path, setting=setting, remedy=remedy)
-        if differences := journal.chain.differences(self._chain):
+        if differences := journal.chain.differences(chain):
             raise ValueError(f"{setting} = {str(self.path)!r} is of another: {'; '.join(differences)}; {remedy}")
-        return journal
+        self._contexts = {entry.context: entry for entry in journal.contexts}
 
     def begin(self, context: int, seeds: tuple[Partition, ...]) -> ContextTrials:
         """What is known of a context; its seeds are those it was begun with, or else these."""

@@ -1,7 +1,12 @@
-"""What partitions promise: predicted times, corrected by what was measured near by. It orders and prunes the search."""
+"""What partitions promise: predicted times, corrected by what was measured near by. It orders and prunes the search.
+
+The logarithm of measured over predicted is taken for a smooth function of the bounds (a Gaussian process, kriging):
+known where partitions were measured, up to their noise, and fading to its mean some strides away.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,22 +22,20 @@ RECEIVING = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 HOPS = (0.0, 0.02, 0.1, 0.25, 0.5)
 """Shares of attention in the compute, and times of receiving and of the hops beside all compute, of the chains that the
 equation may be of."""
-MOST_FITTED = 100
-"""Fastest measurements that choose the constants."""
 SHARPNESS = 12
-NEAR_STRIDES = 1.5
-TRUST, MOST_TRUST = 0.3, 4.0
-"""Weight of the prediction against one measured neighbour whose time is exact, and against one whose time is noise
-beside what predictions leave unexplained."""
-FAST = 1.1
-"""What predictions leave unexplained is judged by partitions that take up to so many times the shortest time."""
-OUTLIER, LEAST_WEIGHT = 4.0, 0.2
-"""Beyond so many deviations a single time counts half as much, for something else may have run on the machine; but
-never less than this: it may as well be the prediction that is wrong."""
+REACH = 3.0
+"""Strides over which a deviation holds."""
+MOST_FITTED = 100
+"""Fastest measurements that are taken in."""
+EXACT = 1e-4
+NOISES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Variances of a time beside what predictions leave unexplained: of exact times, and those to choose from."""
+OUTLIER = 1.0
+"""Deviations from which on a time that is too long counts less: something else may have run on the machine."""
 
 
 class Prediction:
-    """Times to first token: one ratio of measured to predicted, and what measured neighbours deviate from it by.
+    """Times to first token, fitted to measurements.
 
     Without a cost model the equation is ``a tokens_r + b pairs_r + c prefix_r + d hops_r`` of the slowest rank r:
     tokens through the weights, query-key pairs, received tokens, all tokens on the hops before. Ranks that are long at
@@ -52,58 +55,51 @@ class Prediction:
         self._known: dict[Partition, float] = {}
         attention, received, hops = (c.reshape(-1) for c in np.meshgrid(ATTENTION, RECEIVING, HOPS, indexing="ij"))
         self._candidates = np.stack([1 - attention, attention, received, hops])
-        self._constants = self._candidates[:, :1]
 
-    def fit(self, bounds: Bounds, seconds: Sequence[float], *, counts: Sequence[int] = (), noise: float = 0.0) -> None:
-        """Take in all measurements, those of fast partitions above all.
+    def fit(self, bounds: Bounds, seconds: Sequence[float], stride: int, *, noisy: bool = False) -> None:
+        """Take in all measurements, the fast ones above all.
 
         Parameters
         ----------
         bounds : array
-            ``[n, N - 1]``.
+            ``[n, N - 1]``; a partition that was measured several times comes as often.
         seconds : sequence of float
             ``[n]``, positive.
-        counts : sequence of int
-            ``[n]`` how many times each was measured; once if it is empty.
-        noise : float
-            Relative standard deviation of one time; 0 where times are exact.
+        stride : int
+            Tokens by which bounds are moved now.
+        noisy : bool
+            Whether a time says more of its partition than its neighbours do, or as much.
         """
         times = np.asarray(seconds)
-        often = np.asarray(counts, dtype=np.float64) if len(counts) else np.ones(len(times))
-        relative = times / times.min()
-        weights = often / relative**4
-        weights /= weights.sum()
+        fast = np.argsort(times, kind="stable")[:MOST_FITTED]
+        bounds, times = bounds[fast], times[fast]
+        relative = times / times[0]
+        weights = relative**-4 / np.sum(relative**-4)
         if self._predict is None:
-            fast = np.argsort(relative, kind="stable")[:MOST_FITTED]
-            part = weights[fast]
-            logs = np.log(relative[fast, None] / self._equation(bounds[fast], self._candidates))
-            apart = part @ (logs - part @ logs / part.sum()) ** 2
+            logs = np.log(times[:, None] / self._equation(bounds, self._candidates))
+            apart = weights @ (logs - weights @ logs) ** 2
             self._constants = self._candidates[:, [int(apart.argmin())]]
-        ratios = times / self._seconds(bounds)
-        self._ratio = float(np.exp(weights @ np.log(ratios)))
-        self._bounds, self._off = bounds, ratios / self._ratio - 1
-        self._trust, self._weights = TRUST, often
-        if noise:
-            unexplained = float(np.mean(self._off[relative <= FAST] ** 2)) - noise**2
-            self._trust = min(MOST_TRUST, TRUST + noise**2 / max(unexplained, (noise / MOST_TRUST) ** 2))
-            late = np.maximum(self._off, 0.0) / (OUTLIER * noise)
-            self._weights = np.where(often == 1, np.maximum(LEAST_WEIGHT, 1 / (1 + late**2)), often)
+        off = np.log(times / self._predicted(bounds))
+        self._ratio = float(weights @ off)
+        self._bounds, off = bounds, off - self._ratio
+        self._length = REACH * stride
+        kernel = self._kernel(self._bounds)
+        if noisy:
+            self._deviation = _through_noise(kernel, off)
+        else:
+            self._deviation = np.linalg.solve(kernel + EXACT * np.eye(len(off)), off)
 
-    def predict(self, bounds: Bounds, stride: int) -> Floats:
-        """``[m]`` seconds of the partitions ``[m, N - 1]``; measured neighbours within some strides count."""
-        distance = np.zeros((len(bounds), len(self._bounds)))
-        for ours, theirs in zip(bounds.T, self._bounds.T, strict=True):
-            np.maximum(distance, np.abs(ours[:, None] - theirs) / (NEAR_STRIDES * stride), out=distance)
-        nearness = np.exp(-(distance**2)) * self._weights
-        found: Floats = self._seconds(bounds) * (1 + nearness @ self._off / (self._trust + nearness.sum(axis=1)))
-        return found * self._ratio
+    def seconds(self, bounds: Bounds) -> Floats:
+        """``[m]`` of the partitions ``[m, N - 1]``."""
+        return self._predicted(bounds) * np.exp(self._ratio + self._kernel(bounds) @ self._deviation)
 
-    def smoothed(self, stride: int) -> Floats:
-        """``[n]`` seconds of the measured partitions themselves, by all measurements together."""
-        return self.predict(self._bounds, stride)
+    def _kernel(self, bounds: Bounds) -> Floats:
+        """``[m, n]`` how much each partition has of what the measured ones deviate by."""
+        apart = (bounds[:, None] - self._bounds) / self._length
+        return np.exp(-np.sum(apart**2, axis=-1))
 
-    def _seconds(self, bounds: Bounds) -> Floats:
-        """``[m]`` as predicted, by the cost model or by the equation."""
+    def _predicted(self, bounds: Bounds) -> Floats:
+        """``[m]`` seconds by the cost model or by the equation."""
         if self._predict is None:
             return self._equation(bounds, self._constants)[:, 0]
         partitions = [self._grid.partition(row) for row in bounds]
@@ -124,3 +120,19 @@ class Prediction:
         longest = np.maximum(times.max(axis=1, keepdims=True), 1e-6)
         found: Floats = longest[:, 0] * ((times / longest) ** SHARPNESS).sum(axis=1) ** (1 / SHARPNESS)
         return found
+
+
+def _through_noise(kernel: Floats, off: Floats) -> Floats:
+    """``[n]`` coefficients of the likeliest smooth deviation: as the times come, then with late ones doubted."""
+    count, doubt = len(off), np.ones(len(off))
+    for _ in range(2):
+        likeliest = -math.inf
+        for noise in NOISES:
+            covariance = kernel + np.diag(noise * doubt)
+            solved = np.linalg.solve(covariance, off)
+            variance = max(float(off @ solved) / count, 1e-12)
+            likelihood = -count * math.log(variance) - np.linalg.slogdet(covariance)[1]
+            if likelihood > likeliest:
+                likeliest, found, deviation = likelihood, solved, math.sqrt(variance * noise)
+        doubt = 1 + (np.maximum(off - kernel @ found, 0) / (OUTLIER * deviation)) ** 2
+    return found

@@ -10,10 +10,9 @@ import numpy as np
 from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
-from megakv.launcher.environment import adopt_single_process, adopt_slurm, own_rank
 from megakv.launcher.job import add_job_arguments, print_outcome, run_job, write_outcome
+from megakv.launcher.process import adopt_single_process, adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import read_text
-from megakv.launcher.voice import one_voice, quiet_libraries
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,7 +54,7 @@ def main() -> None:
     """Entry of every rank."""
     arguments = parse_arguments()
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         adopt_slurm()
         adopt_single_process()
         prompter = Prompter(arguments)

@@ -20,9 +20,7 @@ from task import MODEL_DIR, Document, document, is_correct, load_tokenizer, ques
 from transformers import PreTrainedTokenizerBase
 
 import megakv
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.environment import adopt_single_process
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import adopt_single_process, orderly_end, quiet_libraries
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
 HEADS_FILE = RESULTS_DIR / "heads.json"

@@ -33,8 +33,7 @@ from megakv.costmodel.trial import TrialLayer
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh, start_distributed
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.planning import PassPlanner
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "replicated")

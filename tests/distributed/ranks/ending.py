@@ -18,8 +18,7 @@ import torch.distributed as dist
 import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 
 def hidden_threads() -> int:

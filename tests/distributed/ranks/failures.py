@@ -23,8 +23,7 @@ import megakv
 import megakv.distributed.peers
 import megakv.planning
 from megakv.choice import PrefillChoice
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 PATIENCE_S = 0.5
 """After which ranks end what waits for a connection that is over."""

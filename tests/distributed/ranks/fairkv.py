@@ -25,8 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.distributed.mesh import start_distributed
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 LENGTHS = {1: [171], 5: [171, 40, 163, 3, 101]}
 QUESTION, SECOND = 21, 90

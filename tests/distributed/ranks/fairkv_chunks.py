@@ -24,8 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 from megakv.distributed.mesh import start_distributed
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 TURNS = ([102, 40, 63, 3, 71], [72, 21, 64, 68, 0])
 """New tokens of each row; a row is compressed from 64 on, whatever the others have."""

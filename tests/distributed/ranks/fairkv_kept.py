@@ -16,8 +16,7 @@ import torch
 from fairkv import kept_slots
 
 import megakv
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ from prose import SEPARATOR
 from task import MODEL_DIR, document, is_correct, load_tokenizer, question
 
 import megakv
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 PEAK = {"observe": "prompt", "reduce": "peak"}
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
-from megakv.launcher.ending import leave, orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import leave, orderly_end, quiet_libraries
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 LENGTHS = (40, 90)

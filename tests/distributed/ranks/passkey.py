@@ -16,8 +16,7 @@ import torch
 from task import MODEL_DIR, conversation, is_correct, load_tokenizer
 
 import megakv
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 ANSWER_TOKENS = 8
 

@@ -24,8 +24,7 @@ import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
 from megakv.fairkv.identity import ModelIdentity
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.weights.placement import head_counts
 
 LENGTHS = (90, 70, 20)

@@ -26,8 +26,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import megakv
 from megakv.distributed.mesh import start_distributed
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 from tests.distributed.asking import Answer, Asked, Plain, differs
 from tests.distributed.random_cases import Action, Case, draw
 from tests.families import CONFIGS

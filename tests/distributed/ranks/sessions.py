@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.session import Session
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}

@@ -20,8 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import megakv
 import megakv.distributed.comm
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 # Above and below the size at which the shared-memory op changes its algorithm (1 MiB of float32 here).
 SHAPES = ((1, 1), (1, 130), (2, 2500))

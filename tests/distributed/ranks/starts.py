@@ -25,8 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
 IDS = torch.arange(3, 60)[None]

@@ -17,8 +17,7 @@ from families import llama
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 METHODS = [
     ("pass_kv", "replicated"),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import megakv
-from megakv.launcher.voice import one_voice, quiet_libraries
+from megakv.launcher.process import quiet_libraries, report_errors
 
 Step = Callable[[], Any]
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -92,7 +92,7 @@ def main() -> None:
     section["timeout_s"] = float(sys.argv[4])
     torch.set_num_threads(1)
     quiet_libraries()
-    with one_voice():
+    with report_errors():
         engine = megakv.init_inference(
             str(folder), {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megakv.runahead.journal import JournalFile
-from megakv.runahead.trials import Trial
+from megakv.runahead.search import Trial
 from tests.unit.runahead.tables import chain, table
 
 

@@ -31,23 +31,35 @@ def test_all_measurements_together_say_more_than_each() -> None:
         # Something else ran on the machine.
         noisy[rng.integers(len(noisy))] *= 1.3
         prediction = Prediction(GRID)
-        prediction.fit(bounds, noisy.tolist(), noise=NOISE)
+        prediction.fit(bounds, noisy.tolist(), GRID.unit, noisy=True)
         near = truth <= 1.1 * truth.min()
         alone.append(np.abs(noisy / truth - 1)[near].mean())
-        together.append(np.abs(prediction.smoothed(GRID.unit) / truth - 1)[near].mean())
+        together.append(np.abs(prediction.seconds(bounds) / truth - 1)[near].mean())
     assert np.mean(together) < 0.7 * np.mean(alone)
 
 
 def test_exact_times_are_believed() -> None:
     bounds, truth = measured(SimulatedChain.usual(8192, random.Random()), np.random.default_rng())
     prediction = Prediction(GRID)
-    prediction.fit(bounds, truth.tolist())
-    assert prediction.smoothed(1) == pytest.approx(truth, rel=0.1)
-    # A time that was taken often counts for more than one that was taken once.
+    prediction.fit(bounds, truth.tolist(), GRID.unit)
+    assert prediction.seconds(bounds) == pytest.approx(truth, rel=0.01)
+
+
+def test_a_time_that_was_taken_often_counts_for_more() -> None:
     apart = []
-    for counts in ([], [1000] + [1] * (len(truth) - 1)):
-        shifted = truth.copy()
-        shifted[0] *= 1.2
-        prediction.fit(bounds, shifted.tolist(), counts=counts)
-        apart.append(abs(prediction.smoothed(1)[0] / shifted[0] - 1))
-    assert apart[1] < apart[0]
+    for _ in range(10):
+        rng = np.random.default_rng()
+        bounds, truth = measured(SimulatedChain.usual(8192, random.Random()), rng)
+        shifted = truth * (1 + NOISE * rng.standard_normal(len(truth)))
+        best = int(truth.argmin())
+        shifted[best] *= 0.9
+        found = []
+        for more in (0, 20):
+            prediction = Prediction(GRID)
+            again = np.repeat(bounds[[best]], more, axis=0)
+            times = [*shifted, *[shifted[best]] * more]
+            prediction.fit(np.concatenate([bounds, again]), times, GRID.unit, noisy=True)
+            found.append(abs(prediction.seconds(bounds[[best]])[0] / shifted[best] - 1))
+        apart.append(found)
+    once, often = np.mean(apart, axis=0)
+    assert often < once

@@ -9,8 +9,7 @@ import pytest
 
 from megakv.runahead.grid import Grid
 from megakv.runahead.partition import Partition, even
-from megakv.runahead.search import PartitionSearch
-from megakv.runahead.trials import SearchResult, Trial
+from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
 
 PAPER = Grid(96, 4, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megakv.launcher.command import main
-from megakv.launcher.search_arguments import UNITS, default_unit, read_contexts
+from megakv.launcher.commands.search_partition import UNITS, default_unit, read_contexts
 from tests.unit.runahead.tables import any_table, table
 
 
