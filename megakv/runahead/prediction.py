@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from megakv.runahead.grid import Bounds, Grid
 from megakv.runahead.partition import Partition
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 
 ATTENTION = (*np.linspace(0.0, 0.9, 13).tolist(), 0.95, 1.0)
 RECEIVING = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)

@@ -162,9 +162,9 @@ class PartitionSearch:
             calm = 0 if self._best < (1 - GAIN) * best else calm + 1
         if self.rounds:
             # One lucky time must not lead the search astray.
-            best = self._ranked()[0]
-            if len(self._times[best]) == 1:
-                self._add(best, self.grid.unit, ahead)
+            first = self._ranked()[0]
+            if len(self._times[first]) == 1:
+                self._add(first, self.grid.unit, ahead)
 
     def _promising(self, center: Bounds, stride: int) -> Partition | None:
         """The most promising partition around the best that was not measured yet, if any promises enough."""
