@@ -281,7 +281,7 @@ def print_offload(report: RunReport, stream: Any) -> None:
 
 def print_traffic(report: RunReport, stream: Any) -> None:
     """Communication by operation: sums over ranks and layers; times are means over ranks."""
-    rows = operations(report).rows
+    rows: list[list[Any]] = [*operations(report).rows]
     if rows:
         print(f"{'operation':<16} {'calls':>7} {'MiB':>9} {'ms':>9} {'hidden ms':>10} {'exposed ms':>11}", file=stream)
     for name, calls, sent, *seconds in rows:

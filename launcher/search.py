@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -137,7 +138,7 @@ class Desk:
         seeds: list[Partition] = []
         if self._profile is not None:
             chain = self._chain
-            how = {"tp_size": chain.tp, "kv": chain.kv, "chunk_tokens": chain.chunk_tokens}
+            how: dict[str, Any] = {"tp_size": chain.tp, "kv": chain.kv, "chunk_tokens": chain.chunk_tokens}
             seeds.append(best_partition(self._profile, self._shape, context, chain.ranks, **how))
         if self._table is not None:
             fractions = self._table.fractions(context) or self._table.nearest(context).fractions
