@@ -143,5 +143,5 @@ class Auto:
 
     def _ratios(self, name: str | None, tokens: int) -> list[float]:
         """Those of steps with about as many tokens: what fits one size need not fit another."""
-        known = self._plans[name].ratios if name in self._plans else ()
+        known = self._plans[name].ratios if name and name in self._plans else ()
         return [ratio for then, ratio in known if tokens < 2 * then < 4 * tokens]
