@@ -17,6 +17,7 @@ SEED = "MEGAKV_TEST_SEED"
 LONG_FILES = (
     "distributed/test_exactness.py",
     "distributed/test_random_engines.py",
+    "unit/injection/test_support.py",
     "distributed/test_kill.py",
     "distributed/test_fairkv.py",
     "distributed/test_runahead.py",

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,15 +87,9 @@ def run_ranks(
     Result
         Also where the launch failed or ran out of time: the caller judges.
     """
-    for _ in range(PORT_ATTEMPTS):
-        if launcher == "forked":
-            result = run_forked(script, [list(args)] * ranks, timeout=timeout, env=env)
-        else:
-            result = _run_once(_command(launcher, ranks, free_port(), script, args), timeout, env or {})
-        # Another process took the port between our look and the launcher's bind.
-        if result.returncode in (0, None) or "EADDRINUSE" not in result.stderr:
-            break
-    return result
+    if launcher == "forked":
+        return run_forked(script, [list(args)] * ranks, timeout=timeout, env=env)
+    return _on_a_free_port(lambda port: _run_once(_command(launcher, ranks, port, script, args), timeout, env or {}))
 
 
 def run_command(command: Sequence[str | Path], *, timeout: float, env: dict[str, str] | None = None) -> Result:
@@ -119,6 +113,21 @@ def run_forked(
     timeout, env
         As for `run_ranks`.
     """
+    return _on_a_free_port(lambda port: _fork_once(script, commands, port, timeout, env or {}))
+
+
+def _on_a_free_port(start: Callable[[int], Result]) -> Result:
+    """A launch's result; again, where another process took the port between our look and the ranks' bind."""
+    for _ in range(PORT_ATTEMPTS):
+        result = start(free_port())
+        if result.returncode in (0, None) or "EADDRINUSE" not in result.stderr:
+            break
+    return result
+
+
+def _fork_once(
+    script: str | Path, commands: Sequence[Sequence[str | Path]], port: int, timeout: float, env: dict[str, str]
+) -> Result:
     with tempfile.TemporaryDirectory(prefix="megakv-launch-") as folder:
         paths = {name: str(Path(folder, name)) for name in ("stdout", "stderr")}
         for path in paths.values():
@@ -127,7 +136,7 @@ def run_forked(
             {
                 "script": str(script),
                 "commands": [list(map(str, command)) for command in commands],
-                "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})},
+                "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env},
                 "timeout": timeout,
                 "answer": str(Path(folder, "answer")),
                 **paths,
