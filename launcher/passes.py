@@ -36,7 +36,7 @@ class TimedPasses:
     def begin(self, context: int, best: float = float("inf")) -> None:
         """Warm up for prompts of a length. Rank 0 calls it; the best time known so far may be given.
 
-        Raises ValueError: if the model cannot read so many tokens.
+        Raises ValueError if the model cannot read so many tokens.
         """
         self._best = best
         self._seen.clear()

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.kernel_times import KernelSizes, Matrices
-from megakv.costmodel.measurement import measure_profile
+from megakv.costmodel.measure.kernels import KernelSizes, Matrices
+from megakv.costmodel.measure.profile import measure_profile
+from megakv.costmodel.measure.stopwatch import Alone
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.stopwatch import Alone
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megakv.costmodel.measure.policy_points import fit_policy
 from megakv.costmodel.policy_fit import PolicyFit, load_fit
-from megakv.costmodel.policy_points import fit_policy
 from megakv.distributed.comm import Communicator
 from megakv.launcher.commands.profile import join_and_measure, layer_shape, measure
 from megakv.launcher.ranks import DTYPES, add_rank_arguments
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def check_tokens(tokens: list[int], ring: int) -> None:
     """Refuse contexts without a point to measure.
 
-    Raises ValueError: naming the value and what is allowed.
+    Raises ValueError, naming the value and what is allowed.
     """
     if min(tokens) < 2 * ring:
         raise ValueError(f"--tokens {min(tokens)}: allowed: {2 * ring} or more, twice the context-parallel ranks")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megakv.costmodel.hardware import HardwareProfile, load_profile
-from megakv.costmodel.kernel_times import KernelSizes, Matrices
-from megakv.costmodel.measurement import DEFAULT_SECONDS, measure_profile
+from megakv.costmodel.measure.kernels import KernelSizes, Matrices
+from megakv.costmodel.measure.profile import DEFAULT_SECONDS, measure_profile
 from megakv.costmodel.records import Record
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.comm import Communicator
@@ -60,7 +60,7 @@ def measure(module: str, arguments: argparse.Namespace, names: Sequence[str]) ->
 def model_shape(arguments: argparse.Namespace) -> ModelShape:
     """That of --model.
 
-    Raises ValueError: if there is no such model, or its heads cannot be divided among --tp ranks.
+    Raises ValueError if there is no such model, or its heads cannot be divided among --tp ranks.
     """
     try:
         model = ModelShape.from_path(arguments.model, dtype=DTYPES[arguments.dtype])

@@ -119,7 +119,7 @@ class LayerTimes:
     def steps(self, method: str, rank: int) -> RankSteps:
         """A context-parallel rank's way through one layer of a prompt, by any prefill method but ``runahead``.
 
-        Raises ValueError: for a prompt of fewer than 2N tokens, which is served like decoding.
+        Raises ValueError for a prompt of fewer than 2N tokens, which is served like decoding.
         """
         if self.size == 1:
             return RankSteps(((self.predict(method).seconds, 0.0, 0.0),))

@@ -24,7 +24,7 @@ GIB = 1 << 30
 class Demand:
     """What is asked of the machines.
 
-    Raises ValueError: naming the size, its value and what is allowed.
+    Raises ValueError, naming the size, its value and what is allowed.
     """
 
     context: int  # New tokens T of every sequence.

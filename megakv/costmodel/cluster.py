@@ -65,7 +65,7 @@ class ClusterPlanner:
         With a longest time to first token, what serves most prompts per second within it comes first; without one, what
         is fastest.
 
-        Raises MegaKVError: if nothing fits, or nothing is fast enough: says what is missing.
+        Raises MegaKVError if nothing fits, or nothing is fast enough: says what is missing.
         """
         candidates, rejected = self._fitting.candidates(demand)
         if not candidates:

@@ -22,7 +22,7 @@ from megakv.runahead.partition import Partition
 class Workload:
     """The tokens of one pass over all ranks.
 
-    Raises ValueError: if a length is negative, no token is new, or the degree is not positive.
+    Raises ValueError if a length is negative, no token is new, or the degree is not positive.
     """
 
     new: tuple[int, ...]  # T and P of every sequence of the batch.
@@ -149,7 +149,7 @@ def sent_bytes(
     cached: per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
     wanted: per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they
         travel instead of keys and values, but for a collective, or a chain whose last rank keeps all keys and values.
-    Returns an all-gather's messages are of equal size, the largest one's.
+    An all-gather's messages are of equal size, the largest one's.
     """
     size = len(kept)
     if size == 1:

@@ -199,7 +199,7 @@ class HardwareProfile(Record):
 def load_profile(path: str | Path, *, setting: str = "profile") -> HardwareProfile:
     """Read and check a profile.
 
-    Raises ValueError: if it cannot be read, is not a profile, or holds an impossible value: names the setting, the file
+    Raises ValueError if it cannot be read, is not a profile, or holds an impossible value: names the setting, the file
         and the field.
     """
     return load_record(HardwareProfile, path, setting=setting, remedy="write a new one with megakv profile --json FILE")

@@ -112,7 +112,7 @@ class MachineSpec(Record):
         cp_size, tp_size: the mesh. Tensor-parallel ranks are neighbours, so that the ring of the context-parallel ones
             stays inside a host only where the whole mesh does.
         captured: whether a pass is replayed as one CUDA graph, so that the host issues nothing.
-        Raises ValueError: if a degree is not positive.
+        Raises ValueError if a degree is not positive.
         """
         if cp_size < 1 or tp_size < 1:
             raise ValueError(f"cp_size = {cp_size} and tp_size = {tp_size}: allowed: 1 or more")
@@ -195,7 +195,7 @@ class MachineSpec(Record):
 def machine_of(profile: HardwareProfile) -> MachineSpec:
     """A measured machine in the terms of a data sheet, all efficiencies 1: what it reached is what it is taken to have.
 
-    Raises ValueError: if the profile is of a version that did not note memory: names what to do.
+    Raises ValueError if the profile is of a version that did not note memory: names what to do.
     """
     if profile.memory_bytes is None:
         raise ValueError(

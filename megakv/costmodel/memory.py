@@ -88,7 +88,7 @@ def rank_memory(
     new: tokens of a sequence that are computed at a time; None: all.
     kept_share: what part of keys and values compression keeps.
     offloaded: whether those lie off the accelerator.
-    Raises ValueError: if a size is not positive, or a share not in 0 to 1.
+    Raises ValueError if a size is not positive, or the share not in 0 to 1.
     """
     sizes = {"context": context, "batch": batch, "new": context if new is None else new}
     sizes |= {"cp_size": cp_size, "tp_size": tp_size}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
@@ -22,9 +22,6 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import Partition, from_fractions
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 SIGNIFICANT_BITS = 5
 KEPT = 4096
@@ -61,34 +58,20 @@ class PrefillPlanner:
         mesh = comm.mesh
         free = min(comm.gather_objects(int(get_accelerator().available_memory())))
         room = int(MEMORY_SHARE * free) // token_bytes(model, tp_size=mesh.tp_size)
-        return cls(
-            profile,
-            model,
-            mesh.cp_size,
-            tp_size=mesh.tp_size,
-            kv=kv,
-            chunk_tokens=chunk_tokens,
-            alone_tokens=room,
-        )
+        return cls(profile, model, mesh.cp_size, mesh.tp_size, kv, chunk_tokens, alone_tokens=room)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"tp_size": self.tp_size, "kv": self.kv, "chunk_tokens": self.chunk_tokens}
 
     def partition(self, new: int, cached: int = 0) -> Partition:
         """The fastest partition of a sequence, as far as the cost model knows."""
-        known = rounded(new), rounded(cached)
-
-        def search() -> Partition:
-            return best_partition(
-                self.profile,
-                self.model,
-                known[0],
-                self.size,
-                cached=known[1],
-                tp_size=self.tp_size,
-                kv=self.kv,
-                chunk_tokens=self.chunk_tokens,
-            )
-
-        partition = self._kept(self._partitions, known, search)
-        return from_fractions(partition, new)
+        tokens, held = rounded(new), rounded(cached)
+        if (tokens, held) not in self._partitions:
+            _make_room(self._partitions)
+            found = best_partition(self.profile, self.model, tokens, self.size, cached=held, **self._options)
+            self._partitions[tokens, held] = found
+        return from_fractions(self._partitions[tokens, held], new)
 
     def seconds(self, workload: Workload, sizes: Callable[[int, int], Sequence[int]]) -> dict[str, float]:
         """TTFT of a pass by every method that may serve it.
@@ -96,31 +79,19 @@ class PrefillPlanner:
         sizes: the partition of so many new tokens behind so many cached ones that runahead would use.
         """
         similar = Workload(tuple(map(rounded, workload.new)), tuple(map(rounded, workload.cached)), workload.size)
-
-        def predict() -> dict[str, float]:
-            times = PrefillTimes(
-                self.profile,
-                self.model,
-                similar,
-                tp_size=self.tp_size,
-                kv=self.kv,
-                chunk_tokens=self.chunk_tokens,
+        if similar not in self._seconds:
+            partitions = tuple(
+                from_fractions(sizes(*given), new) if new else (0,) * self.size
+                for given, new in zip(zip(workload.new, workload.cached, strict=True), similar.new, strict=True)
             )
+            times = PrefillTimes(self.profile, self.model, similar, **self._options)
             alone = workload.total == workload.total_new <= self.alone_tokens
             names = [name for name in CANDIDATES if alone or name != "single"]
-            return {name: times.seconds(name, partitions) for name in names}
+            _make_room(self._seconds)
+            self._seconds[similar] = {name: times.seconds(name, partitions) for name in names}
+        return self._seconds[similar]
 
-        if similar in self._seconds:
-            return self._seconds[similar]
-        partitions = tuple(
-            from_fractions(sizes(*given), new) if new else (0,) * self.size
-            for given, new in zip(zip(workload.new, workload.cached, strict=True), similar.new, strict=True)
-        )
-        return self._kept(self._seconds, similar, predict)
 
-    def _kept(self, store: dict[K, T], key: K, compute: Callable[[], T]) -> T:
-        if key not in store:
-            if len(store) >= KEPT:
-                store.clear()
-            store[key] = compute()
-        return store[key]
+def _make_room(kept: dict[Any, Any]) -> None:
+    if len(kept) >= KEPT:
+        kept.clear()

@@ -11,16 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from megakv.costmodel.curves import Positive
 from megakv.costmodel.hardware import Fingerprint
 from megakv.costmodel.records import Record, load_record
-
-RIDGE = 1e-3
-NEWTON_STEPS = 100
-CLEAR_DIFFERENCE = 0.02
 
 
 class FitPoint(BaseModel):
@@ -68,49 +63,9 @@ def empirical_rule(constants: Sequence[float], new: int, cached: int) -> float:
     return alpha * math.log(new) + beta * math.log(new / (new + cached)) + gamma
 
 
-def fit_constants(points: Sequence[FitPoint]) -> tuple[float, float, float]:
-    """Logistic regression of the faster method on log T and log(T / (T + P)), weighted by the relative difference.
-
-    A slight ridge keeps the constants finite where a line separates the points, or one method always wins.
-
-    Raises ValueError: without a point.
-    """
-    if not points:
-        raise ValueError("no (T, P) point was measured: allow more --seconds or smaller --tokens")
-    features = np.array([[math.log(p.new), math.log(p.new / (p.new + p.cached)), 1.0] for p in points])
-    wins = np.array([p.advantage > 0 for p in points], dtype=np.float64)
-    weights = np.array([abs(p.advantage) for p in points])
-    weights = weights / weights.mean() if weights.any() else np.ones(len(points))
-    # Standardised columns make one ridge fit both logarithms.
-    center, spread = features[:, :2].mean(0), features[:, :2].std(0)
-    spread[spread == 0] = 1.0
-    scaled = np.concatenate([(features[:, :2] - center) / spread, features[:, 2:]], axis=1)
-    theta = np.zeros(3)
-    for _ in range(NEWTON_STEPS):
-        chance = 1 / (1 + np.exp(-np.clip(scaled @ theta, -50, 50)))
-        gradient = scaled.T @ (weights * (chance - wins)) + RIDGE * theta
-        curvature = (scaled.T * (weights * chance * (1 - chance))) @ scaled + RIDGE * np.eye(3)
-        step = np.linalg.solve(curvature, gradient)
-        theta -= step * min(1.0, 5.0 / float(np.abs(step).max() or 1.0))
-        if np.abs(step).max() < 1e-10:
-            break
-    alpha, beta = theta[:2] / spread
-    return float(alpha), float(beta), float(theta[2] - center @ (theta[:2] / spread))
-
-
-def accuracies(constants: Sequence[float], points: Sequence[FitPoint]) -> tuple[float, float]:
-    """Share of points on which the rule picks the faster method: of all, and of those that differ clearly."""
-
-    def share(some: Sequence[FitPoint]) -> float:
-        right = [(empirical_rule(constants, p.new, p.cached) > 0) == (p.advantage > 0) for p in some]
-        return sum(right) / len(right) if right else 1.0
-
-    return share(points), share([p for p in points if abs(p.advantage) > CLEAR_DIFFERENCE])
-
-
 def load_fit(path: str, *, setting: str = "fit") -> PolicyFit:
     """Read and check a fit.
 
-    Raises ValueError: as `megakv.costmodel.records.load_record`.
+    Raises ValueError as `megakv.costmodel.records.load_record`.
     """
     return load_record(PolicyFit, path, setting=setting, remedy="write a new one with megakv fit-policy --json FILE")

@@ -47,11 +47,15 @@ class PrefillTimes:
         self._tp_size = tp_size
         self._tokens = TokenTimes(profile, model, tp_size=tp_size)
         self._layers = {
-            index: LayerTimes(profile, model.attention(tp_size=tp_size, layer=index), workload)
-            for index, _ in model.layer_kinds
+            model.layers[kind]: LayerTimes(profile, model.attention(tp_size=tp_size, layer=kind), workload)
+            for kind, _ in model.layer_kinds
         }
+        # How many layers are like which, and what is wanted of the last one.
+        last = len(model.layers) - 1
+        alike = ((kind, count - (model.layers[kind] == model.layers[last]), None) for kind, count in model.layer_kinds)
+        self._alike = [each for each in alike if each[1]] + [(last, 1, len(workload.new))]
         self._chain = Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens)
-        self._predictions: dict[tuple[int, str, bool], Prediction] = {}
+        self._predictions: dict[tuple[int, str], Prediction] = {}
         self._chains: dict[tuple[Partition, ...], ChainPrediction] = {}
 
     def seconds(self, method: str, partitions: Sequence[Partition] | None = None) -> float:
@@ -70,29 +74,23 @@ class PrefillTimes:
     def terms(self, method: str, partitions: Sequence[Partition] | None = None) -> dict[str, float]:
         """Where a method's seconds go; parameters as `seconds`, which they sum to.
 
-        Returns ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens,
-            ``all_reduce`` for sums over tensor-parallel ranks.
+        ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens, and
+        ``all_reduce`` for sums over tensor-parallel ranks.
         """
-        tokens, sequences = -(-self.workload.total_new // self.workload.size), len(self.workload.new)
-        layers = {index: count for index, count in self._model.layer_kinds}
-        kinds = {self._model.layers[index]: index for index in layers}
-        final, last = kinds[self._model.layers[-1]], len(self._model.layers) - 1
-        layers[final] -= 1
         terms = dict.fromkeys(("attention", "dense", "exposed", "all_reduce"), 0.0)
-        terms["all_reduce"] = self._tokens.sums(last, tokens, wanted=sequences)
-        terms["all_reduce"] += sum(count * self._tokens.sums(index, tokens) for index, count in layers.items())
+        for layer, count, wanted in self._alike:
+            terms["all_reduce"] += count * self._tokens.sums(layer, self._most, wanted=wanted)
         if method in ("single", "runahead"):
             chain = self.chain(alone(self.workload) if method == "single" else partitions or ())
             slowest = int(chain.ends_s[:, -1].argmax())
             terms["exposed"] = max(0.0, float(chain.waited_s[slowest].sum()))
-            terms["dense"] = self._tokens.layer(last, tokens, wanted=sequences) - terms["all_reduce"]
-            terms["dense"] += sum(count * self._tokens.layer(index, tokens) for index, count in layers.items())
+            dense = (n * self._tokens.layer(layer, self._most, wanted=wanted) for layer, n, wanted in self._alike)
+            terms["dense"] = sum(dense) - terms["all_reduce"]
             terms["attention"] = chain.seconds - sum(terms.values())
             terms["exposed"] += self._late_s if method == "runahead" else 0.0
             return terms
-        parts = [(count, self._attention(index, method)) for index, count in layers.items()]
-        for count, prediction in [*parts, (1, self._attention(final, method, last=True))]:
-            for name, seconds in prediction.terms.items():
+        for layer, count, _ in self._alike:
+            for name, seconds in self._attention(layer, method).terms.items():
                 terms["exposed" if name in EXPOSED else "attention"] += count * seconds
         terms["exposed"] += self._late_s
         terms["dense"] = self.seconds(method) - sum(terms.values())
@@ -110,29 +108,25 @@ class PrefillTimes:
         """How late the last rank is: by a part of what reading the weights takes, however many tokens share them."""
         return self._tokens.late_s(len(self.workload.new)) if self.workload.size * self._tp_size > 1 else 0.0
 
-    def _attention(self, index: int, method: str, *, last: bool = False) -> Prediction:
+    @property
+    def _most(self) -> int:
+        """New tokens of the rank with most, where they are spread evenly."""
+        return -(-self.workload.total_new // self.workload.size)
+
+    def _attention(self, layer: int, method: str) -> Prediction:
         """One layer's attention; seconds and their terms are made from the same prediction."""
-        key = index, method, last
-        if key not in self._predictions:
-            times = self._layers[index]
-            self._predictions[key] = times.predict_last(method) if last else times.predict(method)
-        return self._predictions[key]
+        if (layer, method) not in self._predictions:
+            times = self._layers[self._model.layers[layer]]
+            last = layer == len(self._model.layers) - 1
+            self._predictions[layer, method] = times.predict_last(method) if last else times.predict(method)
+        return self._predictions[layer, method]
 
     def _rings(self, method: str) -> float:
-        """Of the rank with the most tokens, where they are spread evenly."""
-        tokens = -(-self.workload.total_new // self.workload.size)
-        sequences = len(self.workload.new)
-        last = len(self._model.layers) - 1
-
-        def layer(index: int, attention: Prediction, wanted: float | None = None) -> float:
+        seconds = self._tokens.end(len(self.workload.new), shared=self.workload.size > 1)
+        for layer, count, wanted in self._alike:
             # Kernels are issued while those before them compute, but not past a collective, which all ranks wait in.
+            attention = self._attention(layer, method)
             together = attention.terms.get("collective", 0.0)
-            work = self._tokens.layer(index, tokens, wanted=wanted) + attention.seconds - together
-            return work + self._profile.idle_s(work) + together
-
-        kinds = {self._model.layers[index]: index for index, _ in self._model.layer_kinds}
-        kind = kinds[self._model.layers[last]]
-        whole = {index: layer(index, self._attention(index, method)) for index in self._layers}
-        layers = sum(count * whole[index] for index, count in self._model.layer_kinds) - whole[kind]
-        asked = layer(last, self._attention(kind, method, last=True), sequences)
-        return layers + asked + self._tokens.end(sequences, shared=self.workload.size > 1)
+            work = self._tokens.layer(layer, self._most, wanted=wanted) + attention.seconds - together
+            seconds += count * (work + self._profile.idle_s(work) + together)
+        return seconds

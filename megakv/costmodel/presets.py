@@ -115,7 +115,7 @@ class Hardware:
 def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware:
     """A preset by name; or the machine of a file: a measured profile, or a machine's own data sheet.
 
-    Raises ValueError: if it is neither a preset's name nor a file that holds one of the two: names the setting and the
+    Raises ValueError if it is neither a preset's name nor a file that holds one of the two: names the setting and the
         nearest names.
     """
     text = str(name_or_path)

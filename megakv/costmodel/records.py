@@ -26,7 +26,7 @@ class Record(BaseModel):
     def save(self, path: str | Path) -> None:
         """Write the JSON, whole or not at all.
 
-        Raises OSError: if the file cannot be written.
+        Raises OSError if the file cannot be written.
         """
         write_whole(path, (self.model_dump_json(indent=1) + "\n").encode())
 
@@ -41,7 +41,7 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, b
     setting: the setting that named the file, for messages.
     remedy: what makes a good file.
     by_hand: people write such files too, and may leave the format out.
-    Raises ValueError: if it cannot be read, is cut short, is something else or holds an impossible value: names the
+    Raises ValueError if it cannot be read, is cut short, is something else or holds an impossible value: names the
         setting, the file, the field and the remedy.
     """
     source = f"{setting} = {str(path)!r}"

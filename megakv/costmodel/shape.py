@@ -102,7 +102,7 @@ class ModelShape:
         """Sizes of the model that a config describes.
 
         dtype: of weights and cache; the config's own if None, float32 if that has none.
-        Raises ValueError: if the config describes no causal language model that transformers knows.
+        Raises ValueError if the config describes no causal language model that transformers knows.
         """
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
@@ -130,7 +130,7 @@ class ModelShape:
     def from_path(cls, path: str | Path, *, dtype: torch.dtype | None = None) -> ModelShape:
         """Sizes of the model in a directory, of a hub id, or of a config file.
 
-        Raises ValueError: if there is no such config, or it describes no causal language model.
+        Raises ValueError if there is no such config, or it describes no causal language model.
         """
         try:
             if Path(path).is_file():

@@ -49,7 +49,7 @@ class PrefillProgram:
         """The program of one of `METHODS`.
 
         partitions: for ``runahead``, the tokens of every rank, per sequence; even ones if left out.
-        Raises ValueError: for a ring over fewer than 2N tokens.
+        Raises ValueError for a ring over fewer than 2N tokens.
         """
         building = _Building(self._workload.size, self._tp_size)
         if method == "runahead":

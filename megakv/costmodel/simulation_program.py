@@ -92,7 +92,7 @@ class Program:
 class Disturbances:
     """Factors on the times of a program's tasks.
 
-    Raises ValueError: if a factor is not above 0, sigma is not between 0 and 5, or a link has one end only.
+    Raises ValueError if a factor is not above 0, sigma is not between 0 and 5, or a link has one end only.
     """
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # Computation of a rank takes so many times longer.
@@ -114,7 +114,7 @@ class Disturbances:
     def check(self, ranks: int) -> None:
         """Refuse ranks that a world of this size has not.
 
-        Raises ValueError: naming the rank and what there is.
+        Raises ValueError, naming the rank and what there is.
         """
         named = {*self.slow_ranks, *(rank for link in self.slow_links for rank in link)}
         for rank in sorted(named):

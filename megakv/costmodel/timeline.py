@@ -1,12 +1,4 @@
-"""Events of one rank of the runahead chain, and of the link behind it, over all layers at once.
-
-A rank's layers follow each other, and each is delayed only by what arrives in it. With W_l the work of layer l, a_lj
-the arrival of chunk j and w_lj the work from it to the end of the layer,
-
-    end_l = max(end_(l-1) + W_l, max_j (a_lj + w_lj)),
-
-whose solution is a running maximum of sums. The same holds for the queue of a link.
-"""
+"""Events of one rank of the runahead chain, and of the link before it, over all layers."""
 
 from __future__ import annotations
 
@@ -95,38 +87,12 @@ class RankEvents:
 
 
 def rank_events(work: LayerWork, handed: Times, seconds: Times, *, held: int) -> RankEvents:
-    """Events of a rank whose prefix comes over one link.
+    """Events of a rank whose prefix comes over one link, one chunk behind the other.
 
     handed: ``[layers, J]`` when the rank before hands each chunk to the link.
     seconds: ``[J]`` how long each is on its way.
     held: chunks that the rank makes room for at a time: the next one sets out when one of them was attended to.
     """
-    # Chunks that take no longer on their way than attention to the one before never find the room occupied.
-    if held >= 2 and (seconds[1:] <= work.chunks[:, :-1]).all():
-        return prompt_events(work, link_queue(handed, seconds))
-    return held_events(work, handed, seconds, held=held)
-
-
-def prompt_events(work: LayerWork, arrivals: Times) -> RankEvents:
-    """Events of a rank whose chunks arrive at the given times, ``[layers, J]``."""
-    done = np.cumsum(work.chunks, axis=1)
-    begun = done - work.chunks
-    lead = work.before + work.local
-    total = work.total
-    elapsed = np.cumsum(total)
-    ends = elapsed
-    if arrivals.shape[1]:
-        # A chunk that comes late delays all that follows it in the layer, and every later layer.
-        late = np.max(arrivals - begun, axis=1) + done[:, -1] + work.after
-        ends = elapsed + np.maximum(np.maximum.accumulate(late - elapsed), 0.0)
-    starts = np.concatenate([[0.0], ends[:-1]])
-    delayed = np.maximum.accumulate(arrivals - begun, axis=1)
-    pickups = begun + np.maximum((starts + lead)[:, None], delayed)
-    return RankEvents(starts, ends, pickups, ends - starts - total)
-
-
-def held_events(work: LayerWork, handed: Times, seconds: Times, *, held: int) -> RankEvents:
-    """Events of a rank with room for some chunks, walked through one by one; parameters as `rank_events`."""
     layers, count = handed.shape
     transfers, ready, attention = seconds.tolist(), handed.tolist(), work.chunks.tolist()
     before, after = (work.before + work.local).tolist(), work.after.tolist()
@@ -149,12 +115,3 @@ def held_events(work: LayerWork, handed: Times, seconds: Times, *, held: int) ->
         ends[layer] = clock
     first, last = np.array(starts), np.array(ends)
     return RankEvents(first, last, np.array(pickups).reshape(handed.shape), last - first - work.total)
-
-
-def link_queue(handed: Times, seconds: Times) -> Times:
-    """When messages ``[layers, J]``, sent one after another over one link, have arrived."""
-    sent = np.cumsum(np.broadcast_to(seconds, handed.shape).reshape(-1)).reshape(handed.shape)
-    before = sent - seconds
-    waited = np.maximum.accumulate((handed - before).reshape(-1)).reshape(handed.shape)
-    arrived: Times = sent + waited
-    return arrived

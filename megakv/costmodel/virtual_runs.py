@@ -133,7 +133,7 @@ class DecodingRun(VirtualRun):
     machine, model, lengths, cp_size, tp_size: as `VirtualRun`; what is new counts as cached, too.
     weights_too: whether weights come over the same link.
     host_bytes: host memory of a rank; what has no room there lies on disk. None: there is room for all.
-    Raises ValueError: if the machine's link to host memory is not known, or its disk where that is needed.
+    Raises ValueError if the machine's link to host memory is not known, or its disk where that is needed.
     """
 
     def __init__(

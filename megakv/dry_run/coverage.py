@@ -26,8 +26,8 @@ def check_coverage(
     shapes: whole shape of every parameter, by name.
     placements: from `plan_placement`, one of each rank.
     attentions: full name of each layer's attention module.
-    Returns parameters that are cut.
-    Raises MegaKVError: naming the parameter, and which of its indices are on how many ranks.
+    Returns the number of parameters that are cut.
+    Raises MegaKVError, naming the parameter, and which of its indices are on how many ranks.
     """
     copies = {
         f"{name}.": Copies.of(head_map.layers[layer], head_map.n_heads, head_map.n_kv_heads)

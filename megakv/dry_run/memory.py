@@ -49,7 +49,7 @@ class MemoryCount:
     """Bytes of ranks with one configuration.
 
     context, new_tokens, batch: prompt and generated tokens of each of so many sequences.
-    Raises ValueError: if a compression setting does not fit the model or the prompt.
+    Raises ValueError if a compression setting does not fit the model or the prompt.
     """
 
     def __init__(self, config: MegaKVConfig, shape: ModelShape, *, context: int, new_tokens: int, batch: int):

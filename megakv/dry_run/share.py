@@ -50,8 +50,8 @@ class WholeModel:
     def plan(cls, config: PreTrainedConfig, dtype: torch.dtype, head_map: HeadMap) -> WholeModel:
         """Cut a model for every rank of a head map, and check that the parts add up.
 
-        Raises ValueError: if the model cannot be cut so.
-        Raises MegaKVError: if the parts are not the model.
+        Raises ValueError if the model cannot be cut so.
+        Raises MegaKVError if the parts are not the model.
         """
         model = empty_model(deepcopy(config), dtype)
         placements = tuple(plan_placement(model, head_map, rank) for rank in range(head_map.tp_size))
@@ -77,8 +77,8 @@ class WholeModel:
 
         tokens: numbers of tokens to run them over.
         fp8: whether feed-forward weights become FP8.
-        Raises MegaKVError: if a parameter has another shape than it should, or shapes do not fit in a pass.
-        Raises ValueError: if FP8 is not possible with this model.
+        Raises MegaKVError if a parameter has another shape than it should, or shapes do not fit in a pass.
+        Raises ValueError if FP8 is not possible with this model.
         """
         dtypes = parameter_dtypes(self.model, self.dtype)
         kept = {id(parameter): parameter for parameter in self.model.parameters()}
@@ -153,7 +153,7 @@ class ShapeRuntime:
     ) -> Tensor:
         """``[1, L, H, Dv]`` without values.
 
-        Raises MegaKVError: if there are other heads than this rank has, or rows do not belong together.
+        Raises MegaKVError if there are other heads than this rank has, or rows do not belong together.
         """
         shard = self._head_map.shard(layer, self._tp_rank)
         heads, kv_heads = len(shard.query_heads), len(shard.kv_heads)
@@ -181,8 +181,8 @@ def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: 
 
     model: on the meta device, cut for this rank.
     tokens: 1 or more.
-    Returns per layer, bytes of one token's keys and values.
-    Raises MegaKVError: if shapes do not fit.
+    Returns the bytes of one token's keys and values, by layer.
+    Raises MegaKVError if shapes do not fit.
     """
     runtime = ShapeRuntime(head_map, tp_rank)
     try:

@@ -24,12 +24,12 @@ from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.kernel_times import KernelSizes
-from megakv.costmodel.measurement import measure_profile
-from megakv.costmodel.policy_points import fit_policy
+from megakv.costmodel.measure.kernels import KernelSizes
+from megakv.costmodel.measure.policy_points import fit_policy
+from megakv.costmodel.measure.profile import measure_profile
+from megakv.costmodel.measure.stopwatch import Pool
+from megakv.costmodel.measure.trial import TrialLayer
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.costmodel.stopwatch import Pool
-from megakv.costmodel.trial import TrialLayer
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh, start_distributed

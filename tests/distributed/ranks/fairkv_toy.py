@@ -42,7 +42,7 @@ if __name__ == "__main__":
     from fairkv_kept import main
 
     from megakv.launcher.command import main as command
-    from megakv.launcher.ending import orderly_end
+    from megakv.launcher.process import orderly_end
 
     with orderly_end():
         config, checked = sys.argv[5:]

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.methods import METHODS, MethodEntry
-from megakv.launcher.ending import orderly_end
-from megakv.launcher.voice import quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 from tests.distributed.toy_ring import ToyRing
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -18,8 +18,8 @@ from megakv.attention.reference import reference_attention
 from megakv.attention.runahead import Runahead
 from megakv.cache.stores import DenseStore
 from megakv.costmodel.context_parallel import sent_bytes
+from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape
-from megakv.costmodel.trial import tokens
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, contiguous, round_robin
 from megakv.errors import MegaKVError
 from tests.threads import ThreadComm, on_threads

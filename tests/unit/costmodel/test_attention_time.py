@@ -12,8 +12,8 @@ from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import dense_seconds
+from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
-from megakv.costmodel.trial import tokens
 from megakv.distributed.sharding import balanced
 from tests.unit.costmodel.profiles import ideal, pair_table
 

@@ -25,8 +25,8 @@ from megakv.costmodel.context_parallel import (
     tp_bytes_per_block,
     tsp_tokens,
 )
+from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.costmodel.trial import tokens
 from megakv.distributed.sharding import TokenTable, balanced
 from tests.unit.costmodel.test_shape import llama_405b
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.kernel_times import KernelSizes, TableCells
-from megakv.costmodel.link_times import LEAST_OVERLAP_BYTES, OverlapCells
-from megakv.costmodel.stopwatch import Battery, Pool
+from megakv.costmodel.measure.kernels import KernelSizes, TableCases
+from megakv.costmodel.measure.links import LEAST_OVERLAP_BYTES, OverlapCases
+from megakv.costmodel.measure.stopwatch import Cases, Pool
 
 
 class Sizes:
-    """A communicator that notes how much is passed on, and a battery that notes what it is given."""
+    """A communicator that notes how much is passed on, and cases that note what it is given."""
 
     def __init__(self) -> None:
         self.mesh = type("Mesh", (), {"device": torch.device("cpu")})()
@@ -35,10 +35,10 @@ class Sizes:
 )
 def test_exchanges_are_longer_than_a_burst(bandwidth: float, longest_s: float, expected: float) -> None:
     comm: Any = Sizes()
-    kernels = TableCells(KernelSizes(16, 2, 1), Pool(torch.float32, torch.device("cpu"), 1 << 20), 1e9, longest_s)
+    kernels = TableCases(KernelSizes(16, 2, 1), Pool(torch.float32, torch.device("cpu"), 1 << 20), 1e9, longest_s)
     calls: list[Any] = []
-    battery: Any = type("Calls", (Battery,), {"add": lambda self, *key, call: calls.append((key, call))})(comm)
-    OverlapCells(comm, kernels, 3e-4, bandwidth, longest_s).add(battery)
+    cases: Any = type("Calls", (Cases,), {"add": lambda self, *key, call: calls.append((key, call))})(comm)
+    OverlapCases(comm, kernels, 3e-4, bandwidth, longest_s).add(cases)
     (_, first), (key, fewer) = calls[0], calls[1]
     first()
     assert comm.sent == [pytest.approx(expected, rel=1e-3)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megakv.costmodel.policy_fit import FitPoint, PolicyFit, accuracies, empirical_rule, fit_constants, load_fit
-from megakv.costmodel.policy_points import grid
+from megakv.costmodel.measure.policy_points import accuracies, fit_constants, grid
+from megakv.costmodel.policy_fit import FitPoint, PolicyFit, empirical_rule, load_fit
 from tests.unit.costmodel.profiles import fingerprint
 
 PUBLISHED = (-1.059, 1.145, 12.112)
@@ -99,10 +99,10 @@ def test_accuracy_counts_clear_points_apart() -> None:
 
 
 def test_grid() -> None:
-    cells = grid((1024, 100), 4)
-    assert (1024, 0) in cells and (100, 0) in cells
-    assert all(new >= 8 and new + cached in (1024, 100) for new, cached in cells)
-    assert cells == sorted(cells)
+    wanted = grid((1024, 100), 4)
+    assert (1024, 0) in wanted and (100, 0) in wanted
+    assert all(new >= 8 and new + cached in (1024, 100) for new, cached in wanted)
+    assert wanted == sorted(wanted)
 
 
 def test_saved_and_read_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What calling costs, from times that are known, and from a real battery."""
+"""What calling costs, from times that are known, and from real runs."""
 
 import random
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megakv.costmodel.dense import TokenTimes
+from megakv.costmodel.measure.small_models import FEW, MANY, OFTEN, ONCE, OWN, PLAIN, READING, SmallModelCases
+from megakv.costmodel.measure.stopwatch import Alone, Cases, Pool, Stopwatch, Times
 from megakv.costmodel.plain import PlainTimes
-from megakv.costmodel.small_models import FEW, MANY, OFTEN, ONCE, OWN, PLAIN, READING, SmallModelCells
-from megakv.costmodel.stopwatch import Alone, Battery, Pool, Stopwatch, Times
 from tests.measuring import until_it_holds
 from tests.unit.costmodel.test_chain import attention_only
-from tests.unit.costmodel.test_rehearsal import machine, pool
+from tests.unit.costmodel.test_meeting import machine, pool
 
 READ_S = 7e-3
 NAMES = ("layer_s", "pass_s", "step_s", "begin_s")
@@ -31,9 +31,9 @@ def known(kind: str, seconds: dict[str, float]) -> dict[tuple[object, ...], tupl
 def test_calls_are_told_apart() -> None:
     plain = {name: random.uniform(1e-3, 1e-2) for name in NAMES}
     added = {name: random.uniform(1e-3, 1e-2) for name in NAMES}
-    cells, profile = SmallModelCells(pool()), machine()
+    measured, profile = SmallModelCases(pool()), machine()
     own = {name: plain[name] + added[name] for name in NAMES}
-    found = cells.fields(profile, Times({**known(PLAIN, plain), **known(OWN, own)}))
+    found = measured.fields(profile, Times({**known(PLAIN, plain), **known(OWN, own)}))
     # A little of it is what the layer's matrices take, and the output head.
     assert found["issue_s"] == pytest.approx(plain["layer_s"], rel=0.1)
     assert found["pass_s"] == pytest.approx(plain["pass_s"], rel=0.1)
@@ -50,17 +50,17 @@ def test_calls_are_told_apart() -> None:
     assert plainly.prefill(9, generating=True) - plainly.prefill(9) == pytest.approx(plain["begin_s"])
 
 
-def test_a_real_battery() -> None:
-    """Every cell runs, under MegaKV too, and generations take longer than passes."""
-    battery = Battery(Stopwatch(Alone(torch.device("cpu"))))
-    cells = SmallModelCells(Pool(torch.float32, torch.device("cpu"), 1 << 20))
-    cells.add(battery)
+def test_real_runs() -> None:
+    """Every case runs, under MegaKV too, and generations take longer than passes."""
+    cases = Cases(Stopwatch(Alone(torch.device("cpu"))))
+    small = SmallModelCases(Pool(torch.float32, torch.device("cpu"), 1 << 20))
+    small.add(cases)
 
     def measured() -> None:
-        times = battery.run(0.1)
+        times = cases.run(0.1)
         for kind in (PLAIN, OWN):
             assert 0 < times[kind, "pass", FEW] < times[kind, "tokens", OFTEN]
-        found = cells.fields(machine(), times)
+        found = small.fields(machine(), times)
         assert 0 < found["begin_s"] < 5 and found["step_s"] >= 0 and found["added"].begin_s >= 0
 
     until_it_holds(measured)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.stopwatch import LEAST_ROUNDS, ROUNDS, Battery, Pool, Stopwatch, Times, lower_decile
+from megakv.costmodel.measure.stopwatch import LEAST_ROUNDS, ROUNDS, Cases, Pool, Stopwatch, Times, lower_decile
 
 
 class Alone:
@@ -61,34 +61,34 @@ def test_what_a_pass_does_often_counts_by_its_mean() -> None:
 
 
 def test_heavier_cells_get_more_of_the_time() -> None:
-    battery, calls = Battery(Stopwatch(Alone())), {"light": 0, "heavy": 0}  # type: ignore[arg-type]
+    cases, calls = Cases(Stopwatch(Alone())), {"light": 0, "heavy": 0}  # type: ignore[arg-type]
 
     def count(name: str) -> None:
         calls[name] += 1
         time.sleep(1e-3)
 
     for name, weight in (("light", 1.0), ("heavy", 3.0)):
-        battery.add(name, call=lambda name=name: count(name), weight=weight)  # type: ignore[misc]
-    battery.run(0.2)
+        cases.add(name, call=lambda name=name: count(name), weight=weight)  # type: ignore[misc]
+    cases.run(0.2)
     assert calls["heavy"] > 2 * calls["light"] > 0
 
 
 def test_rounds_take_every_cell() -> None:
-    battery, calls = Battery(Stopwatch(Alone())), {"a": 0, "b": 0}  # type: ignore[arg-type]
+    cases, calls = Cases(Stopwatch(Alone())), {"a": 0, "b": 0}  # type: ignore[arg-type]
 
     def count(name: str) -> None:
         calls[name] += 1
 
     for name in calls:
-        battery.add(name, 1, call=lambda name=name: count(name))
+        cases.add(name, 1, call=lambda name=name: count(name))
     reports: list[int] = []
-    times = battery.run(0.0, lambda: reports.append(0))
+    times = cases.run(0.0, lambda: reports.append(0))
     # Time is up at once: the least number of rounds, a call each, after two to warm up and to learn how long it takes.
     assert calls == {"a": 2 + LEAST_ROUNDS, "b": 2 + LEAST_ROUNDS}
     assert len(reports) == 2 * LEAST_ROUNDS
     assert 0 <= times[("a", 1)] < 1
     reports.clear()
-    battery.run(5.0, lambda: reports.append(0))
+    cases.run(5.0, lambda: reports.append(0))
     assert len(reports) == 2 * ROUNDS
 
 

@@ -19,7 +19,7 @@ from megakv.costmodel.shape import ModelShape
 from megakv.dry_run import dry_run
 from megakv.dry_run.coverage import check_coverage
 from megakv.dry_run.memory import VirtualRank
-from megakv.dry_run.rehearsal import token_counts
+from megakv.dry_run.run import token_counts
 from megakv.dry_run.share import ShapeRuntime, run_shapes
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapper import map_heads

@@ -52,10 +52,10 @@ class Stopwatch:
         return [max(column) for column in zip(*self.comm.gather_objects(list(seconds)), strict=True)]
 
 
-class Battery:
+class Cases:
     """Many short measurements, taken in rounds that spread each of them over the whole time.
 
-    A neighbour who takes the processor for some seconds then disturbs one round of all cells, and not all samples of
+    A neighbour who takes the processor for some seconds then disturbs one round of all cases, and not all samples of
     some: the lower decile forgets the round.
     """
 
@@ -68,20 +68,20 @@ class Battery:
         return len(self._calls)
 
     def add(self, *key: object, call: Callable[[], object], weight: float = 1.0) -> None:
-        """Take a cell.
+        """Take a case.
 
         key: its name.
-        call: it may communicate; every rank must add the same cells in the same order.
+        call: it may communicate; every rank must add the same cases in the same order.
         weight: of its share of the time: more where samples differ much.
         """
         self._calls[key] = call
         self._weights.append(weight)
 
     def run(self, seconds: float, report: Callable[[], None] | None = None) -> Times:
-        """Time all cells.
+        """Time all cases.
 
         seconds: how long it may take, about.
-        report: called after each cell of each of `ROUNDS` rounds; fewer where they take longer than expected.
+        report: called after each case of each of `ROUNDS` rounds; fewer where they take longer than expected.
         """
         watch = self.watch
         start = time.perf_counter()
@@ -108,25 +108,25 @@ class Battery:
 
 
 class Times:
-    """What the cells of a battery took.
+    """What cases took.
 
-    samples: per cell and rank, seconds of every repeat; those of one index began together on all ranks, about.
+    samples: per case and rank, seconds of every repeat; those of one index began together on all ranks, about.
     """
 
     def __init__(self, samples: Mapping[Key, tuple[list[float], ...]]):
         self._samples = samples
 
     def __getitem__(self, key: Key) -> float:
-        """Seconds of a cell: lower decile of the repeats, slowest rank."""
+        """Seconds of a case: lower decile of the repeats, slowest rank."""
         return max(lower_decile(taken) for taken in self._samples[key])
 
     def rising(self, keys: Iterable[Key]) -> tuple[float, ...]:
-        """Seconds of cells of ascending size. What a larger one does in less time, a smaller one was disturbed at."""
+        """Seconds of cases of ascending size. What a larger one does in less time, a smaller one was disturbed at."""
         seconds = [self[key] for key in keys]
         return tuple(min(seconds[index:]) for index in range(len(seconds)))
 
     def together(self, key: Key) -> float:
-        """Seconds until the last rank is done with a cell: mean of the repeats but the longest tenth.
+        """Seconds until the last rank is done with a case: mean of the repeats but the longest tenth.
 
         Of what a pass does again and again it takes the sum. Where ranks wait for a processor to be given to them, one
         repeat in three may take several times as long as the others, which a median forgets.

@@ -11,11 +11,11 @@ from deepspeed.accelerator import get_accelerator
 
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
-from megakv.costmodel.kernel_times import KernelSizes, Matrices, TableCells, rank_curves
-from megakv.costmodel.link_times import UNIT_KEYS, UNIT_ROWS, OverlapCells, exchange, ring_curves, sum_cells
-from megakv.costmodel.rehearsal import MeetingCells
-from megakv.costmodel.small_models import SmallModelCells
-from megakv.costmodel.stopwatch import ROUNDS, Battery, Pool, Stopwatch, lower_decile
+from megakv.costmodel.measure.kernels import KernelSizes, Matrices, TableCases, rank_curves
+from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, OverlapCases, exchange, ring_curves, sum_cells
+from megakv.costmodel.measure.meeting import MeetingCases
+from megakv.costmodel.measure.small_models import SmallModelCases
+from megakv.costmodel.measure.stopwatch import ROUNDS, Cases, Pool, Stopwatch, lower_decile
 from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 
@@ -53,30 +53,30 @@ def measure_profile(
     watch = Stopwatch(comm)
     pool = Pool(dtype, comm.mesh.device)
     longest_s = seconds / CALLS
-    probe = TableCells(sizes[0], pool, 1.0, longest_s)
+    probe = TableCases(sizes[0], pool, 1.0, longest_s)
     flops, unit_s, bandwidth = _probe(watch, probe)
-    tables = [TableCells(size, pool, flops, longest_s) for size in _all_tables(sizes, pool.device)]
+    tables = [TableCases(size, pool, flops, longest_s) for size in _all_tables(sizes, pool.device)]
     curves = rank_curves(pool, matrices, max(2, ring))
     summed = [each for each in (comm, *sums) if each.mesh.tp_size > 1]
     sum_curves = [sum_cells(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
     overlap = meeting = None
     if ring > 1:
         curves |= ring_curves(comm, bandwidth=bandwidth, longest_s=longest_s)
-        overlap = OverlapCells(comm, probe, unit_s, bandwidth, longest_s)
-        meeting = MeetingCells(comm, pool, sizes[0], summed, matrices)
-    small = SmallModelCells(pool) if pool.device.type == "cpu" else None
-    battery = Battery(watch)
-    for cells in (*tables, *curves.values(), overlap, *(sum_curves if meeting else ()), meeting, small):
-        if cells is not None:
-            cells.add(battery)
-    steps = ROUNDS * len(battery)
-    times = battery.run(seconds, None if report is None else lambda: report(steps))
+        overlap = OverlapCases(comm, probe, unit_s, bandwidth, longest_s)
+        meeting = MeetingCases(comm, pool, sizes[0], summed, matrices)
+    small = SmallModelCases(pool) if pool.device.type == "cpu" else None
+    cases = Cases(watch)
+    for part in (*tables, *curves.values(), overlap, *(sum_curves if meeting else ()), meeting, small):
+        if part is not None:
+            part.add(cases)
+    steps = ROUNDS * len(cases)
+    times = cases.run(seconds, None if report is None else lambda: report(steps))
     machine = fingerprint(comm, dtype)
     local = -(-machine.ranks // machine.hosts)
     # Whatever a rank that is alone sends to nobody takes no time.
     measured: dict[str, Any] = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
     measured |= dict.fromkeys(("exposed_transfer", "exposed_compute", "straggle"), 0.0)
-    measured |= {name: cells.curve(times) for name, cells in curves.items()}
+    measured |= {name: curve.curve(times) for name, curve in curves.items()}
     measured |= overlap.fields(times) if overlap else {}
     profile = HardwareProfile(
         fingerprint=machine,
@@ -110,7 +110,7 @@ def _all_tables(sizes: Sequence[KernelSizes], device: torch.device) -> list[Kern
     return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]
 
 
-def _probe(watch: Stopwatch, kernels: TableCells) -> tuple[float, float, float]:
+def _probe(watch: Stopwatch, kernels: TableCases) -> tuple[float, float, float]:
     """Operations per second, seconds of an overlap unit and bytes per second of the exchange, roughly."""
     calls: list[Callable[[], object]] = [
         lambda: kernels.call(PROBE_ROWS, PROBE_KEYS, causal=False),

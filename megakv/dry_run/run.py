@@ -107,9 +107,9 @@ def dry_run(
     batch, new_tokens: prompts, and tokens generated for each.
     memory_bytes: of one accelerator.
     progress: told how many of how many shares are built.
-    Raises ValueError: if a setting is impossible, by its name: the mesh, the positions of the model, a file that is not
+    Raises ValueError if a setting is impossible, by its name: the mesh, the positions of the model, a file that is not
         there.
-    Raises MegaKVError: if shapes do not fit or shards do not add up.
+    Raises MegaKVError if shapes do not fit or shards do not add up.
     """
     parsed = load_config(config)
     described = read_config(local_directory(model, weights=False))
@@ -169,7 +169,7 @@ def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[i
 
     As the engine lays them out; where a measured profile or a table would cut the chain unevenly, evenly.
 
-    Raises ValueError: if a partition does not fit the context.
+    Raises ValueError if a partition does not fit the context.
     """
     section, size = config.megakv, config.cp_size
     if not is_contiguous(section.context_parallel.prefill):

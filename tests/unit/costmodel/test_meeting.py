@@ -9,10 +9,10 @@ import torch
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.kernel_times import WEIGHT_WIDTH, CurveCells, KernelSizes, Matrices
-from megakv.costmodel.link_times import fair
-from megakv.costmodel.rehearsal import LONG, METHODS, SHORT, MeetingCells
-from megakv.costmodel.stopwatch import Pool, Times
+from megakv.costmodel.measure.kernels import WEIGHT_WIDTH, CurveCases, KernelSizes, Matrices
+from megakv.costmodel.measure.links import fair
+from megakv.costmodel.measure.meeting import LONG, METHODS, SHORT, MeetingCases
+from megakv.costmodel.measure.stopwatch import Pool, Times
 from tests.unit.costmodel.profiles import ideal
 
 RING = 4
@@ -36,27 +36,27 @@ def test_what_meeting_costs_behind_work() -> None:
     lag, shared_s, wait_s = random.uniform(0, 1), random.uniform(1e-3, 1e-2), random.uniform(1e-3, 1e-2)
     extra = {method: random.uniform(1e-3, 1e-2) for method in METHODS}
     tensor_parallel = mesh(tp_size=3, shared_memory=False)
-    cells = MeetingCells(mesh(), pool(), KernelSizes(64, 8, 1), [tensor_parallel], Matrices())
+    meeting = MeetingCases(mesh(), pool(), KernelSizes(64, 8, 1), [tensor_parallel], Matrices())
     profile = machine(collective=Curve.affine(1e-4, 1e9))
     behind = SHORT * len(Matrices().shapes) * PRODUCT_S * (1 + lag)
     known = {}
-    for method, work in cells._works.items():
-        alone = LayerTimes(profile, cells._shape, work).predict(METHODS[method]).seconds
+    for method, work in meeting._works.items():
+        alone = LayerTimes(profile, meeting._shape, work).predict(METHODS[method]).seconds
         known["behind", method, SHORT] = behind + alone + RING * extra[method]
     known["behind", "replicated", LONG] = known["behind", "replicated", SHORT] + (LONG - SHORT) / SHORT * behind
     known["behind", "share", SHORT] = behind + 2 * shared_s
-    curve = CurveCells(("sum", 3, False), (4096, 16384), lambda size: lambda: None)
+    curve = CurveCases(("sum", 3, False), (4096, 16384), lambda size: lambda: None)
     known |= {(curve.name, 4096): 3e-4, (curve.name, 16384): 9e-4}
     known["behind", ("sum", 3, False), SHORT] = behind + 5e-4 + wait_s
     # Each rank is the last one in turn.
     times = Times(
         {key: ([value, 0.9 * value, value], [0.9 * value, value, 0.9 * value]) for key, value in known.items()}
     )
-    found = cells.fields(profile, times)
+    found = meeting.fields(profile, times)
     assert found["lag"] == pytest.approx(lag) and found["share_s"] == pytest.approx(shared_s)
     assert found["step_overhead_s"] == pytest.approx(extra)
     times = Times({key: ([value],) for key, value in known.items()})
-    (sums,) = cells.sum_times(times, [curve])
+    (sums,) = meeting.sum_times(times, [curve])
     assert (sums.ranks, sums.shared_memory) == (3, False)
     assert sums.seconds.at(16384) == 9e-4 and sums.wait_s == pytest.approx(wait_s, abs=2e-4)
 

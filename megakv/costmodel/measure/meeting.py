@@ -1,7 +1,7 @@
 """What a pass meets between its large operations: ranks that are not ready together, cold caches, small operations.
 
 A collective that follows the one before at once finds all ranks there, and everything that it needs in a cache. In a
-pass it finds neither. Every cell here begins with a stretch of matrix products of one token, as a decoding step has
+pass it finds neither. Every case here begins with a stretch of matrix products of one token, as a decoding step has
 them between two collectives, and what it takes beyond that is what the profile keeps.
 """
 
@@ -16,11 +16,11 @@ import torch
 from megakv.costmodel.attention_time import DECODING, LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile, SumTimes
-from megakv.costmodel.kernel_times import CurveCells, KernelSizes, Matrices
-from megakv.costmodel.link_times import OPERATION, sum_name, summing
+from megakv.costmodel.measure.kernels import CurveCases, KernelSizes, Matrices
+from megakv.costmodel.measure.links import OPERATION, sum_name, summing
+from megakv.costmodel.measure.stopwatch import Cases, Pool, Times
+from megakv.costmodel.measure.trial import TrialLayer
 from megakv.costmodel.shape import AttentionShape
-from megakv.costmodel.stopwatch import Battery, Pool, Times
-from megakv.costmodel.trial import TrialLayer
 from megakv.distributed.comm import Communicator
 
 MEETING = "replicated"
@@ -32,7 +32,7 @@ SHORT, LONG = 1, 4
 SUMMED_BYTES = 1 << 13
 """Of a sum of a decoding step."""
 WEIGHT = 4.0
-"""These cells' share of a battery's time, over that of others: when ranks meet differs from one time to the next."""
+"""These cases' share of their time, over that of others: when ranks meet differs from one time to the next."""
 RESULTS = 1 << 15
 """Elements of a result that all ranks are told, as of the logits of a usual vocabulary."""
 
@@ -48,7 +48,7 @@ def behind(stretch: Callable[[], object], times: int, then: Callable[[], object]
     return call
 
 
-class MeetingCells:
+class MeetingCases:
     """What ranks do together, each behind a stretch.
 
     comm: its context-parallel degree must be 2 or more.
@@ -78,24 +78,24 @@ class MeetingCells:
         self._works[MEETING] = Workload((1,), (0,), ring)
         self._works[DECODING] = Workload((1,) * ring, (0,) * ring, ring)
 
-    def add(self, battery: Battery) -> None:
-        """Put the cells into a battery."""
+    def add(self, cases: Cases) -> None:
+        """Put them among the cases to time."""
         comm, stretch = self._comm, self._matrices.pass_through(self._pool, 1)
         for name, work in self._works.items():
             trial = TrialLayer(comm, self._shape, work, pool=self._pool)
             for often in (SHORT, LONG) if name == MEETING else (SHORT,):
                 run = behind(stretch, often, partial(trial.run, METHODS[name]))
-                battery.add("behind", name, often, call=run, weight=WEIGHT)
+                cases.add("behind", name, often, call=run, weight=WEIGHT)
         logits, word = torch.zeros(RESULTS, device=comm.mesh.device), comm.device_tensor([0, 0])
 
         def share() -> None:
             comm.broadcast(logits, 0, operation=OPERATION)
             comm.broadcast(word, 0, operation=OPERATION)
 
-        battery.add("behind", "share", SHORT, call=behind(stretch, SHORT, share), weight=WEIGHT)
+        cases.add("behind", "share", SHORT, call=behind(stretch, SHORT, share), weight=WEIGHT)
         for each in self._sums:
             small = behind(stretch, SHORT, summing(each, SUMMED_BYTES))
-            battery.add("behind", sum_name(each), SHORT, call=small, weight=WEIGHT)
+            cases.add("behind", sum_name(each), SHORT, call=small, weight=WEIGHT)
 
     def fields(self, profile: HardwareProfile, times: Times) -> dict[str, Any]:
         """Fields of `HardwareProfile`, from one that lacks them: step_overhead_s, lag, share_s."""
@@ -112,12 +112,12 @@ class MeetingCells:
             "share_s": max(0.0, shared) / 2,
         }
 
-    def sum_times(self, times: Times, curves: Sequence[CurveCells]) -> tuple[SumTimes, ...]:
+    def sum_times(self, times: Times, curves: Sequence[CurveCases]) -> tuple[SumTimes, ...]:
         """``sums`` of `HardwareProfile`."""
         computed = self._behind(times)
         found = []
-        for comm, cells in zip(self._sums, curves, strict=True):
-            seconds = cells.curve(times)
+        for comm, curve in zip(self._sums, curves, strict=True):
+            seconds = curve.curve(times)
             late = times.together(("behind", sum_name(comm), SHORT)) - computed
             late -= seconds.at(SUMMED_BYTES)
             mesh = comm.mesh

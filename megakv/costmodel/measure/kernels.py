@@ -1,4 +1,4 @@
-"""What a rank computes alone, as cells to be timed: attention kernels, matrix products, copies and merges."""
+"""What a rank computes alone, as cases to be timed: attention kernels, matrix products, copies and merges."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megakv.attention.backends import attend_block
 from megakv.attention.backends import math as math_backend
 from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
+from megakv.costmodel.measure.stopwatch import Cases, Pool, Times
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.costmodel.stopwatch import Battery, Pool, Times
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
@@ -77,8 +77,8 @@ class KernelSizes:
 
 
 @dataclass(frozen=True)
-class TableCells:
-    """Cells of one `AttentionTable`."""
+class TableCases:
+    """Cases of one `AttentionTable`."""
 
     sizes: KernelSizes
     pool: Pool
@@ -112,13 +112,13 @@ class TableCells:
         least, larger = SQUARES[:2], SQUARES[2:] if self.sizes.kernel != "sdpa" else ()
         return (*least, *(rows for rows in larger if self._short(rows * rows)))
 
-    def add(self, battery: Battery) -> None:
-        """Put the cells into a battery."""
+    def add(self, cases: Cases) -> None:
+        """Put them among the cases to time."""
         for rows in self._rows:
             for keys in self._keys(rows):
-                battery.add(self.sizes, rows, keys, call=partial(self.call, rows, keys, causal=False))
+                cases.add(self.sizes, rows, keys, call=partial(self.call, rows, keys, causal=False))
         for rows in self._squares():
-            battery.add(self.sizes, rows, call=partial(self.call, rows, rows, causal=True))
+            cases.add(self.sizes, rows, call=partial(self.call, rows, rows, causal=True))
 
     def table(self, times: Times) -> AttentionTable:
         """What they came to."""
@@ -137,19 +137,19 @@ class TableCells:
 
 
 @dataclass(frozen=True)
-class CurveCells:
-    """Cells of one `Curve`."""
+class CurveCases:
+    """Cases of one `Curve`."""
 
-    name: object  # What tells its cells from others.
+    name: object  # What tells its cases from others.
     sizes: tuple[int, ...]
     make: Callable[[int], Callable[[], object]]  # The call to time, of a size.
     rising: bool = True  # Whether no size takes longer than a larger one.
     scale: float = 1.0  # Of the curve, over the seconds of a call.
 
-    def add(self, battery: Battery) -> None:
-        """Put the cells into a battery."""
+    def add(self, cases: Cases) -> None:
+        """Put them among the cases to time."""
         for size in self.sizes:
-            battery.add(self.name, size, call=self.make(size))
+            cases.add(self.name, size, call=self.make(size))
 
     def curve(self, times: Times) -> Curve:
         """What they came to."""
@@ -158,7 +158,7 @@ class CurveCells:
         return Curve(sizes=self.sizes, seconds=tuple(self.scale * value for value in seconds))
 
 
-def rank_curves(pool: Pool, matrices: Matrices, parts: int) -> dict[str, CurveCells]:
+def rank_curves(pool: Pool, matrices: Matrices, parts: int) -> dict[str, CurveCases]:
     """Curves of what a rank does alone, by field of the profile; partial outputs of so many parts are stacked."""
     device, itemsize = pool.device, pool.dtype.itemsize
 
@@ -179,13 +179,13 @@ def rank_curves(pool: Pool, matrices: Matrices, parts: int) -> dict[str, CurveCe
         return partial(merge_parts, *outputs(parts, max(1, elements // parts)))
 
     return {
-        "matmul": CurveCells(
+        "matmul": CurveCases(
             "matmul", TOKENS, partial(matrices.pass_through, pool), rising=False, scale=1 / matrices.elements
         ),
-        "copy_bytes": CurveCells("copy", COPY_SIZES, copying),
-        "copy_fresh": CurveCells(
+        "copy_bytes": CurveCases("copy", COPY_SIZES, copying),
+        "copy_fresh": CurveCases(
             "fresh copy", COPY_SIZES, lambda nbytes: lambda: pool.take(nbytes // itemsize).clone()
         ),
-        "merge": CurveCells("merge", MERGE_SIZES, merging),
-        "combine": CurveCells("combine", MERGE_SIZES, combining),
+        "merge": CurveCases("merge", MERGE_SIZES, merging),
+        "combine": CurveCases("combine", MERGE_SIZES, combining),
     }

@@ -13,8 +13,8 @@ from megakv.attention.methods import METHODS
 from megakv.attention.partial import Scoring
 from megakv.cache.stores import DenseStore
 from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.measure.stopwatch import Pool
 from megakv.costmodel.shape import AttentionShape
-from megakv.costmodel.stopwatch import Pool
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, balanced, replicated, round_robin
 

@@ -21,8 +21,8 @@ from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import CallTimes, HardwareProfile
+from megakv.costmodel.measure.stopwatch import Alone, Cases, Pool, Times
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.stopwatch import Alone, Battery, Pool, Times
 from megakv.distributed.agreement import Agreement
 from megakv.forward_pass import Generation
 from megakv.generation import TokenClock, open_call, prepare_options
@@ -143,7 +143,7 @@ class _Calls:
         return cls(layer, max(0.0, few - FEW * layer), step, max(0.0, once - whole - step))
 
 
-class SmallModelCells:
+class SmallModelCases:
     """Passes of one token, and generations.
 
     pool: on CPU: elsewhere operations are called while others compute.
@@ -152,18 +152,18 @@ class SmallModelCells:
     def __init__(self, pool: Pool):
         self._pool = pool
 
-    def add(self, battery: Battery) -> None:
-        """Put the cells into a battery."""
+    def add(self, cases: Cases) -> None:
+        """Put them among the cases to time."""
         reading = _Reading(self._pool)
         for kind, make in ((PLAIN, _Plain), (OWN, _Own)):
             for layers in (FEW, MANY):
                 small = make(self._model(layers))
                 products = reading.before_products(small.model)
-                battery.add(kind, "pass", layers, call=small.step)
+                cases.add(kind, "pass", layers, call=small.step)
                 if kind == PLAIN:
-                    battery.add(READING, layers, call=partial(reading.alone, products))
+                    cases.add(READING, layers, call=partial(reading.alone, products))
                 for tokens in (ONCE, OFTEN) if layers == FEW else ():
-                    battery.add(kind, "tokens", tokens, call=partial(small.generate, tokens))
+                    cases.add(kind, "tokens", tokens, call=partial(small.generate, tokens))
 
     def fields(self, profile: HardwareProfile, times: Times) -> dict[str, Any]:
         """Fields of `HardwareProfile`, from one that lacks them: issue_s, pass_s, step_s, begin_s, added."""

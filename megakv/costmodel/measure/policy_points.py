@@ -1,21 +1,28 @@
-"""Points for the fitted rule: pass-KV timed against pass-Q on one attention layer, in turns."""
+"""The fitted rule: pass-KV timed against pass-Q on one attention layer, in turns, and constants from these points."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.special import expit
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import fingerprint
-from megakv.costmodel.policy_fit import FitPoint, PolicyFit, accuracies, fit_constants
+from megakv.costmodel.measure.stopwatch import Pool, Stopwatch
+from megakv.costmodel.measure.trial import TrialLayer
+from megakv.costmodel.policy_fit import FitPoint, PolicyFit, empirical_rule
 from megakv.costmodel.shape import AttentionShape
-from megakv.costmodel.stopwatch import Pool, Stopwatch
-from megakv.costmodel.trial import TrialLayer
 from megakv.distributed.comm import Communicator
 
 MISS_RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
+RIDGE = 1e-3
+CLEAR_DIFFERENCE = 0.02
 LEAST_PAIRS = 3
 MOST_PAIRS = 25
 PATIENCE = 3
@@ -47,15 +54,15 @@ def measure_points(
     watch = Stopwatch(comm)
     pool = Pool(dtype, comm.mesh.device)
     ring = comm.mesh.cp_size
-    cells = grid(totals, ring)
+    wanted = grid(totals, ring)
     points = []
-    for new, cached in cells:
+    for new, cached in wanted:
         trial = TrialLayer(comm, shape, Workload((new,), (cached,), ring), pool=pool)
-        times = _time_pair(watch, trial, seconds / len(cells))
+        times = _time_pair(watch, trial, seconds / len(wanted))
         if times is not None:
             points.append(FitPoint(new=new, cached=cached, pass_kv_s=times[0], pass_q_s=times[1]))
         if report is not None:
-            report(len(cells))
+            report(len(wanted))
     return points
 
 
@@ -89,7 +96,7 @@ def fit_policy(
 ) -> PolicyFit:
     """Measure points and fit the rule to them. Every rank must call it; parameters as `measure_points`.
 
-    Raises ValueError: if there is no ring, or no point could be measured in the time.
+    Raises ValueError if there is no ring, or no point could be measured in the time.
     """
     if comm.mesh.cp_size < 2:
         raise ValueError(f"a fit needs 2 or more context-parallel ranks, not {comm.mesh.cp_size}")
@@ -109,3 +116,41 @@ def fit_policy(
         clear_accuracy=clear_accuracy,
         points=tuple(points),
     )
+
+
+def fit_constants(points: Sequence[FitPoint]) -> tuple[float, float, float]:
+    """Logistic regression of the faster method on log T and log(T / (T + P)), weighted by the relative difference.
+
+    A slight ridge keeps the constants finite where a line separates the points, or one method always wins.
+
+    Raises ValueError without a point.
+    """
+    if not points:
+        raise ValueError("no (T, P) point was measured: allow more --seconds or smaller --tokens")
+    features = np.array([[math.log(p.new), math.log(p.new / (p.new + p.cached)), 1.0] for p in points])
+    wins = np.array([p.advantage > 0 for p in points], dtype=np.float64)
+    weights = np.array([abs(p.advantage) for p in points])
+    weights = weights / weights.mean() if weights.any() else np.ones(len(points))
+    # Standardised columns make one ridge fit both logarithms.
+    center, spread = features[:, :2].mean(0), features[:, :2].std(0)
+    spread[spread == 0] = 1.0
+    scaled = np.concatenate([(features[:, :2] - center) / spread, features[:, 2:]], axis=1)
+
+    def loss(theta: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        scores = scaled @ theta
+        value = weights @ (np.logaddexp(0.0, scores) - wins * scores) + RIDGE / 2 * theta @ theta
+        return float(value), scaled.T @ (weights * (expit(scores) - wins)) + RIDGE * theta
+
+    theta = minimize(loss, np.zeros(3), jac=True, method="BFGS", options={"gtol": 1e-10}).x
+    alpha, beta = theta[:2] / spread
+    return float(alpha), float(beta), float(theta[2] - center @ (theta[:2] / spread))
+
+
+def accuracies(constants: Sequence[float], points: Sequence[FitPoint]) -> tuple[float, float]:
+    """Share of points on which the rule picks the faster method: of all, and of those that differ clearly."""
+
+    def share(some: Sequence[FitPoint]) -> float:
+        right = [(empirical_rule(constants, p.new, p.cached) > 0) == (p.advantage > 0) for p in some]
+        return sum(right) / len(right) if right else 1.0
+
+    return share(points), share([p for p in points if abs(p.advantage) > CLEAR_DIFFERENCE])

@@ -1,4 +1,4 @@
-"""What ranks do together, as cells to be timed: the ring's exchange, alone and under attention, and the collectives."""
+"""What ranks do together, as cases to be timed: the ring's exchange, alone and under attention, and the collectives."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megakv.costmodel.kernel_times import CurveCells, TableCells
-from megakv.costmodel.stopwatch import Battery, Times
+from megakv.costmodel.measure.kernels import CurveCases, TableCases
+from megakv.costmodel.measure.stopwatch import Cases, Times
 from megakv.distributed.comm import Communicator
 
 MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
@@ -41,7 +41,7 @@ def exchange(comm: Communicator, size: int) -> Callable[[], object]:
     return lambda: comm.shift(send, receive, operation=OPERATION, layer=None).wait()
 
 
-def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> dict[str, CurveCells]:
+def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> dict[str, CurveCases]:
     """Curves of what the ranks of a ring do together with nothing else running, by field of the profile.
 
     The ring's step is over the bytes of its messages; the collectives are over the bytes that a rank sends to others.
@@ -62,9 +62,9 @@ def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> di
 
     fewer = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
     return {
-        "exchange": CurveCells("exchange", _sizes(bandwidth, longest_s), partial(exchange, comm)),
-        "all_to_all": CurveCells("all to all", fewer, scattering),
-        "all_gather": CurveCells("all gather", fewer, gathering),
+        "exchange": CurveCases("exchange", _sizes(bandwidth, longest_s), partial(exchange, comm)),
+        "all_to_all": CurveCases("all to all", fewer, scattering),
+        "all_gather": CurveCases("all gather", fewer, gathering),
     }
 
 
@@ -79,14 +79,14 @@ def summing(comm: Communicator, size: int) -> Callable[[], object]:
     return lambda: comm.tp_all_reduce(tensor, operation=OPERATION)
 
 
-def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCells:
+def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCases:
     """Sums over a mesh's tensor-parallel ranks, over bytes."""
     sizes = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
-    return CurveCells(sum_name(comm), sizes, partial(summing, comm))
+    return CurveCases(sum_name(comm), sizes, partial(summing, comm))
 
 
 @dataclass
-class OverlapCells:
+class OverlapCases:
     """How badly an exchange and attention share the processor.
 
     Both run together twice, once with the one and once with the other as the longer. What the shorter one adds to the
@@ -94,7 +94,7 @@ class OverlapCells:
     """
 
     comm: Communicator
-    kernels: TableCells  # Whose kernel computes.
+    kernels: TableCases  # Whose kernel computes.
     unit_s: float  # Seconds of one call of `UNIT_ROWS` by `UNIT_KEYS`.
     bandwidth: float  # Bytes per second of the exchange, about.
     longest_s: float  # The exchange takes no longer than this, about.
@@ -111,8 +111,8 @@ class OverlapCells:
         for _ in range(units):
             self.kernels.call(UNIT_ROWS, UNIT_KEYS, causal=False)
 
-    def add(self, battery: Battery) -> None:
-        """Put the cells into a battery."""
+    def add(self, cases: Cases) -> None:
+        """Put them among the cases to time."""
         comm = self.comm
         size = max(1, int(self._transfer_s * self.bandwidth))
         send, receive = _bytes(comm, size), _bytes(comm, size)
@@ -122,10 +122,10 @@ class OverlapCells:
             self._compute(units)
             transfer.wait()
 
-        battery.add("overlap", 0, True, call=partial(both, 0))
+        cases.add("overlap", 0, True, call=partial(both, 0))
         for units in self._units:
-            battery.add("overlap", units, False, call=partial(self._compute, units))
-            battery.add("overlap", units, True, call=partial(both, units))
+            cases.add("overlap", units, False, call=partial(self._compute, units))
+            cases.add("overlap", units, True, call=partial(both, units))
 
     def fields(self, times: Times) -> dict[str, float]:
         """Fields of `HardwareProfile`."""

@@ -1,0 +1,1 @@
+"""Measuring what a machine does, on the ranks that will use it."""
