@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
-from megakv.costmodel.context_parallel import balanced_tokens
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.shape import positions as positions_of
+from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
@@ -26,7 +27,7 @@ from megakv.weights.loading import read_config
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 LARGEST_CONTEXT = 1 << 24
-"""Tokens of a sequence: more are taken for a mistake."""
+"""Tokens of a sequence whose shards are laid out here; positions of all of them are in memory."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,9 @@ def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[i
     section, size = config.megakv, config.cp_size
     if not is_contiguous(section.context_parallel.prefill):
         # Every sequence of a batch is dealt out by itself.
-        counts = [batch * tokens for tokens in balanced_tokens(context, size)]
+        slots = np.arange(context, dtype=np.int64)
+        layout = balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), size)
+        counts = [batch * len(block) for block in layout.tokens]
         return counts, counts
     given, chain = section.runahead.partition, section.context_parallel.prefill == "runahead"
     own = even(context, size) if isinstance(given, str) or not chain else explicit(given, context, size)
