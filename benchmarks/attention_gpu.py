@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness.arguments import DTYPES, check_positive
+from harness.launch import Rows, run_alone
+from harness.options import DTYPES, Options
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 CLAIM = 128 << 10
 """The context at which the rate is judged, in tokens."""
-DEFAULTS = {
-    "cuda": {"contexts": "8K,32K,128K,512K,1M", "ranks": "2,4,8,16", "repeats": 5, "matmul": 8192},
-    "cpu": {"contexts": "1K,2K", "ranks": "2,4", "repeats": 3, "matmul": 1024},
-}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}
 """How far an output row may lie from the full computation, relative to the row."""
 USABLE = 0.9
@@ -30,38 +26,33 @@ def tokens(text: str) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a message if it is impossible."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the results here, and a chart (PNG) beside it")
-    parser.add_argument("--device", choices=tuple(DEFAULTS), default="cuda", help="cpu only tries the code, smaller")
-    parser.add_argument("--contexts", help="tokens, as in 8K,1M (default 8K,32K,128K,512K,1M; cpu: 1K,2K)")
-    parser.add_argument("--ranks", help="context-parallel degrees (default 2,4,8,16; cpu: 2,4)")
-    parser.add_argument("--repeats", type=int, help="timed runs of every rank (default 5; cpu: 3)")
-    parser.add_argument("--heads", type=int, default=16, help="query heads of a rank (default 16: Llama 3 405B, TP8)")
-    parser.add_argument("--kv-heads", type=int, default=1, help="KV heads of a rank (default 1)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
-    parser.add_argument("--matmul", type=int, help="rows of the matrix product (default 8192; cpu: 1024)")
-    parser.add_argument("--rows", type=int, default=16, help="rows of each rank that are checked (default 16)")
-    parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (default 1)")
-    arguments = parser.parse_args(argv)
-    for name, value in DEFAULTS[arguments.device].items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    options = Options(__doc__)
+    options.output()
+    options.choice("--device", ("cuda", "cpu"), "cuda", "cpu only tries the code, smaller")
+    options.add("--contexts", {"cuda": "8K,32K,128K,512K,1M", "cpu": "1K,2K"}, "tokens")
+    options.add("--ranks", {"cuda": "2,4,8,16", "cpu": "2,4"}, "context-parallel degrees")
+    options.add("--repeats", {"cuda": 5, "cpu": 3}, "timed runs of every rank")
+    options.add("--heads", 16, "query heads of a rank, as in Llama 3 405B on TP8")
+    options.add("--kv-heads", 1, "KV heads of a rank")
+    options.add("--head-dim", 128, "head dimension")
+    options.choice("--dtype", DTYPES, "bf16", "of queries, keys, values")
+    options.add("--matmul", {"cuda": 8192, "cpu": 1024}, "rows of the matrix product")
+    options.add("--rows", 16, "rows of each rank that are checked")
+    options.add("--threads", 1, "threads on the CPU")
+    arguments = options.parse(argv)
     for name, kind in (("contexts", tokens), ("ranks", int)):
         text = getattr(arguments, name)
         try:
             values = sorted({kind(part) for part in text.split(",")})
         except ValueError:
-            parser.error(f"--{name} {text}: allowed: numbers with commas between them")
+            options.error(f"--{name} {text}: allowed: numbers with commas between them")
         if values[0] < 1:
-            parser.error(f"--{name} {text}: allowed: above 0")
+            options.error(f"--{name} {text}: allowed: above 0")
         setattr(arguments, name, values)
-    check_positive(parser, arguments, "repeats", "heads", "kv-heads", "head-dim", "matmul", "rows", "threads")
     if arguments.heads % arguments.kv_heads:
-        parser.error(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
+        options.error(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
     if arguments.contexts[0] < 2 * arguments.ranks[-1]:
-        parser.error(f"--contexts {arguments.contexts[0]} has fewer tokens than 2 x --ranks {arguments.ranks[-1]}")
+        options.error(f"--contexts {arguments.contexts[0]} has fewer tokens than 2 x --ranks {arguments.ranks[-1]}")
     return arguments
 
 
@@ -96,7 +87,7 @@ def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
             seconds[repeat, rank], merge_seconds[repeat, rank] = total.seconds(), merging.seconds()
     # All ranks of a ring wait for the slowest.
     flops = [ring.heads.flops(slots) for slots in ring.slots]
-    rates = sum(flops) / ring.size / seconds.max(axis=1)
+    rate = float(np.median(sum(flops) / ring.size / seconds.max(axis=1)))
     return {
         "context": ring.context,
         "ranks": ring.size,
@@ -104,9 +95,9 @@ def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
         "rank_seconds": seconds.tolist(),
         "merge_seconds": merge_seconds.tolist(),
         "flops": flops,
-        "tflops": float(np.median(rates)) / 1e12,
+        "tflops": rate / 1e12,
         "matmul_tflops": matmul_rate / 1e12,
-        "matmul_fraction": float(np.median(rates)) / matmul_rate,
+        "matmul_fraction": rate / matmul_rate,
         "merge_share": float(np.median(merge_seconds.sum(axis=1) / seconds.sum(axis=1))),
         "output_error": float(worst[0]),
         "lse_error": float(worst[1]),
@@ -114,7 +105,7 @@ def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rates and merging at 128K tokens, or the longest context measured below it."""
+    """Rates and merging at 128K tokens, or the longest context measured below it, by number of ranks."""
     context = max((row["context"] for row in rows if row["context"] <= CLAIM), default=rows[0]["context"])
     judged = [row for row in rows if row["context"] == context]
     return {
@@ -131,24 +122,15 @@ def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, 
 
 def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     """Print the results."""
-    from harness.report import align
+    from harness.publish import show_table
+    from harness.statistics import median
 
     lines = [["context", "ranks", "ms of a rank", "TFLOP/s", "of matmul", "merging", "output error", "lse error"]]
     for row in rows:
-        middle = sorted(row["seconds"])[len(row["seconds"]) // 2]
-        lines.append(
-            [
-                f"{row['context']:,}",
-                str(row["ranks"]),
-                f"{middle * 1000:.3f}",
-                f"{row['tflops']:.3f}",
-                f"{row['matmul_fraction']:.1%}",
-                f"{row['merge_share']:.1%}",
-                f"{row['output_error']:.1e}",
-                f"{row['lse_error']:.1e}",
-            ]
-        )
-    print(f"\n{align(lines)}\n")
+        rates = [f"{1e3 * median(row['seconds']).value:.3f}", f"{row['tflops']:.3f}", f"{row['matmul_fraction']:.1%}"]
+        errors = [f"{row['output_error']:.1e}", f"{row['lse_error']:.1e}"]
+        lines.append([f"{row['context']:,}", str(row["ranks"]), *rates, f"{row['merge_share']:.1%}", *errors])
+    show_table("", lines)
     for entry in summary["skipped"]:
         print(f"{entry['context']:,} tokens on {entry['ranks']} ranks left out: {entry['reason']}")
     print(
@@ -157,34 +139,14 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     )
 
 
-def draw(path: Path, arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], device: str) -> list[Path]:
-    """Draw the rates as bars beside the results, the matrix product's first."""
-    from harness.chart import draw_bars
-    from harness.statistics import median
-
-    bars = [("matrix product", median([row["matmul_tflops"] for row in rows]), False)]
-    for row in rows:
-        work = sum(row["flops"]) / row["ranks"] / 1e12
-        label = f"{row['context'] / UNITS['K']:g}K on {row['ranks']}"
-        bars.append((label, median([work / seconds for seconds in row["seconds"]]), True))
-    picture = path.with_suffix(".png")
-    draw_bars(
-        picture,
-        bars,
-        title="Partial attention of a rank: context on ranks",
-        subtitle=f"{device}, {arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, "
-        f"{arguments.dtype}; causal work counted once",
-        unit="TFLOP/s, more is better",
-    )
-    return [picture]
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure every context on every number of ranks, and report."""
     import psutil
     import torch
+    from harness.charts import bars
     from harness.models import DTYPES as TYPES
-    from harness.report import describe_machine, publish
+    from harness.publish import describe_machine, publish
+    from harness.statistics import median
     from harness.virtual_ring import Heads, VirtualRing, matmul_rate
     from tqdm import tqdm
 
@@ -194,16 +156,15 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, TYPES[arguments.dtype])
-    rows: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+    rows: Rows = []
+    skipped: Rows = []
     cells = [(context, size) for context in arguments.contexts for size in arguments.ranks]
     for context, size in (bar := tqdm(cells, unit="cell")):
         bar.set_postfix_str(f"{context:,} tokens on {size} ranks")
+        free = psutil.virtual_memory().available
         if device.type == "cuda":
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
-        else:
-            free = psutil.virtual_memory().available
         needed = heads.memory_bytes(context, size)
         if needed > USABLE * free:
             reason = f"needs {needed / 2**30:.1f} GiB, {USABLE:.0%} of {free / 2**30:.1f} GiB are usable"
@@ -217,22 +178,18 @@ def run(arguments: argparse.Namespace) -> None:
     summary = summarise(rows, skipped)
     show(rows, summary)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    publish(
-        arguments,
-        benchmark="attention_gpu",
-        machine=machine,
-        rows=rows,
-        summary=summary,
-        draw=lambda path: draw(path, arguments, rows, name),
-    )
-
-
-def main() -> int:
-    """Entry of the only process: ranks are virtual here."""
-    from harness.single_process import run_single_process
-
-    return run_single_process(parse_arguments(), run)
+    values = [("matrix product", median([row["matmul_tflops"] for row in rows]), False)]
+    for row in rows:
+        work = sum(row["flops"]) / row["ranks"] / 1e12
+        label = f"{row['context'] / UNITS['K']:g}K on {row['ranks']}"
+        values.append((label, median([work / seconds for seconds in row["seconds"]]), True))
+    title = "Partial attention of a rank: context on ranks"
+    shape = f"{arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, {arguments.dtype}"
+    subtitle = f"{name}, {shape}; causal work counted once"
+    chart = bars("", values, title=title, subtitle=subtitle, unit="TFLOP/s, more is better")
+    publish(arguments, "attention_gpu", machine, rows, summary, [chart])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Ranks are virtual here: one process does the work of all.
+    sys.exit(run_alone(parse_arguments(), run))

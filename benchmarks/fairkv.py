@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from harness.arguments import (
-    DTYPES,
-    add_profile_argument,
-    add_rank_arguments,
-    check_positive,
-    check_profile_argument,
-    check_rank_arguments,
-    method_names,
-)
-from harness.ranks import is_rank, serve, start_ranks
-
-if TYPE_CHECKING:
-    from harness.head_division import Division
-    from harness.world import World
+from harness.launch import Rows, benchmark
+from harness.options import DTYPES, Options
 
 COPIES = (1, 2, 3, 4)
 METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in COPIES))
-PARTS = ("attention", "engine")
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
-DEFAULTS = "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3"
-QUICK = {"kept": 2048, "repeats": 9, "cell_seconds": 20.0, "profile_seconds": 5.0}
-FULL = {"kept": 16384, "repeats": 25, "cell_seconds": 130.0, "profile_seconds": 30.0}
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 USABLE = 0.75
 """Share of the machine's memory that a part may take."""
@@ -37,68 +21,48 @@ PROCESS_BYTES = 500 << 20
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a message if it is impossible."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_rank_arguments(parser)
-    add_profile_argument(parser, FULL["profile_seconds"])
-    parser.set_defaults(profile_seconds=None)
-    parser.add_argument("--quick", action="store_true", help=f"smaller and fewer: {QUICK} instead of {FULL}")
-    parser.add_argument("--methods", default=DEFAULTS, help="which to run (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences decoded together (default 4)")
-    parser.add_argument("--kept", type=int, help=f"mean tokens that a KV head keeps (default {FULL['kept']:,})")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
-    parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")
-    parser.add_argument("--layers", type=int, default=8, help="layers of a step (default 8)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of a layer (default 8)")
-    parser.add_argument("--group", type=int, default=16, help="query heads to a KV head (default 16, Llama 3.1 405B)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: both, %(default)s)")
-    for name, value in (("hidden", 512), ("intermediate", 1408), ("vocab", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"of the engine's Llama (default {value})")
-    parser.add_argument("--steps", type=int, default=1, help="attention steps of a sample, of which it is the mean (1)")
-    parser.add_argument("--tokens", type=int, default=2, help="engine steps of a sample, of which it is the mean (2)")
-    parser.add_argument("--repeats", type=int, help=f"rounds of all methods at most (default {FULL['repeats']})")
-    parser.add_argument(
-        "--cell-seconds", type=float, help=f"no further round of a part begins after them ({FULL['cell_seconds']:g})"
-    )
-    arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    check_rank_arguments(parser, arguments)
-    check_profile_argument(parser, arguments)
-    sizes = ("batch", "kept", "sigma", "layers", "kv-heads", "group", "head-dim")
-    check_positive(parser, arguments, *sizes, "hidden", "intermediate", "vocab")
-    check_positive(parser, arguments, "steps", "tokens", "repeats", "cell-seconds")
-    arguments.parts = method_names(parser, arguments.parts, PARTS, name="--parts")
-    arguments.methods = method_names(parser, arguments.methods, METHODS)
-    if arguments.ranks > arguments.kv_heads:
-        parser.error(f"--ranks {arguments.ranks}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
-    if "engine" in arguments.parts and arguments.kv_heads % arguments.ranks:
-        parser.error(
-            f"--kv-heads {arguments.kv_heads}: allowed: multiples of --ranks {arguments.ranks}, which plain tensor "
-            "parallelism divides evenly; or --parts attention"
+    options = Options(__doc__)
+    options.ranks()
+    options.profile({"": 30.0, "quick": 5.0})
+    options.add("--quick", False, "smaller and fewer")
+    options.names("--methods", METHODS, "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3", "which to run")
+    options.names("--parts", tuple(TITLES), ",".join(TITLES), "what to measure")
+    options.add("--batch", 4, "sequences decoded together")
+    options.add("--kept", {"": 16384, "quick": 2048}, "mean tokens that a KV head keeps")
+    options.add("--sigma", 0.8, "of the heads' log-normal budgets")
+    options.add("--seed", 222, "of the budgets", least=0)
+    options.add("--layers", 8, "layers of a step")
+    options.add("--kv-heads", 8, "KV heads of a layer")
+    options.add("--group", 16, "query heads to a KV head, by default as in Llama 3.1 405B")
+    options.add("--head-dim", 128, "head dimension")
+    options.choice("--dtype", DTYPES, "bf16", "of queries, keys, values")
+    options.add("--hidden", 512, "of the engine's Llama")
+    options.add("--intermediate", 1408, "of the engine's Llama")
+    options.add("--vocab", 8192, "of the engine's Llama")
+    options.add("--steps", 1, "attention steps of a sample, of which it is the mean")
+    options.add("--tokens", 2, "engine steps of a sample, of which it is the mean")
+    options.add("--repeats", {"": 25, "quick": 9}, "rounds of all methods at most")
+    options.add("--cell-seconds", {"": 130.0, "quick": 20.0}, "no further round of a part begins after them")
+    arguments = options.parse(argv)
+    ranks, kv_heads = arguments.ranks, arguments.kv_heads
+    arguments.heads = kv_heads * arguments.group
+    if ranks > kv_heads:
+        options.error(f"--ranks {ranks}: allowed: up to --kv-heads {kv_heads}, a head for each rank")
+    if "engine" in arguments.parts and kv_heads % ranks:
+        options.error(
+            f"--kv-heads {kv_heads}: allowed: multiples of --ranks {ranks}, which plain tensor parallelism divides "
+            "evenly; or --parts attention"
         )
-    arguments.heads = arguments.kv_heads * arguments.group
     if "engine" in arguments.parts and arguments.hidden % arguments.heads:
-        parser.error(
+        options.error(
             f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}, or --parts "
             "attention"
         )
-    check_memory(parser, arguments)
+    check_memory(options, arguments)
     return arguments
 
 
-def make_divisions(arguments: argparse.Namespace) -> list[Division]:
-    """Every method's, of the same budgets."""
-    from harness.head_division import make_division, skewed_budgets
-
-    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
-    return [make_division(name, budgets, ranks=arguments.ranks, batch=arguments.batch) for name in arguments.methods]
-
-
-def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def check_memory(options: Options, arguments: argparse.Namespace) -> None:
     """End with a message if a part does not fit into the machine's memory."""
     import psutil
 
@@ -116,110 +80,48 @@ def check_memory(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         needed += hidden * (layers * (placements * heads + copied) + whole) * item
     available = USABLE * psutil.virtual_memory().total
     if needed > available:
-        parser.error(
+        options.error(
             f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {layers} and --hidden {hidden} needs "
             f"{needed / 2**30:.1f} GiB; at most {available / 2**30:.1f} GiB are taken here: ask for fewer"
         )
 
 
-def measure_attention(
-    arguments: argparse.Namespace, world: World, divisions: Sequence[Division]
-) -> list[dict[str, Any]]:
-    """The rows of attention alone."""
-    from harness.agreement import Agreement
-    from harness.fairkv_report import load_facts
-    from harness.head_division import UNIFORM
-    from harness.models import DTYPES as TYPES
-    from harness.ragged_decode import RaggedDecode
-    from harness.ragged_heads import HeadShape, TokenPool
-    from harness.room import Room
-    from harness.sampling import measure
-    from harness.statistics import median
+def measure_rank(arguments: argparse.Namespace) -> Rows:
+    """Measure, as one of the ranks."""
+    from harness.fairkv_methods import measure_part, predicted_seconds
+    from harness.head_division import make_division, skewed_budgets
+    from harness.world import join_world
 
-    from megakv.distributed.comm import Communicator
-    from megakv.distributed.ledger import Ledger
-    from megakv.distributed.mesh import make_mesh
-
-    comm = Communicator(make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout), Ledger())
-    shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], world.device)
-    pool = TokenPool(shape, max(max(row) for division in divisions for row in division.budgets), arguments.seed)
-    size = {"batch": arguments.batch, "steps": arguments.steps}
-    room = Room()
-    methods = [RaggedDecode(division, pool, comm, room, **size) for division in divisions]
-    agreement = Agreement(world, arguments.dtype)
-
-    def inspect(name: str, outputs: Any) -> dict[str, Any]:
-        return {} if name == UNIFORM else {"max_output_difference": agreement.check(name, outputs)}
-
-    rows = []
-    samples = measure(
-        world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=3
-    )
-    room.clear()
-    for sample, method, division in zip(samples, methods, divisions, strict=True):
-        # The first run is the untimed one.
-        busy = world.gather(method.busy[1:])
-        rows.append(
-            sample.to_row(
-                part="attention",
-                ranks=arguments.ranks,
-                batch=arguments.batch,
-                kept=arguments.kept,
-                busy=busy,
-                busy_rates=[median(rates).value for rates in busy],
-                layer_seconds=world.gather(method.layer_seconds[1:]),
-                **load_facts(division),
-            )
-        )
+    world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
+    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
+    place = {"ranks": arguments.ranks, "batch": arguments.batch}
+    divisions = [make_division(name, budgets, **place) for name in arguments.methods]
+    predicted = predicted_seconds(world, arguments, divisions)
+    rows = [
+        row | {"predicted_s": predicted.get((part, row["method"]))}
+        for part in arguments.parts
+        for row in measure_part(part, arguments, world, divisions)
+    ]
+    world.leave()
     return rows
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks, and report from rank 0."""
-    from harness.fairkv_predictions import predicted_seconds
-    from harness.fairkv_report import draw, show, summarise
-    from harness.mapped_engines import measure_engines
-    from harness.report import describe_machine, publish
-    from harness.world import join_world
+def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+    from harness.fairkv_report import chart, show, summarise
+    from harness.publish import publish
 
-    machine = describe_machine()
-    world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
-    divisions = make_divisions(arguments)
-    predicted = predicted_seconds(world, arguments, arguments.parts, divisions)
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for part in arguments.parts:
-        measured = (measure_attention if part == "attention" else measure_engines)(arguments, world, divisions)
-        parts[part] = [row | predicted[part][row["method"]] for row in measured]
-    if world.rank == 0:
-        summary = {part: summarise(rows) for part, rows in parts.items()}
-        titles = {
-            part: f"{TITLES[part]} on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
-            for part in parts
-        }
-        subtitle = (
-            f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {arguments.group} query heads each, sigma "
-            f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
-        )
-        for part, rows in parts.items():
-            show(titles[part], rows, summary[part])
-        publish(
-            arguments,
-            benchmark="fairkv",
-            machine=machine,
-            rows=[row for rows in parts.values() for row in rows],
-            summary=summary,
-            draw=lambda path: [
-                draw(path.with_suffix(f".{part}.png"), titles[part], subtitle, rows) for part, rows in parts.items()
-            ],
-        )
-    world.leave()
-
-
-def main() -> int:
-    """Entry of the process started by hand, and of every rank that it starts."""
-    arguments = parse_arguments()
-    return serve(run, arguments) if is_rank() else start_ranks(arguments)
+    parts = {part: [row for row in rows if row["part"] == part] for part in arguments.parts}
+    summary = {part: summarise(own) for part, own in parts.items()}
+    size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
+    subtitle = (
+        f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {arguments.group} query heads each, sigma "
+        f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
+    )
+    for part, own in parts.items():
+        show(f"{TITLES[part]} {size}", own, summary[part])
+    charts = [chart(part, f"{TITLES[part]} {size}", subtitle, own) for part, own in parts.items()]
+    publish(arguments, "fairkv", machine, rows, summary, charts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(benchmark(parse_arguments(), measure_rank, report))

@@ -4,45 +4,41 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from harness.arguments import DTYPES, check_positive, whole_numbers
+from harness.launch import Rows, run_alone
+from harness.options import DTYPES, Options
 
-BATCHES = {"cpu": "1,2,4,8,16", "cuda": "32,64,128,256,512"}
-KEPT = "128,256,512,1024"
 USABLE = 0.6
 """Share of the free memory that the caches may take."""
+STEPS = ("contiguous", "nodp", "split1", "split3")
+"""Whose step is predicted, as in fairkv.py; those that the ranks allow."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a message if it is impossible."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the results here, and charts (PNG) beside it")
-    parser.add_argument("--device", choices=tuple(BATCHES), default="cpu", help="where to measure (default cpu)")
-    parser.add_argument("--batches", help=f"sequences decoded together (default {BATCHES['cpu']}; cuda: the paper's)")
-    parser.add_argument(
-        "--kept", default=KEPT, help="mean tokens that a KV head keeps (default %(default)s, the paper's)"
-    )
-    parser.add_argument("--repeats", type=int, default=15, help="rounds of all cells (default 15)")
-    parser.add_argument("--threads", type=int, default=1, help="threads on the CPU (default 1)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads of the layer (default 8)")
-    parser.add_argument("--group", type=int, default=8, help="query heads to a KV head (default 8, Llama 3 70B)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of queries, keys, values (default bf16)")
-    parser.add_argument("--tp", type=int, default=4, help="ranks of the step that is predicted (default 4)")
-    parser.add_argument("--layers", type=int, default=8, help="its layers (default 8)")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of the heads' log-normal budgets (default 0.8)")
-    parser.add_argument("--seed", type=int, default=222, help="of the budgets (default 222)")
-    arguments = parser.parse_args(argv)
-    arguments.batches = whole_numbers(parser, "--batches", arguments.batches or BATCHES[arguments.device])
-    arguments.kept = whole_numbers(parser, "--kept", arguments.kept)
+    options = Options(__doc__)
+    options.output()
+    options.choice("--device", ("cpu", "cuda"), "cpu", "where to measure")
+    options.numbers("--batches", {"cpu": "1,2,4,8,16", "cuda": "32,64,128,256,512"}, "sequences decoded together")
+    options.numbers("--kept", "128,256,512,1024", "mean tokens that a KV head keeps, the paper's")
+    options.add("--repeats", 15, "rounds of all cells")
+    options.add("--threads", 1, "threads on the CPU")
+    options.add("--kv-heads", 8, "KV heads of the layer")
+    options.add("--group", 8, "query heads to a KV head, as in Llama 3 70B")
+    options.add("--head-dim", 128, "head dimension")
+    options.choice("--dtype", DTYPES, "bf16", "of queries, keys, values")
+    options.add("--tp", 4, "ranks of the step that is predicted")
+    options.add("--layers", 8, "its layers")
+    options.add("--sigma", 0.8, "of the heads' log-normal budgets")
+    options.add("--seed", 222, "of the budgets", least=0)
+    arguments = options.parse(argv)
     for name in ("batches", "kept"):
         if len(getattr(arguments, name)) < 2:
-            parser.error(f"--{name} {getattr(arguments, name)[0]}: allowed: two or more, a line goes through them")
-    check_positive(parser, arguments, "repeats", "threads", "kv-heads", "group", "head-dim", "tp", "layers", "sigma")
+            options.error(f"--{name} {getattr(arguments, name)[0]}: allowed: two or more, a line goes through them")
     if arguments.tp > arguments.kv_heads:
-        parser.error(f"--tp {arguments.tp}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
+        options.error(f"--tp {arguments.tp}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
     return arguments
 
 
@@ -63,13 +59,134 @@ def check_memory(arguments: argparse.Namespace, token_bytes: int) -> None:
         )
 
 
+def measure_grid(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:
+    """One layer, every batch and budget in turn; heads keep unequal numbers of tokens, as the steps' heads do."""
+    import torch
+    from harness.head_division import make_division, skewed_budgets
+    from harness.ragged_heads import RankLayer, TokenPool
+
+    spread = arguments.sigma, arguments.seed
+    budgets = {kept: skewed_budgets(1, shape.kv_heads, kept, *spread) for kept in arguments.kept}
+    pool = TokenPool(shape, max(budgets[arguments.kept[-1]][0]), arguments.seed)
+    cells = [(batch, kept) for batch in arguments.batches for kept in arguments.kept]
+    with torch.inference_mode():
+        layers = [
+            RankLayer(pool, make_division("contiguous", budgets[kept], ranks=1, batch=batch), 0, 0, batch)
+            for batch, kept in cells
+        ]
+        seconds = bench.by_turns([layer.attend for layer in layers])
+    return [
+        {"part": "grid", "batch": batch, "kept": kept, "seconds": seconds[:, number].tolist()}
+        for number, (batch, kept) in enumerate(cells)
+    ]
+
+
+def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:
+    """Steps over unequal budgets, as slow in every layer as the slowest rank: the middle batch, the largest budget."""
+    from harness.head_division import make_division, skewed_budgets
+    from harness.ragged_heads import TokenPool
+    from harness.virtual_ranks import VirtualRanks
+
+    batch, kept = arguments.batches[len(arguments.batches) // 2], arguments.kept[-1]
+    budgets = skewed_budgets(arguments.layers, shape.kv_heads, kept, arguments.sigma, arguments.seed)
+    pool = TokenPool(shape, max(map(max, budgets)), arguments.seed)
+    rows = []
+    # So many copies make all ranks equal; more would be the same.
+    for name in (name for name in STEPS if not name[-1].isdecimal() or int(name[-1]) < arguments.tp):
+        division = make_division(name, budgets, ranks=arguments.tp, batch=batch)
+        seconds = VirtualRanks(division, pool, batch).attention_seconds(bench)
+        row = {"part": "step", "method": name, "ranks": arguments.tp, "batch": batch, "kept": kept}
+        row |= {"seconds": seconds.max(axis=2).sum(axis=1).tolist(), "rank_seconds": seconds.tolist()}
+        row |= {"loads": [[tokens / batch for tokens in layer] for layer in division.loads()]}
+        rows.append(row | {"utilisation": division.utilisation})
+    return rows
+
+
+def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
+    """The lines through the medians of the grid, and how far the steps are from what they predict."""
+    import numpy as np
+    from harness.statistics import median
+
+    from megakv.costmodel.latency_lines import LatencySample, fit_latency
+
+    grid = [row for row in rows if row["part"] == "grid"]
+    model = fit_latency(LatencySample(row["batch"], row["kept"], median(row["seconds"]).value) for row in grid)
+    found: dict[str, Any] = {
+        "over_batch": {str(kept): asdict(line) for kept, line in model.over_batch.items()},
+        "over_budget": {str(batch): asdict(line) for batch, line in model.over_budget.items()},
+        "over_tokens": asdict(model.over_tokens),
+        "predicted": {},
+    }
+    for row in rows[len(grid) :]:
+        predicted = model.barrier_seconds(row["loads"], row["batch"], kv_heads)
+        # Ranks run one after the other here: the slowest of each repetition would be the one that was disturbed.
+        measured = float(np.median(row["rank_seconds"], axis=0).max(axis=1).sum())
+        entry = {"measured_s": measured, "predicted_s": predicted, "off": predicted / measured - 1}
+        found["predicted"][row["method"]] = entry
+    return found
+
+
+def show(rows: Rows, summary: Mapping[str, Any]) -> None:
+    """Print the lines and the predictions."""
+    from harness.publish import show_table
+
+    for title, name, head in (
+        ("L = alpha B + beta, B sequences", "over_batch", ["kept", "alpha, us", "beta, us", "R^2"]),
+        ("L = gamma C + delta, C kept tokens a head", "over_budget", ["batch", "gamma, us", "delta, us", "R^2"]),
+    ):
+        lines = [head]
+        for value, line in summary[name].items():
+            numbers = [f"{1e6 * line['slope']:.3f}", f"{1e6 * line['intercept']:.1f}", f"{line['r_squared']:.4f}"]
+            lines.append([value, *numbers])
+        show_table(title, lines)
+    tokens = summary["over_tokens"]
+    print(
+        f"\nall: {1e9 * tokens['slope']:.1f} ns for a token of every head, {1e6 * tokens['intercept']:.1f} us a "
+        f"layer, R^2 {tokens['r_squared']:.4f}"
+    )
+    steps = [row for row in rows if row["part"] == "step"]
+    lines = [["method", "tokens say", "ms a step", "predicted", "off"]]
+    for row in steps:
+        found = summary["predicted"][row["method"]]
+        times = [f"{1e3 * found[name]:.3f}" for name in ("measured_s", "predicted_s")]
+        lines.append([row["method"], f"{row['utilisation']:.3f}", *times, f"{found['off']:+.1%}"])
+    size = f"{steps[0]['ranks']} ranks, {steps[0]['batch']} x {steps[0]['kept']} kept tokens"
+    show_table(f"A step's attention by the slowest rank of every layer, {size}", lines)
+
+
+def charts(rows: Rows, summary: Mapping[str, Any], subtitle: str) -> list[Any]:
+    """The paper's Figure 1: time by batch, a line for each budget, and by budget, a line for each batch."""
+    from harness.charts import COLOURS, Line
+    from harness.charts import lines as draw_lines
+    from harness.statistics import Interval, median
+
+    from megakv.costmodel.latency_lines import Line as Fit
+
+    made = []
+    for name, x, group, label, words, axis in (
+        ("over_batch", "batch", "kept", "{} kept tokens", "batch", "sequences decoded together"),
+        ("over_budget", "kept", "batch", "batch {}", "kept tokens", "tokens that each KV head keeps"),
+    ):
+        drawn: list[Line] = []
+        for number, (value, fit) in enumerate(summary[name].items()):
+            cells = [row for row in rows if row["part"] == "grid" and row[group] == int(value)]
+            places, colour = [row[x] for row in cells], COLOURS[number % len(COLOURS)]
+            points = [median(row["seconds"]).scaled(1e3) for row in cells]
+            drawn.append(Line(label.format(value), places, points, joined=False, colour=colour))
+            ends = [Interval(y, y, y) for y in (1e3 * Fit(**fit).at(place) for place in places)]
+            # Matplotlib leaves out of the legend what begins with a line.
+            drawn.append(Line("_fit", places, ends, dashed=True, colour=colour, marked=False))
+        labels = {"title": f"Decode attention of a layer by {words}", "subtitle": subtitle, "x_label": axis}
+        made.append(draw_lines(x, drawn, **labels, y_label="milliseconds", log_x=False))
+    return made
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measure, fit, predict and report."""
     import torch
-    from harness.latency_grid import draw, measure_grid, measure_steps, show, summarise
     from harness.models import DTYPES as TYPES
+    from harness.publish import describe_machine, publish
     from harness.ragged_heads import HeadShape
-    from harness.report import describe_machine, publish
     from harness.virtual_ranks import Bench
 
     machine = describe_machine()
@@ -78,29 +195,14 @@ def run(arguments: argparse.Namespace) -> None:
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], device)
     check_memory(arguments, shape.token_bytes)
     bench = Bench(device, arguments.repeats)
-    rows: list[dict[str, Any]] = measure_grid(arguments, bench, shape)
-    rows += measure_steps(arguments, bench, shape)
+    rows = measure_grid(arguments, bench, shape) + measure_steps(arguments, bench, shape)
     summary = summarise(rows, arguments.kv_heads)
     show(rows, summary)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} thread(s)"
     heads = f"{arguments.kv_heads} KV heads of {arguments.group} query heads"
     subtitle = f"{name}, {heads}, {arguments.dtype}; dashed: fitted"
-    publish(
-        arguments,
-        benchmark="fairkv_latency",
-        machine=machine,
-        rows=rows,
-        summary=summary,
-        draw=lambda path: draw(path, subtitle, rows, summary),
-    )
-
-
-def main() -> int:
-    """Entry of the only process: one rank at a time is enough."""
-    from harness.single_process import run_single_process
-
-    return run_single_process(parse_arguments(), run, on_cpu="measures the CPU")
+    publish(arguments, "fairkv_latency", machine, rows, summary, charts(rows, summary, subtitle))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_alone(parse_arguments(), run, on_cpu="measures the CPU"))

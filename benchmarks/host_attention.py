@@ -9,46 +9,35 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.arguments import DTYPES, check_positive, method_names, whole_numbers
+from harness.launch import Rows, run_alone
+from harness.options import DTYPES, Options
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-QUICK = {"megabytes": 128, "repeats": 7}
-FULL = {"megabytes": 512, "repeats": 15}
-
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a message if it is impossible."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the results here, and a chart (PNG) beside it")
-    parser.add_argument("--quick", action="store_true", help="128 MB and 7 runs: a few seconds for each case")
-    parser.add_argument("--threads", default="1,2,4", help="cores that attend (default 1,2,4)")
-    parser.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
-    parser.add_argument("--kv-heads", default="1,8,32", help="KV heads, divisors of --heads (default 1,8,32)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default 128)")
-    parser.add_argument("--dtypes", default="fp32,bf16", help="types of keys and values (default fp32,bf16)")
-    parser.add_argument("--megabytes", type=int, help="size of keys and values, beyond all caches (default 512)")
-    parser.add_argument("--repeats", type=int, help="timed runs of a case (default 15; --quick: 7)")
-    arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    arguments.threads = whole_numbers(parser, "--threads", arguments.threads)
-    arguments.kv_heads = whole_numbers(parser, "--kv-heads", arguments.kv_heads)
-    arguments.dtypes = method_names(parser, arguments.dtypes, DTYPES, name="--dtypes")
-    check_positive(parser, arguments, "heads", "head-dim", "megabytes", "repeats")
+    options = Options(__doc__)
+    options.output()
+    options.add("--quick", False, "128 MB and 7 runs: a few seconds for each case")
+    options.numbers("--threads", "1,2,4", "cores that attend")
+    options.add("--heads", 32, "query heads")
+    options.numbers("--kv-heads", "1,8,32", "KV heads, divisors of --heads")
+    options.add("--head-dim", 128, "head dimension")
+    options.names("--dtypes", DTYPES, "fp32,bf16", "types of keys and values")
+    options.add("--megabytes", {"": 512, "quick": 128}, "size of keys and values, beyond all caches")
+    options.add("--repeats", {"": 15, "quick": 7}, "timed runs of a case")
+    arguments = options.parse(argv)
     for kv_heads in arguments.kv_heads:
         if arguments.heads % kv_heads:
-            parser.error(f"--heads {arguments.heads} is no multiple of --kv-heads {kv_heads}")
+            options.error(f"--heads {arguments.heads} is no multiple of --kv-heads {kv_heads}")
     return arguments
 
 
-class Rows:
+class SequenceRows:
     """Keys and values of one sequence in host memory, as a store of the offload engine has them."""
 
     def __init__(self, nbytes: int, *, kv_heads: int, dim: int, dtype: torch.dtype):
@@ -72,10 +61,8 @@ class Rows:
         return float(self.rows.view(torch.int32).view(-1).amax())
 
 
-def measure_case(
-    rows: Rows, *, threads: int, heads: int, kv_heads: int, dim: int, repeats: int, name: str
-) -> dict[str, Any]:
-    """Rates of attending to some rows and of reading them, in turns."""
+def measure_case(rows: SequenceRows, arguments: argparse.Namespace, *, threads: int) -> dict[str, Any]:
+    """Times of attending to some rows and of reading them, in turns."""
     import time
     from concurrent.futures import ThreadPoolExecutor
 
@@ -84,8 +71,9 @@ def measure_case(
     from megakv.attention.partial import Scoring
     from megakv.offload.host_rank import HostRank, Queries
 
+    dim = arguments.head_dim
     host = HostRank(threads)
-    queries = Queries(heads, dim, Scoring(dim**-0.5))
+    queries = Queries(arguments.heads, dim, Scoring(dim**-0.5))
 
     def timed(call: Callable[[], object]) -> float:
         begun = time.perf_counter()
@@ -96,27 +84,17 @@ def measure_case(
     reading: list[float] = []
     try:
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as reader:
-            for _ in range(repeats + 1):
+            for _ in range(arguments.repeats + 1):
                 seconds.append(host.measure(rows, [(0, rows.rows)], queries))  # type: ignore[arg-type]
                 reading.append(reader.submit(timed, rows.read).result())
     finally:
         host.close()
     # The first run of each fills caches and starts threads.
-    seconds, reading = seconds[1:], reading[1:]
-    return {
-        "dtype": name,
-        "threads": threads,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "tokens": len(rows.rows),
-        "bytes": rows.rows.nbytes,
-        "seconds": seconds,
-        "read_seconds": reading,
-    }
+    return {"tokens": len(rows.rows), "bytes": rows.rows.nbytes, "seconds": seconds[1:], "read_seconds": reading[1:]}
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rates, and attention's as a share of reading's, which is put into the rows."""
+def summarise(rows: Rows) -> dict[str, Any]:
+    """Rates, and attention's as a share of reading's, which are put into the rows."""
     from harness.statistics import median, paired_ratio
 
     shares = {}
@@ -124,8 +102,8 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         gigabytes = row["bytes"] / 1e9
         row["gb_s"] = median([gigabytes / each for each in row["seconds"]]).value
         row["read_gb_s"] = median([gigabytes / each for each in row["read_seconds"]]).value
-        shares[case_of(row)] = paired_ratio(row["read_seconds"], row["seconds"])
-        row["share"] = shares[case_of(row)].value
+        share = shares[case_of(row)] = paired_ratio(row["read_seconds"], row["seconds"])
+        row["share"] = share.value
     return {
         "share": {name: share.to_json() for name, share in shares.items()},
         "lowest_share": min(row["share"] for row in rows),
@@ -138,82 +116,43 @@ def case_of(row: Mapping[str, Any]) -> str:
     return f"{row['dtype']}, {row['kv_heads']} KV heads, {row['threads']} threads"
 
 
-def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Print the results."""
-    from harness.report import align
-
-    lines = [["keys and values", "tokens", "ms", "attends, GB/s", "reads, GB/s", "share"]]
-    for row in rows:
-        numbers = (f"{row['tokens']:,}", f"{row['bytes'] / row['gb_s'] / 1e6:.2f}")
-        rates = (f"{row['gb_s']:.1f}", f"{row['read_gb_s']:.1f}", f"{row['share']:.2f}")
-        lines.append([case_of(row), *numbers, *rates])
-    print(f"\n{align(lines)}\n\nat least {summary['lowest_share']:.2f} of what reading memory takes")
-
-
-def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Draw attention's rates as bars, below each what reading alone reaches."""
-    from harness.chart import draw_bars
-    from harness.statistics import median
-
-    bars = []
-    for row in rows:
-        for label, name, own in ((case_of(row), "seconds", True), ("reading alone", "read_seconds", False)):
-            bars.append((label, median([row["bytes"] / 1e9 / each for each in row[name]]), own))
-    picture = path.with_suffix(".png")
-    first = rows[0]
-    draw_bars(
-        picture,
-        bars,
-        title="The host attends to keys and values where they lie",
-        subtitle=f"one query token, {first['heads']} query heads, {first['bytes'] / 1e6:.0f} MB of keys and values",
-        unit="GB/s, more is better",
-    )
-    return [picture]
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure every case, and report."""
     import torch
+    from harness.charts import bars
     from harness.models import DTYPES as TYPES
-    from harness.report import describe_machine, publish
+    from harness.publish import describe_machine, publish, show_table
+    from harness.statistics import median
     from tqdm import tqdm
 
     machine = describe_machine()
     torch.manual_seed(0)
+    found: Rows = []
     cases = [(name, kv_heads) for name in arguments.dtypes for kv_heads in arguments.kv_heads]
-    found = []
     for name, kv_heads in (bar := tqdm(cases, unit="case")):
         bar.set_postfix_str(f"{name}, {kv_heads} KV heads")
-        size, dim = arguments.megabytes * 10**6, arguments.head_dim
-        rows = Rows(size, kv_heads=kv_heads, dim=dim, dtype=TYPES[name])
+        shape = {"kv_heads": kv_heads, "dim": arguments.head_dim, "dtype": TYPES[name]}
+        rows = SequenceRows(arguments.megabytes * 10**6, **shape)
         for threads in arguments.threads:
-            found.append(
-                measure_case(
-                    rows, threads=threads, heads=arguments.heads, kv_heads=kv_heads, dim=dim,
-                    repeats=arguments.repeats, name=name,
-                )
-            )  # fmt: skip
+            place = {"dtype": name, "threads": threads, "heads": arguments.heads, "kv_heads": kv_heads}
+            found.append(place | measure_case(rows, arguments, threads=threads))
     summary = summarise(found)
-    show(found, summary)
-    publish(
-        arguments,
-        benchmark="host_attention",
-        machine=machine,
-        rows=found,
-        summary=summary,
-        draw=lambda path: draw(path, found),
-    )
-
-
-def main() -> int:
-    """Entry of the only process."""
-    arguments = parse_arguments()
-    from megakv.launcher.process import quiet_libraries
-
-    quiet_libraries()
-    run(arguments)
-    return 0
+    lines = [["keys and values", "tokens", "ms", "attends, GB/s", "reads, GB/s", "share"]]
+    values = []
+    for row in found:
+        numbers = (f"{row['tokens']:,}", f"{row['bytes'] / row['gb_s'] / 1e6:.2f}")
+        lines.append([case_of(row), *numbers, *(f"{row[each]:.1f}" for each in ("gb_s", "read_gb_s"))])
+        lines[-1].append(f"{row['share']:.2f}")
+        for label, key, own in ((case_of(row), "seconds", True), ("reading alone", "read_seconds", False)):
+            values.append((label, median([row["bytes"] / 1e9 / each for each in row[key]]), own))
+    show_table("", lines)
+    print(f"\nat least {summary['lowest_share']:.2f} of what reading memory takes")
+    size = f"{found[0]['bytes'] / 1e6:.0f} MB of keys and values"
+    subtitle = f"one query token, {arguments.heads} query heads, {size}"
+    title = "The host attends to keys and values where they lie"
+    chart = bars("", values, title=title, subtitle=subtitle, unit="GB/s, more is better")
+    publish(arguments, "host_attention", machine, found, summary, [chart])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_alone(parse_arguments(), run))

@@ -8,77 +8,49 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.arguments import (
-    add_model_arguments,
-    add_rank_arguments,
-    check_model_arguments,
-    check_positive,
-    check_rank_arguments,
-)
-from harness.launches import LaunchError, Launches, add_part_argument
-from harness.links import FREE, LimitedLinks, check_rate, unavailable
-from harness.ranks import is_rank, serve, start_ranks
+from harness.launch import Launch, Rows, benchmark
+from harness.links import FREE, checked_rates
+from harness.options import Options
 
 METHODS = ("pass_kv", "pass_q")
+WITHOUT_PROFILE = "no profile"
+POLICIES = ("cost", "alg1", "alg5")
+"""What decides with a profile; the first one is what an engine would go by."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a message if it is impossible."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_rank_arguments(parser)
-    parser.add_argument("--context", type=int, default=8192, help="T + P, new and cached tokens (default 8192)")
-    parser.add_argument(
-        "--miss-rates", default="0.5,1,2.5,5,10,20,50,100", help="100 T / (T + P), in percent (default %(default)s)"
-    )
-    parser.add_argument("--pairs", type=int, default=7, help="rounds of both methods at least (default 7)")
-    parser.add_argument("--most-pairs", type=int, default=41, help="rounds at most (default 41)")
-    parser.add_argument("--cell-seconds", type=float, default=15, help="further rounds begin for so long (default 15)")
-    parser.add_argument(
-        "--rates", default=FREE, help=f"links between ranks: {FREE}, or limits such as 1gbit between hosts, as root"
-    )
-    parser.add_argument(
-        "--config",
-        metavar="JSON",
-        help="configuration file whose megakv.context_parallel section decides for auto; {rate} in it becomes the rate",
-    )
-    parser.add_argument(
-        "--profile-seconds",
-        type=float,
-        default=60,
-        help="how long the links' hardware profile is measured for auto, without --config; 0: none (default 60)",
-    )
-    add_part_argument(parser)
-    parser.add_argument("--rate", help=argparse.SUPPRESS)
-    add_model_arguments(parser, layers=4, kv_heads=2)
-    arguments = parser.parse_args(argv)
-    check_rank_arguments(parser, arguments)
-    check_model_arguments(parser, arguments)
-    check_positive(parser, arguments, "context", "pairs", "most_pairs", "cell_seconds")
+    options = Options(__doc__)
+    options.ranks()
+    options.add("--context", 8192, "T + P, new and cached tokens")
+    options.add("--miss-rates", "0.5,1,2.5,5,10,20,50,100", "100 T / (T + P), in percent")
+    options.add("--pairs", 7, "rounds of both methods at least")
+    options.add("--most-pairs", 41, "rounds at most")
+    options.add("--cell-seconds", 15.0, "further rounds begin for so long")
+    options.add("--rates", FREE, "links between ranks: free, or limits such as 1gbit between hosts, as root")
+    text = "configuration whose megakv.context_parallel section decides for auto; {rate} in its name becomes the rate"
+    options.add("--config", None, text, kind=str)
+    options.profile(60.0)
+    options.hidden("--rate")
+    options.model(layers=4, kv_heads=2)
+    arguments = options.parse(argv)
     if arguments.ranks < 2:
-        parser.error(f"--ranks {arguments.ranks}: nothing is passed on fewer than 2 ranks")
-    if arguments.profile_seconds < 0:
-        parser.error(f"--profile-seconds {arguments.profile_seconds:g}: allowed: 0 or more")
+        options.error(f"--ranks {arguments.ranks}: nothing is passed on fewer than 2 ranks")
     if arguments.most_pairs < arguments.pairs:
-        parser.error(f"--most-pairs {arguments.most_pairs} is less than --pairs {arguments.pairs}")
+        options.error(f"--most-pairs {arguments.most_pairs} is less than --pairs {arguments.pairs}")
     try:
         arguments.miss_rates = sorted({float(rate) for rate in arguments.miss_rates.split(",")})
     except ValueError:
-        parser.error(f"--miss-rates {arguments.miss_rates}: allowed: numbers above 0 and up to 100")
+        options.error(f"--miss-rates {arguments.miss_rates}: allowed: numbers above 0 and up to 100")
     for rate in arguments.miss_rates:
         if not 0 < rate <= 100 or new_tokens(arguments.context, rate) < 2 * arguments.ranks:
-            parser.error(
+            options.error(
                 f"--miss-rates {rate:g} of --context {arguments.context}: allowed: up to 100, and at least "
                 f"{2 * arguments.ranks} new tokens on --ranks {arguments.ranks}; fewer are decoded, not prefilled"
             )
-    arguments.rates = arguments.rates.split(",")
-    for rate in arguments.rates:
-        try:
-            check_rate(rate)
-        except ValueError as error:
-            parser.error(f"--rates: {error}")
+    arguments.rates = checked_rates(options, "--rates", arguments.rates)
     return arguments
 
 
@@ -87,122 +59,97 @@ def new_tokens(context: int, miss_rate: float) -> int:
     return round(context * miss_rate / 100)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict[str, Any]:
+    """By policy, the one that decides for `auto` last, what it decides from: a profile measured now, or a file's."""
+    from harness.profiles import keep_profile, measured_profile, shape_of
+
+    from megakv.choice import Evidence
+    from megakv.config import load_config
+    from megakv.costmodel.hardware import load_profile
+    from megakv.costmodel.policy_fit import load_fit
+
+    evidence = {WITHOUT_PROFILE: Evidence()}
+    if arguments.config is not None:
+        config = load_config(arguments.config.replace("{rate}", arguments.rate)).megakv.context_parallel
+        profile = None if config.profile is None else load_profile(config.profile)
+        fit = None if config.fit is None else load_fit(config.fit)
+        name = config.policy if config.profile or config.fit else WITHOUT_PROFILE
+        evidence.pop(name, None)
+        return evidence | {name: Evidence(config.policy, profile, fit)}
+    if arguments.profile_seconds:
+        with measured_profile(world, shape_of(model), arguments) as path:
+            profile = load_profile(path)
+        keep_profile(world, profile, arguments.json, f"{world.size}-{arguments.rate}")
+        evidence |= {policy: Evidence(policy, profile) for policy in reversed(POLICIES)}
+    return evidence
+
+
+def measure_rank(arguments: argparse.Namespace) -> Rows:
     """Measure all miss rates over the links of one launch, as one of its ranks."""
-    from harness.agreement import Agreement
     from harness.breakdown import Breakdown
-    from harness.caches import sharded_cache
-    from harness.foretold import foretold
-    from harness.launches import leave_part
-    from harness.models import random_ids, random_llama, twin
-    from harness.policies import Policies
-    from harness.predictions import predictions_of, shape_of
-    from harness.profiles import keep_profile, measured_profile
-    from harness.report import describe_machine
+    from harness.generations import sharded_cache
+    from harness.models import random_ids, random_model, twin
+    from harness.prefills import Turn
+    from harness.profiles import shape_of
     from harness.sampling import measure
-    from harness.turns import Turn
-    from harness.world import join_world
+    from harness.world import Agreement, join_world
 
     import megakv
+    from megakv.choice import choose_prefill
+    from megakv.costmodel.context_parallel import Workload
 
-    machine = describe_machine()
     world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
-    model = random_llama(arguments, positions=arguments.context, device=world.device)
+    model = random_model(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
-
     engines = {}
     for name in METHODS:
         section = {"context_parallel": {"size": world.size, "prefill": name}, "tracking": {"timeline": "multiturn.png"}}
         engines[name] = megakv.init_inference(twin(model), {"megakv": section})
-    policies = Policies(world, model)
-    predictions = None
-    if arguments.config is not None:
-        policies.use_config(arguments.config.replace("{rate}", arguments.rate))
-    elif arguments.profile_seconds:
-        measuring = measured_profile(
-            world, shape_of(model), seconds=arguments.profile_seconds, timeout_s=arguments.timeout
-        )
-        with measuring as profile:
-            policies.use_profile(profile)
-            predictions = predictions_of(profile, world, model)
-        keep_profile(world, predictions.profile, arguments.json, f"{world.size}-{arguments.rate}")
-    rows: list[dict[str, Any]] = []
+    evidence, shape = find_evidence(arguments, world, model), shape_of(model).attention()
+    limits = {"repeats": arguments.most_pairs, "least": arguments.pairs, "budget_s": arguments.cell_seconds}
+    rows: Rows = []
     for rate in arguments.miss_rates:
         new = new_tokens(arguments.context, rate)
         cached = arguments.context - new
         cache = sharded_cache(model, world, batch=1, tokens=cached)
         turns = {name: Turn(name, engine, ids[:, cached:], cache) for name, engine in engines.items()}
-        choices = policies.choose(new, cached)
+        work = Workload((new,), (cached,), world.size)
+        choices = {name: choose_prefill(known, work, shape) for name, known in evidence.items()}
         agreement = Agreement(world, arguments.dtype)
-
         marks = {name: Breakdown(turn.model) for name, turn in turns.items()}
 
         def inspect(name: str, output: Any, agreement: Agreement = agreement) -> dict[str, Any]:
             return {"max_logit_difference": agreement.check(name, output.logits[0])}
 
-        samples = measure(
-            world,
-            list(turns.values()),
-            repeats=arguments.most_pairs,
-            least=arguments.pairs,
-            budget_s=arguments.cell_seconds,
-            inspect=inspect,
-        )
-        found = [
+        place = {"ranks": world.size, "context": arguments.context, "rate": arguments.rate}
+        place |= {"miss_rate": new / arguments.context, "new_tokens": new, "cached_tokens": cached}
+        place |= {"auto": list(choices.values())[-1], "policies": choices}
+        rows += [
             # Every rank asks for the times.
-            sample.to_row(
-                ranks=world.size,
-                context=arguments.context,
-                rate=arguments.rate,
-                miss_rate=new / arguments.context,
-                new_tokens=new,
-                cached_tokens=cached,
-                auto=choices[policies.deciding],
-                policies=choices,
-                attention_us=marks[sample.method].microseconds(),
-                load_average=machine["load_average"],
-            )
-            for sample in samples
+            sample.to_row(**place, attention_us=marks[sample.method].microseconds())
+            for sample in measure(world, list(turns.values()), inspect=inspect, **limits)
         ]
-        rows += [row | foretold("multiturn", row, predictions, arguments) for row in found]
-    if world.rank == 0:
-        leave_part(arguments.part, {"machine": machine, "rows": rows})
     for engine in engines.values():
         engine.destroy()
     world.leave()
+    return rows
 
 
-def main() -> int:
-    """Entry of the process started by hand, which starts the ranks for every rate of links, and of every rank."""
-    arguments = parse_arguments()
-    if is_rank():
-        return serve(run, arguments)
-    launches = Launches(arguments)
-    parts: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
-    reason = unavailable() if set(arguments.rates) - {FREE} else None
-    for rate in arguments.rates:
-        if rate != FREE and reason is not None:
-            skipped[rate] = reason
-            print(f"{rate}: not measured: {reason}", file=sys.stderr)
-            continue
-        print(f"{arguments.ranks} ranks, links: {rate}", flush=True)
-        start = start_ranks if rate == FREE else LimitedLinks(rate)
-        try:
-            parts[rate] = launches.run(arguments.ranks, ["--rate", rate], start=start)
-        except LaunchError as error:
-            return error.status
-    if not parts:
-        return 1
-    from megakv.launcher.process import quiet_libraries
+def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+    from harness.multiturn_report import chart, show, summarise
+    from harness.predictions import predicted_in_run
+    from harness.publish import publish
 
-    quiet_libraries()
-    from harness.multiturn_report import report
-
-    machine = next(iter(parts.values()))["machine"]
-    report(arguments, machine, [row for part in parts.values() for row in part["rows"]], skipped)
-    return 0
+    rows = predicted_in_run("multiturn", arguments, rows)
+    summary = summarise(rows, 2 * arguments.kv_heads / arguments.heads, skipped)
+    show(rows, summary)
+    publish(arguments, "multiturn", machine, rows, summary, [chart(arguments, summary)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    asked = parse_arguments()
+    launches = [
+        Launch(asked.ranks, ["--rate", rate], f"{asked.ranks} ranks, links: {rate}", name=rate, rate=rate)
+        for rate in asked.rates
+    ]
+    sys.exit(benchmark(asked, measure_rank, report, launches))

@@ -19,19 +19,8 @@ from typing import Any
 DIFFERING = 0.05
 """Two measured times closer than this have no winner."""
 SETTINGS = (
-    "part",
-    "processes",
-    "shape",
-    "link_gb_s",
-    "ranks",
-    "kv_heads",
-    "rate",
-    "noise",
-    "context",
-    "new_tokens",
-    "cached_tokens",
-    "batch",
-    "kept",
+    *("part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context"),
+    *("new_tokens", "cached_tokens", "batch", "kept"),
 )
 """What a row was measured with, beside the method."""
 MEASURES = (
@@ -52,11 +41,11 @@ WITHOUT = {
 
 @dataclass(frozen=True)
 class Time:
-    """One method's time in one setting."""
+    """One method's time in one setting, in seconds."""
 
     setting: str
     method: str
-    predicted: float  # Seconds
+    predicted: float
     measured: float
 
     @property
@@ -66,16 +55,14 @@ class Time:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default=Path(__file__).with_name("results"), help="folder (default %(default)s)")
-    parser.add_argument(
-        "--anew",
-        action="store_true",
-        help="first predict anew, by the cost model as it is now, what has its profiles beside it, and rewrite that",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results, and beside them a chart")
-    return parser.parse_args(argv)
+    from harness.options import Options
+
+    options = Options(__doc__)
+    options.add("--results", str(Path(__file__).with_name("results")), "folder")
+    text = "first predict anew, by the cost model as it is now, what has its profiles beside it, and rewrite that"
+    options.add("--anew", False, text)
+    options.output()
+    return options.parse(argv)
 
 
 def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
@@ -149,16 +136,14 @@ def results_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def predict_anew(folder: Path) -> list[str]:
     """Predict what kept its profiles by the cost model as it is now; the names of the files that were rewritten."""
-    from harness.foretold import foretold_anew
-
-    from megakv.tracking.files import write_whole
+    from harness.predictions import predicted_anew
+    from harness.publish import write_json
 
     done = []
     for path, results in results_in(folder):
-        rows = foretold_anew(results, path)
+        rows = predicted_anew(results, path)
         if rows is not None:
-            text = json.dumps({**results, "rows": rows}, indent=2, allow_nan=False)
-            write_whole(path, f"{text}\n".encode())
+            write_json(path, {**results, "rows": rows})
             done.append(path.stem)
     return done
 
@@ -168,30 +153,26 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
     found: dict[str, list[Time]] = {}
     without: dict[str, str] = {}
     for path, results in results_in(folder):
-        benchmark, rows = results["benchmark"], results["rows"]
-        times = list(times_of(rows))
+        times = list(times_of(results["rows"]))
         if not times:
-            without[path.stem] = WITHOUT.get(benchmark, "run without --profile-seconds")
+            without[path.stem] = WITHOUT.get(results["benchmark"], "run without --profile-seconds")
             continue
         found[path.stem] = times
-        if missing := unpredicted(rows):
+        if missing := unpredicted(results["rows"]):
             without[path.stem] = f"{', '.join(missing)} in some settings"
     return found, without
 
 
 def show(summary: Mapping[str, Any]) -> None:
     """Print errors and winners by benchmark."""
-    from harness.report import align
+    from harness.publish import show_table
 
     lines = [["benchmark", "times", "median error", "signed", "largest", "right winners"]]
     for name, entry in summary["benchmarks"].items():
-        errors = [
-            f"{entry['median_error']:.1%}",
-            f"{entry['median_signed_error']:+.1%}",
-            f"{entry['largest_error']:.1%}",
-        ]
-        lines.append([name, str(entry["times"]), *errors, f"{entry['right_winners']} of {entry['pairs']}"])
-    print(align(lines))
+        errors = [f"{entry['median_error']:.1%}", f"{entry['median_signed_error']:+.1%}"]
+        winners = f"{entry['right_winners']} of {entry['pairs']}"
+        lines.append([name, str(entry["times"]), *errors, f"{entry['largest_error']:.1%}", winners])
+    show_table("", lines)
     if summary["median_error"] is not None:
         share = summary["right_winner_share"]
         print(f"all: median error {summary['median_error']:.1%}" + (f", right winners {share:.1%}" if share else ""))
@@ -199,59 +180,29 @@ def show(summary: Mapping[str, Any]) -> None:
         print(f"without predictions: {name}: {why}")
 
 
-def draw(path: Path, found: Mapping[str, Sequence[Time]]) -> list[Path]:
-    """Predicted over measured, by benchmark."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 7))
-    times = list(itertools.chain(*found.values()))
-    for name, several in found.items():
-        axes.scatter([time.measured for time in several], [time.predicted for time in several], s=22, label=name)
-    if times:
-        ends = [min(time.measured for time in times) / 1.3, max(time.measured for time in times) * 1.3]
-        axes.plot(ends, ends, color="black", linewidth=0.8)
-        axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="black", alpha=0.1)
-        axes.set(xscale="log", yscale="log")
-        axes.legend(fontsize=8)
-    axes.set(xlabel="measured, seconds", ylabel="predicted, seconds")
-    axes.set_title("Cost model against this machine; the band is 10%")
-    figure.tight_layout()
-    chart = path.with_suffix(".png")
-    figure.savefig(chart, dpi=120)
-    pyplot.close(figure)
-    return [chart]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, judge, print and write."""
     arguments = parse_arguments(argv)
+    folder = Path(arguments.results)
     try:
         if arguments.anew:
-            print(f"predicted anew: {', '.join(predict_anew(Path(arguments.results))) or 'nothing kept its profiles'}")
-        found, without = read(Path(arguments.results))
+            print(f"predicted anew: {', '.join(predict_anew(folder)) or 'nothing kept its profiles'}")
+        found, without = read(folder)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    from harness.report import describe_machine, publish
+    from harness.charts import predicted_over
+    from harness.publish import describe_machine, publish
 
-    arguments.results = str(arguments.results)
     summary = summarise(found, without)
     show(summary)
-    publish(
-        arguments,
-        benchmark="predictions",
-        machine=describe_machine(),
-        rows=[
-            {"benchmark": name, **vars(time), "error": time.error}
-            for name, several in found.items()
-            for time in several
-        ],
-        summary=summary,
-        draw=lambda path: draw(path, found),
-    )
+    rows = [
+        {"benchmark": name, **vars(time), "error": time.error} for name, several in found.items() for time in several
+    ]
+    points = {name: ([time.measured for time in own], [time.predicted for time in own]) for name, own in found.items()}
+    labels = {"x_label": "measured, seconds", "y_label": "predicted, seconds"}
+    chart = predicted_over(points, title="Cost model against this machine", **labels)
+    publish(arguments, "predictions", describe_machine(), rows, summary, [chart])
     return 0
 
 

@@ -4,73 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.arguments import (
-    add_model_arguments,
-    add_profile_argument,
-    add_rank_arguments,
-    check_kv_shards,
-    check_model_arguments,
-    check_positive,
-    check_profile_argument,
-    check_rank_arguments,
-    whole_numbers,
-)
-from harness.launches import LaunchError, Launches, add_part_argument
-from harness.ranks import is_rank, serve
+from harness.launch import Launch, Rows, benchmark
+from harness.options import Options
 
-CONTEXTS, QUICK_CONTEXTS = "1024,2048,4096,8192,16384", "512,1024,2048"
 TENSOR_PARALLEL = {"tp": True, "tp_gloo": False}
 """DeepSpeed's tensor parallelism, and whether its sums may use its shared-memory op."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a message if it is impossible."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_rank_arguments(parser)
-    parser.add_argument("--sizes", help="numbers of ranks (default: powers of two up to --ranks, with --quick 1 and 2)")
-    parser.add_argument("--contexts", help=f"tokens (default {CONTEXTS}, with --quick {QUICK_CONTEXTS})")
-    parser.add_argument("--tokens", type=int, help="tokens generated after each prompt (default 9, with --quick 5)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each method at most (default 5)")
-    parser.add_argument(
-        "--cell-seconds", type=float, help="no third or further round begins after them (default 20, with --quick 3)"
-    )
-    parser.add_argument(
-        "--memory-cap-mb", type=float, default=1024, help="memory of a rank for the longest context (default 1024)"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts, fewer ranks")
-    add_part_argument(parser)
-    add_profile_argument(parser)
-    add_model_arguments(parser, layers=2)
-    arguments = parser.parse_args(argv)
-    check_rank_arguments(parser, arguments)
-    check_model_arguments(parser, arguments)
-    check_profile_argument(parser, arguments)
-    quick = arguments.quick
-    arguments.tokens = (5 if quick else 9) if arguments.tokens is None else arguments.tokens
-    arguments.cell_seconds = (3.0 if quick else 20.0) if arguments.cell_seconds is None else arguments.cell_seconds
-    check_positive(parser, arguments, "tokens", "repeats", "cell_seconds", "memory_cap_mb")
+    options = Options(__doc__)
+    options.ranks()
+    options.add("--quick", False, "fewer and shorter prompts, fewer ranks")
+    options.numbers("--sizes", None, "numbers of ranks (default: powers of two up to --ranks, with --quick 1 and 2)")
+    options.numbers("--contexts", {"": "1024,2048,4096,8192,16384", "quick": "512,1024,2048"}, "tokens")
+    options.add("--tokens", {"": 9, "quick": 5}, "tokens generated after each prompt")
+    options.add("--repeats", 5, "timed runs of each method at most")
+    options.add("--cell-seconds", {"": 20.0, "quick": 3.0}, "no third or further round begins after them")
+    options.add("--memory-cap-mb", 1024.0, "memory of a rank for the longest context")
+    options.profile()
+    options.model(layers=2)
+    arguments = options.parse(argv)
     if arguments.tokens < 2:
-        parser.error(f"--tokens {arguments.tokens}: the time between tokens needs two")
-    powers = [2**n for n in range(arguments.ranks.bit_length()) if 2**n <= (min(2, arguments.ranks) if quick else 1e9)]
-    arguments.sizes = whole_numbers(parser, "--sizes", arguments.sizes or ",".join(map(str, powers)))
-    arguments.contexts = whole_numbers(
-        parser, "--contexts", arguments.contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
-    )
+        options.error(f"--tokens {arguments.tokens}: the time between tokens needs two")
+    most = min(2, arguments.ranks) if arguments.quick else arguments.ranks
+    arguments.sizes = arguments.sizes or [2**n for n in range(most.bit_length())]
     if max(arguments.sizes) > arguments.ranks:
-        parser.error(f"--sizes {','.join(map(str, arguments.sizes))}: at most --ranks {arguments.ranks}")
+        options.error(f"--sizes {','.join(map(str, arguments.sizes))}: at most --ranks {arguments.ranks}")
     for size in arguments.sizes:
-        check_kv_shards(parser, arguments.kv_heads, size)
+        options.check_kv_shards(arguments.kv_heads, size)
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, as one of the ranks of one launch: all methods of this number of ranks."""
-    from harness.agreement import Agreement
+def measure_rank(arguments: argparse.Namespace) -> Rows:
+    """Measure all methods of one number of ranks, as one of them."""
     from harness.breakdown import Breakdown
-    from harness.foretold import foretold
     from harness.generations import (
         ContextParallelGeneration,
         Generation,
@@ -78,30 +48,24 @@ def run(arguments: argparse.Namespace) -> None:
         TensorParallelGeneration,
         without_stop,
     )
-    from harness.launches import leave_part
-    from harness.models import random_ids, random_llama, twin, weight_bytes
-    from harness.predictions import measured_predictions
+    from harness.models import random_ids, random_model, twin, weight_bytes
     from harness.prefills import tensor_parallel, uses_shared_memory
-    from harness.report import describe_machine
+    from harness.profiles import keep_measured
     from harness.sampling import measure
-    from harness.world import join_world
+    from harness.world import Agreement, join_world
 
     import megakv
 
-    machine = describe_machine()
     world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
     tokens = arguments.tokens
-    model = without_stop(random_llama(arguments, positions=arguments.contexts[-1] + tokens, device=world.device))
-    parallel = {"size": world.size, "prefill": "pass_kv"}
-    engine = megakv.init_inference(
-        twin(model), {"megakv": {"context_parallel": parallel, "tracking": {"timeline": "scaling.png"}}}
-    )
+    model = without_stop(random_model(arguments, positions=arguments.contexts[-1] + tokens, device=world.device))
+    section = {"context_parallel": {"size": world.size, "prefill": "pass_kv"}, "tracking": {"timeline": "scaling.png"}}
+    engine = megakv.init_inference(twin(model), {"megakv": section})
     sharded = tensor_parallel(model, world) if world.size > 1 else None
     weights = {"cp": weight_bytes(engine.module), "tp": weight_bytes(model if sharded is None else sharded.module)}
-    predictions = measured_predictions(
-        world, model, seconds=arguments.profile_seconds, timeout_s=arguments.timeout, results=arguments.json
-    )
-    rows: list[dict[str, Any]] = []
+    keep_measured(world, model, arguments)
+    limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 2}
+    rows: Rows = []
     for context in arguments.contexts:
         ids = random_ids(arguments.vocab, context, world.device)
         methods: list[Generation] = [ContextParallelGeneration("cp", engine, ids, tokens)]
@@ -114,8 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
                 # On an accelerator both are the same.
                 if allowed or world.device.type == "cpu"
             ]
-        agreement = Agreement(world, arguments.dtype)
-        mark = Breakdown(engine)
+        agreement, mark = Agreement(world, arguments.dtype), Breakdown(engine)
 
         def inspect(name: str, output: Any, agreement: Agreement = agreement, mark: Breakdown = mark) -> dict[str, Any]:
             facts: dict[str, Any] = {
@@ -123,48 +86,30 @@ def run(arguments: argparse.Namespace) -> None:
                 "weight_bytes": world.gather(weights["cp" if name == "cp" else "tp"]),
             }
             if name == "cp":
-                facts |= mark.generated()
-            else:
-                facts["shared_memory"] = world.size > 1 and uses_shared_memory(name, model.dtype)
-            return facts
+                return facts | mark.generated()
+            return facts | {"shared_memory": world.size > 1 and uses_shared_memory(name, model.dtype)}
 
-        samples = measure(
-            world, methods, repeats=arguments.repeats, inspect=inspect, budget_s=arguments.cell_seconds, least=2
-        )
-        for method, sample in zip(methods, samples, strict=True):
+        for method, sample in zip(methods, measure(world, methods, inspect=inspect, **limits), strict=True):
             # The untimed run is not a sample.
             ttit = [max(times) for times in zip(*world.gather(method.ttits[1:]), strict=True)]
-            row = sample.to_row(
-                ranks=world.size, context=context, ttit_seconds=ttit, load_average=machine["load_average"]
-            )
-            rows.append(row | foretold("scaling", row, predictions, arguments))
-    if world.rank == 0:
-        leave_part(arguments.part, {"machine": machine, "rows": rows})
+            rows.append(sample.to_row(ranks=world.size, context=context, ttit_seconds=ttit))
     engine.destroy()
     world.leave()
+    return rows
 
 
-def main() -> int:
-    """Entry of the process started by hand, which starts every number of ranks in turn, and of every rank."""
-    arguments = parse_arguments()
-    if is_rank():
-        return serve(run, arguments)
-    launches = Launches(arguments)
-    try:
-        parts = []
-        for size in arguments.sizes:
-            print(f"ranks: {size}, of {arguments.sizes}", flush=True)
-            parts.append(launches.run(size))
-    except LaunchError as error:
-        return error.status
-    from megakv.launcher.process import quiet_libraries
+def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+    from harness.predictions import predicted_in_run
+    from harness.publish import MEGABYTE, publish
+    from harness.scaling_report import charts, show, summarise
 
-    quiet_libraries()
-    from harness.scaling_report import report
-
-    report(arguments, parts[0]["machine"], [row for part in parts for row in part["rows"]])
-    return 0
+    rows = predicted_in_run("scaling", arguments, rows)
+    summary = summarise(rows, arguments.memory_cap_mb * MEGABYTE)
+    show(summary)
+    publish(arguments, "scaling", machine, rows, summary, charts(arguments, rows, summary))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    asked = parse_arguments()
+    launches = [Launch(size, text=f"ranks: {size}, of {asked.sizes}") for size in asked.sizes]
+    sys.exit(benchmark(asked, measure_rank, report, launches))

@@ -12,48 +12,32 @@ from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PreTra
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def random_llama(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
-    """A Llama with random weights, the same on every rank, for transformers' own fastest attention."""
-    return _random(llama_config(arguments, positions=positions), arguments, device)
+def model_config(arguments: argparse.Namespace, *, positions: int = 1) -> PreTrainedConfig:
+    """A Llama, or a Falcon (``family``: attention and MLP in parallel), of the command line's shape.
+
+    Where heads do not divide the hidden size, ``head_dim`` is given, too. Sizes do not depend on `positions`.
+    """
+    common = {
+        "num_hidden_layers": arguments.layers,
+        "hidden_size": arguments.hidden,
+        "num_attention_heads": arguments.heads,
+        "vocab_size": arguments.vocab,
+        "max_position_embeddings": positions,
+    }
+    kv_heads, intermediate = arguments.kv_heads, arguments.intermediate
+    if getattr(arguments, "family", "llama") == "falcon":
+        own = {"num_kv_heads": kv_heads, "ffn_hidden_size": intermediate, "new_decoder_architecture": True}
+        return FalconConfig(**common, **own)
+    own = {"num_key_value_heads": kv_heads, "intermediate_size": intermediate}
+    return LlamaConfig(**common, **own, head_dim=getattr(arguments, "head_dim", None))
 
 
-def llama_config(arguments: argparse.Namespace, *, positions: int) -> LlamaConfig:
-    """The Llama of `random_llama`."""
-    return LlamaConfig(
-        num_hidden_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.kv_heads,
-        head_dim=getattr(arguments, "head_dim", None),
-        intermediate_size=arguments.intermediate,
-        vocab_size=arguments.vocab,
-        max_position_embeddings=positions,
-    )
-
-
-def _random(config: PreTrainedConfig, arguments: argparse.Namespace, device: torch.device) -> PreTrainedModel:
+def random_model(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
+    """It with random weights, the same on every rank, for transformers' own fastest attention."""
     torch.manual_seed(0)
+    config = model_config(arguments, positions=positions)
     model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.dtype], attn_implementation="sdpa")
     return model.to(device).eval().requires_grad_(False)
-
-
-def random_falcon(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
-    """A Falcon (new decoder: attention and MLP in parallel, an MLP of two layers) otherwise as `random_llama`."""
-    return _random(falcon_config(arguments, positions=positions), arguments, device)
-
-
-def falcon_config(arguments: argparse.Namespace, *, positions: int) -> FalconConfig:
-    """The Falcon of `random_falcon`."""
-    return FalconConfig(
-        num_hidden_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_attention_heads=arguments.heads,
-        num_kv_heads=arguments.kv_heads,
-        ffn_hidden_size=arguments.intermediate,
-        vocab_size=arguments.vocab,
-        max_position_embeddings=positions,
-        new_decoder_architecture=True,
-    )
 
 
 def random_ids(vocab: int, length: int, device: torch.device, batch: int = 1) -> Tensor:
@@ -73,7 +57,3 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     """
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
     return copy.deepcopy(model, shared)
-
-
-MODELS = {"llama": random_llama, "falcon": random_falcon}
-CONFIGS = {"llama": llama_config, "falcon": falcon_config}

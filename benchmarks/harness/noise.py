@@ -16,6 +16,8 @@ from pathlib import Path
 PORT = 5600
 CHUNK = bytes(1 << 17)
 POLL_S = 0.02
+SETTLE_S = 0.15
+"""For a flow to come to its rate, or for what is queued of it to pass."""
 QUIET = "quiet"
 """What the switch holds while no flow runs."""
 ELSEWHERE = "elsewhere"
@@ -35,6 +37,23 @@ def switched_to(switch: Path) -> str:
         return switch.read_text()
     except OSError:
         return QUIET
+
+
+class Switch:
+    """Says which flow runs, before every run of a method; the ranks' side of the file."""
+
+    def __init__(self, path: Path, rank: int, ranks: int):
+        self._path, self._rank = path, rank
+        self._states = {QUIET: [QUIET], ELSEWHERE: [ELSEWHERE], LINK: pair_names(ranks)}
+        self._runs: dict[tuple[str, str], int] = {}
+
+    def next_run(self, method: str, noise: str) -> None:
+        """Switch to a noise; each run beside a flow on a link has it on another one."""
+        run = self._runs[method, noise] = self._runs.get((method, noise), -1) + 1
+        states = self._states[noise]
+        if self._rank == 0:
+            self._path.write_text(states[run % len(states)])
+        time.sleep(SETTLE_S)
 
 
 def listen(here: str) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
 
-from .cores import threads_on
 from .models import DTYPES, random_ids
-from .offload_disk import disk_figures
+from .offload_emulation import disk_figures, threads_on
 from .offload_forecast import add_forecasts
 from .offload_plan import CHOICES, IN_MEMORY, Case, Shape, shape_of, variant
 from .offloads import Decoder, Sample, random_model

@@ -235,8 +235,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             )
             for link in links
             for model in arguments.shapes or plan.models
-            for batch in arguments.batches or plan.batches
-            for prompt in arguments.prompts or plan.prompts
+            for batch in arguments.batch or plan.batches
+            for prompt in arguments.prompt or plan.prompts
             for new in arguments.new or plan.news
             for processes in (arguments.processes or plan.processes if part == "processes" else (1,))
         ]  # fmt: skip

@@ -10,11 +10,11 @@ from typing import Any
 from .offload_plan import CHOICES, IN_MEMORY, LARGE, OTHERS, PARTS, SMALL
 from .statistics import Interval, paired_ratio
 
+Row = Mapping[str, Any]
 DIFFERING = 0.05
 """Two measured times closer than this have no order."""
 CLOSE = 0.1
 """Predictions are to be this close."""
-Row = Mapping[str, Any]
 _SIZE = ("batch", "context", "new_tokens")
 FIXED = {
     "links": ("shape", *_SIZE),
@@ -70,36 +70,35 @@ def step_s(row: Row) -> float:
 
 
 def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
-    """What the rows show."""
+    """What the rows show; `exact_type`: recomputed keys and values equal the stored ones, as in float32."""
     cases = by_case(rows)
-    exact = [row for row in rows if not row["lossy"]]
-    apart = [row for row in rows if row["lossy"]]
+    exact, apart = ([row for row in rows if row["lossy"] == lossy] for lossy in (False, True))
     auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
-    judged = [name for name, found in auto.items() if found["auto"]["processes"] == 1]
-    regrets = {name: regret(found) for name, found in auto.items()}
-    twice = {name: same_twice(found) for name, found in cases.items()}
+    regrets = {name: _regret(found) for name, found in auto.items()}
+    judged = [regrets[name].value for name, found in auto.items() if found["auto"]["processes"] == 1]
+    twice = {name: _same_twice(found) for name, found in cases.items()}
+    in_memory = _speedups(cases, IN_MEMORY)
     return {
         "link": ", ".join(sorted({row["link"] for row in rows})),
         "tokens_equal": all(row["tokens_equal"] for row in exact) if exact_type else None,
         "token_agreement": min((row["token_agreement"] for row in exact), default=None),
         "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
-        "auto_over_best": max((regrets[name].value for name in judged), default=None),
+        "auto_over_best": max(judged, default=None),
         "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
         "same_twice_by_case": {name: found.to_json() for name, found in twice.items() if found is not None},
         "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
-        "predictions": predictions(rows),
-        "ordering": ordering(cases.values()),
+        "predictions": _predictions(rows),
+        "ordering": _ordering(cases.values()),
         "speedup_over_stream": _speedups(cases, "stream"),
         "speedup_over_row_stream": _speedups(cases, "row_stream"),
         "speedup_over_transformers": _speedups(cases, OTHERS),
         "time_over_in_memory": {
-            name: {method: 1 / ratio for method, ratio in found.items()}
-            for name, found in _speedups(cases, IN_MEMORY).items()
+            name: {method: 1 / ratio for method, ratio in found.items()} for name, found in in_memory.items()
         },
     }
 
 
-def regret(found: Mapping[str, Row]) -> Interval:
+def _regret(found: Mapping[str, Row]) -> Interval:
     """The time of `auto` over that of the best of what it chooses from: the median of the ratios within rounds."""
     best = min((found[method] for method in CHOICES if method in found), key=step_s)
     # Where the best had fewer rounds than `auto`, those.
@@ -107,7 +106,7 @@ def regret(found: Mapping[str, Row]) -> Interval:
     return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
 
 
-def same_twice(found: Mapping[str, Row]) -> Interval | None:
+def _same_twice(found: Mapping[str, Row]) -> Interval | None:
     """The time of a second engine of the same method over that of the first, within rounds; None without one."""
     for row in found.values():
         again = row.get("again_seconds", ())
@@ -117,37 +116,40 @@ def same_twice(found: Mapping[str, Row]) -> Interval | None:
     return None
 
 
-def predictions(rows: Sequence[Row]) -> dict[str, Any]:
+def predicted(rows: Iterable[Row]) -> list[Row]:
+    """Those of one process that were predicted."""
+    return [row for row in rows if "predicted_s" in row and row["processes"] == 1]
+
+
+def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
     """How near a case's median step was to what was predicted, over all cases and methods of one process."""
-    known = [row for row in rows if "predicted_s" in row and row["processes"] == 1]
+    known = predicted(rows)
     errors = {f"{case_of(row)}, {row['method']}": row["predicted_s"] / step_s(row) - 1 for row in known}
+    parts: dict[str, list[float]] = {}
+    for row, error in zip(known, errors.values(), strict=True):
+        parts.setdefault(row["part"], []).append(abs(error))
     worst = max(errors, key=lambda name: abs(errors[name]), default=None)
+    # From what was measured before the first step, and a step in memory.
+    forecasts = [abs(row["forecast_s"] / step_s(row) - 1) for row in known if "forecast_s" in row]
     return {
         "cases": len(known),
         "within_10_percent": sum(abs(error) <= CLOSE for error in errors.values()),
         "median_error": _median(map(abs, errors.values())),
         "worst": None if worst is None else {"case": worst, "error": errors[worst]},
-        "by_part": {
-            part: _median(abs(errors[f"{case_of(row)}, {row['method']}"]) for row in known if row["part"] == part)
-            for part in dict.fromkeys(row["part"] for row in known)
-        },
-        # From what was measured before the first step, and a step in memory.
-        "forecasts": sum("forecast_s" in row for row in known),
-        "forecast_median_error": _median(
-            abs(row["forecast_s"] / step_s(row) - 1) for row in known if "forecast_s" in row
-        ),
+        "by_part": {part: _median(found) for part, found in parts.items()},
+        "forecasts": len(forecasts),
+        "forecast_median_error": _median(forecasts),
         # Without the scheduler's correction, but with what the plan's own steps showed.
         "cost_model_median_error": _median(error for row in known for error in row["cost_model_errors"]),
     }
 
 
-def ordering(cases: Iterable[Mapping[str, Row]]) -> dict[str, Any]:
+def _ordering(cases: Iterable[Mapping[str, Row]]) -> dict[str, Any]:
     """Of every two methods of a case that differ by more than 5%, whether the faster one was predicted to be."""
     pairs: list[bool] = []
     wrong = []
     for found in cases:
-        known = [row for row in found.values() if "predicted_s" in row and row["processes"] == 1]
-        for one, other in itertools.combinations(known, 2):
+        for one, other in itertools.combinations(predicted(found.values()), 2):
             times = step_s(one), step_s(other)
             if abs(times[0] - times[1]) > DIFFERING * min(times):
                 pairs.append((times[0] < times[1]) == (one["predicted_s"] < other["predicted_s"]))

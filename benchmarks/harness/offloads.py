@@ -30,8 +30,7 @@ from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
 
 from .models import twin, weight_bytes
-from .offload_baseline import EmulatedOffloadedCache
-from .offload_disk import PacedReads, budgets
+from .offload_emulation import EmulatedOffloadedCache, PacedReads, budgets
 from .offload_gpu import KernelWatch
 from .offload_plan import IN_MEMORY, OTHERS, PAGE_KIB, Case, Shape, variant
 

@@ -1,10 +1,17 @@
-"""What the cost model predicts of a benchmark's own methods, from profiles measured in the same run."""
+"""What the cost model says of a benchmark's own rows, from profiles that were measured in the same run.
+
+The profiles of FILE.json are in FILE.profiles, see `harness.profiles`. Predicting anew shows what a change of the cost
+model does to what was measured before, without measuring it again.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedModel
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
@@ -15,14 +22,23 @@ from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 
-from .profiles import LONE, keep_profile, lone_profile, measured_profile
-from .world import World
+from .models import DTYPES, model_config
+from .profiles import profiles_of
 
+Row = Mapping[str, Any]
 TENSOR_PARALLEL = ("tp", "tp_gloo")
 SINGLE = ("single", "single_masked", "single_idle", "in_place", "in_place_idle")
 GENERATE_SHARES = 3
 """Before its first pass `generate` tells all ranks rank 0's random state, and waits for all: as long as three results.
 """
+RATED = ("multiturn", "hosts", "runahead")
+"""Benchmarks with a profile for every rate of their links."""
+KNOWN = ("prefill", "decode", "scaling", *RATED)
+ACROSS_HOSTS = {"cp": "pass_kv", "tp": "tp_gloo"}
+"""Methods of `hosts.py`, as predictions call them."""
+CANDIDATES = {"single": "one_rank", "runahead": "kvr_s", "pass_kv": "pass_kv", "pass_q": "pass_q"}
+"""What `auto` calls a candidate, and the method of `runahead.py` that it is."""
+CHOSEN = {method: candidate for candidate, method in CANDIDATES.items()} | {"runahead": "runahead"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,10 @@ class Predictions:
         partition: Partition | None = None,
         generating: bool = False,
     ) -> float | None:
-        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured."""
+        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured.
+
+        With a `partition` the method is the chain; `generating`: `generate` reads it.
+        """
         if method in TENSOR_PARALLEL or method in SINGLE:
             plain = self._plain(method)
             if plain is None:
@@ -59,9 +78,7 @@ class Predictions:
         begun = tokens.first_s(-(-new // work.size)) + (self._begun() if generating else 0.0)
         if method == "one_rank":
             partition = alone(work)[0]
-        if partition is not None:
-            return begun + times.seconds("runahead", (partition,))
-        return begun + times.seconds(method)
+        return begun + (times.seconds(method) if partition is None else times.seconds("runahead", (partition,)))
 
     def decode(self, method: str, context: int, batch: int = 1) -> float | None:
         """Seconds of a decoding step; None for what was not measured."""
@@ -84,40 +101,76 @@ class Predictions:
         shared = method == "tp" and self.profile.sum_times(self.size, shared_memory=True) is not None
         return PlainTimes(self.profile, self.model, tp_size=self.size, shared_memory=shared)
 
+    def of(self, benchmark: str, row: Row, arguments: argparse.Namespace) -> dict[str, float | None]:
+        """A row's predicted seconds, under the names that they have in it."""
+        method, context = row["method"], row["context"]
+        match benchmark:
+            case "decode":
+                return {"predicted_s": self.decode(method, context, row["batch"])}
+            case "multiturn":
+                return {"predicted_s": self.prefill(method, row["new_tokens"], row["cached_tokens"])}
+            case "hosts":
+                return {"predicted_s": self.prefill(ACROSS_HOSTS[method], context)}
+            case "scaling":
+                own = method == "cp"
+                # The steps that are measured follow the first token; their mean is that of the middle one.
+                ttit = self.decode("replicated" if own else method, context + arguments.tokens // 2)
+                ttft = self.prefill("pass_kv" if own else method, context, generating=True)
+                return {"predicted_s": ttft, "predicted_ttit_s": ttit}
+            case "runahead" if row["noise"] != "quiet":
+                # No formula knows a competing flow.
+                return {"predicted_s": None}
+            case "runahead" if method == "auto":
+                return {"predicted_s": row["candidates_s"].get(CHOSEN[row["auto"]])}
+        partition = tuple(row["partition"]) if row.get("partition") else None
+        return {"predicted_s": self.prefill(method, context, partition=partition)}
 
-def measured_predictions(
-    world: World,
-    model: PreTrainedModel,
-    *,
-    seconds: float,
-    timeout_s: float,
-    results: str | None = None,
-    idle: bool = False,
-) -> Predictions | None:
-    """Predictions from profiles that are measured now; None without a time to do so. Every rank calls it."""
-    if not seconds:
-        return None
-    alone = world.size < 2
-    lone = None
-    if idle or alone:
-        part = seconds if alone else seconds / 2
-        lone = lone_profile(world, shape_of(model), seconds=part)
-        keep_profile(world, lone, results, f"{LONE}{world.size}")
-        if alone:
-            return Predictions(lone, shape_of(model), world.size, lone)
-    with measured_profile(world, shape_of(model), seconds=seconds, timeout_s=timeout_s) as path:
-        found = predictions_of(path, world, model, lone=lone)
-    keep_profile(world, found.profile, results, str(world.size))
+
+def with_predictions(
+    benchmark: str, arguments: argparse.Namespace, rows: Sequence[Row], find: Callable[[str], Path | None]
+) -> list[dict[str, Any]]:
+    """Rows with ``predicted_s``, those of `scaling.py` with ``predicted_ttit_s`` too; None without a profile.
+
+    `find` gives the file of a profile, by its name; None if there is none.
+    """
+    names = ("predicted_s", "predicted_ttit_s") if benchmark == "scaling" else ("predicted_s",)
+
+    @cache
+    def known(ranks: int, rate: str | None, kv_heads: int) -> Predictions | None:
+        name = f"r{ranks}-kv{kv_heads}-{rate}" if benchmark == "runahead" else f"{ranks}-{rate}" if rate else f"{ranks}"
+        path, alone = find(name), find(f"1-of-{ranks}")
+        lone = load_profile(alone) if alone is not None and alone.exists() else None
+        if path is None:
+            return None
+        profile = lone if ranks == 1 and lone is not None else load_profile(path)
+        sizes = argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads})
+        model = ModelShape.from_config(model_config(sizes), dtype=DTYPES[arguments.dtype])
+        return Predictions(profile, model, ranks, lone, ranks // arguments.hosts if benchmark == "hosts" else 1)
+
+    found = []
+    for row in rows:
+        rate = row["rate"] if benchmark in RATED else None
+        predictions = known(row["ranks"], rate, row.get("kv_heads", arguments.kv_heads))
+        predicted = dict.fromkeys(names) if predictions is None else predictions.of(benchmark, row, arguments)
+        found.append({**row, **predicted})
     return found
 
 
-def predictions_of(
-    path: str, world: World, model: PreTrainedModel, *, lone: HardwareProfile | None = None, tp_size: int = 1
-) -> Predictions:
-    """Predictions from a profile's file."""
-    return Predictions(load_profile(path), shape_of(model), world.size, lone, tp_size)
+def predicted_in_run(benchmark: str, arguments: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of a run that kept its profiles beside its results, if it had the time to measure them."""
+    kept = arguments.json and arguments.profile_seconds and not getattr(arguments, "config", None)
+    folder = profiles_of(Path(arguments.json)) if kept else None
+    return with_predictions(benchmark, arguments, rows, lambda name: folder and folder / f"{name}.json")
 
 
-def shape_of(model: PreTrainedModel) -> ModelShape:
-    """Its sizes, in the type that it computes in."""
-    return ModelShape.from_config(model.config, dtype=model.dtype)
+def predicted_anew(results: Mapping[str, Any], path: Path) -> list[dict[str, Any]] | None:
+    """The rows of a results file as they are predicted now; None where it kept no profiles, or none for its rows."""
+    folder, benchmark = profiles_of(path), results["benchmark"]
+    if not folder.is_dir() or benchmark not in KNOWN:
+        return None
+
+    def find(name: str) -> Path | None:
+        profile = folder / f"{name}.json"
+        return None if benchmark == "runahead" and not profile.exists() else profile
+
+    return with_predictions(benchmark, argparse.Namespace(**results["args"]), results["rows"], find)

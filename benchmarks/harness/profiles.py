@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megakv.costmodel.hardware import HardwareProfile
+from transformers import PreTrainedModel
+
+from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.measure.kernels import KernelSizes, Matrices
 from megakv.costmodel.measure.profile import measure_profile
 from megakv.costmodel.measure.stopwatch import Alone
@@ -20,18 +23,18 @@ from megakv.launcher.ranks import Progress
 
 from .world import World
 
-LONE = "1-of-"
-"""Begins the name of the profile of one rank while the others, of so many in all, stand idle."""
-
 
 @contextlib.contextmanager
 def measured_profile(
-    world: World, model: ModelShape, *, seconds: float, timeout_s: float, tp_size: int = 1
-) -> Iterator[str]:
-    """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it."""
-    mesh = make_mesh(cp_size=world.size // tp_size, tp_size=tp_size, timeout_s=timeout_s)
-    sums = _whole_world(world, timeout_s)
-    profile = _measure(Communicator(mesh, Ledger()), model, seconds, sums=sums)
+    world: World, model: ModelShape, arguments: argparse.Namespace, *, tp_size: int = 1
+) -> Iterator[Path]:
+    """Measure one with a model's heads, as ``megakv profile`` does; this rank's file of it, which is gone at the end.
+
+    Every rank must call it: ranks are context-parallel rings of so many tensor-parallel ones.
+    """
+    mesh = make_mesh(cp_size=world.size // tp_size, tp_size=tp_size, timeout_s=arguments.timeout)
+    sums = _whole_world(world, arguments.timeout)
+    profile = _measure(Communicator(mesh, Ledger()), model, arguments.profile_seconds, sums=sums)
     for comm in sums:
         comm.watch.uninstall()
     mesh.end()
@@ -41,17 +44,35 @@ def measured_profile(
     with tempfile.TemporaryDirectory(prefix="megakv-profile-") as folder:
         path = Path(folder) / "profile.json"
         profile.save(path)
-        yield str(path)
+        yield path
 
 
-def lone_profile(world: World, model: ModelShape, *, seconds: float) -> HardwareProfile:
-    """Measure one rank while all others stand idle. Every rank must call it."""
-    profile = None
-    if world.rank == 0:
-        profile = _measure(Alone(world.device), model, seconds, sums=[])
-    found = world.gather(profile)[0]
-    assert found is not None
-    return found
+def keep_measured(
+    world: World,
+    model: PreTrainedModel,
+    arguments: argparse.Namespace,
+    *,
+    rate: str | None = None,
+    tp_size: int = 1,
+    idle: bool = False,
+) -> None:
+    """Measure what rows are predicted from, if there is time to and a file beside which it is kept.
+
+    Every rank must call it. `idle`: one rank is also measured while the others stand idle, for half as long.
+    """
+    if not (arguments.profile_seconds and arguments.json):
+        return
+    shape = shape_of(model)
+    if idle or world.size < 2:
+        seconds = arguments.profile_seconds / (1 if world.size < 2 else 2)
+        if world.rank == 0:
+            lone = _measure(Alone(world.device), shape, seconds, sums=[])
+            keep_profile(world, lone, arguments.json, f"1-of-{world.size}")
+        world.barrier()
+    if world.size > 1:
+        with measured_profile(world, shape, arguments, tp_size=tp_size) as path:
+            name = f"{world.size}" if rate is None else f"{world.size}-{rate}"
+            keep_profile(world, load_profile(path), arguments.json, name)
 
 
 def keep_profile(world: World, profile: HardwareProfile, results: str | None, name: str) -> None:
@@ -66,6 +87,11 @@ def keep_profile(world: World, profile: HardwareProfile, results: str | None, na
 def profiles_of(results: Path) -> Path:
     """The folder in which a results file has its profiles."""
     return results.with_suffix(".profiles")
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Its sizes, in the type that it computes in."""
+    return ModelShape.from_config(model.config, dtype=model.dtype)
 
 
 def _whole_world(world: World, timeout_s: float) -> list[Communicator]:

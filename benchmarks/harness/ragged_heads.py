@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,3 +120,23 @@ class RankLayer:
         add_up(everyone[:-1])
         whole = everyone[self._all].logsumexp(1)
         out[self.shared] *= torch.exp(own - whole).unsqueeze(-1)
+
+
+class Room:
+    """Memory for one method's cache at a time: the next one's takes its place."""
+
+    def __init__(self) -> None:
+        self._guest: Any = None
+
+    def take(self, guest: Any) -> None:
+        """Let a method have its cache here: it is told to `build` it, and to `leave` before the next one."""
+        if self._guest is not guest:
+            self.clear()
+            self._guest = guest
+            guest.build()
+
+    def clear(self) -> None:
+        """Let nobody have one: what is measured next needs the memory."""
+        if self._guest is not None:
+            self._guest.leave()
+            self._guest = None

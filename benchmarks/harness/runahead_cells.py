@@ -1,35 +1,139 @@
-"""The cells of `runahead.py`, measured by the ranks of one launch."""
+"""The cells of `runahead.py`, measured by the ranks of one launch, and the searches for their partitions."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megakv.runahead.partition import Partition, even
+import megakv
+from megakv.costmodel.shape import ModelShape
+from megakv.launcher.commands.search_partition import add_arguments
+from megakv.launcher.passes import TimedPasses
+from megakv.launcher.search import Desk
+from megakv.runahead.partition import Partition, even, from_fractions
+from megakv.runahead.table import ChainIdentity, LookupTable, load_table
 
-from .agreement import Agreement
-from .chains import ChainPrefill, silence
 from .models import random_ids
-from .noise import ELSEWHERE, LINK, QUIET
-from .noisy import Noisy
-from .prefills import ContextParallelPrefill, MaskedPrefill, Prefill, Prefills, cache_bytes
-from .runahead_plan import APART, NOISY, Group
-from .sampling import Method, Samples, measure
-from .searches import Searches
-from .world import World
+from .noise import QUIET, Switch
+from .prefills import ChainPrefill, ContextParallelPrefill, MaskedPrefill, Prefill, Prefills, cache_bytes, silence
+from .profiles import measured_profile, shape_of
+from .runahead_plan import APART, NOISES, NOISY, Group, profile_path
+from .sampling import Method, Samples, Switched, measure
+from .world import Agreement, World
 
 CHAIN = {"context_parallel": {"prefill": "runahead"}, "runahead": {"partition": "even"}}
 MAY_CHOOSE = ("runahead", "pass_kv", "pass_q")
 
 
+@contextmanager
+def group_profile(arguments: argparse.Namespace, group: Group, world: World, model: Any) -> Iterator[str | None]:
+    """The hardware profile of a group: given, kept by an earlier run, measured now, or none."""
+    path = profile_path(group, arguments.profile, Path(arguments.parts))
+    if arguments.profile is not None:
+        yield str(path)
+        return
+    if world.gather(path.exists())[0] or not arguments.profile_seconds:
+        yield str(path) if path.exists() else None
+        return
+    with measured_profile(world, shape_of(model), arguments) as measured:
+        if world.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(measured, path)
+        yield str(measured)
+
+
+def group_table(arguments: argparse.Namespace, group: Group, world: World) -> Path:
+    """The group's own lookup table, which begins as the one given."""
+    path = Path(arguments.parts) / "tables" / f"{group.name}.json"
+    if world.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.table is not None and not path.exists():
+            shutil.copyfile(group.filled(arguments.table), path)
+    world.barrier()
+    return path
+
+
+class Searches:
+    """Partitions searched as ``megakv search-partition`` does, and the table that they are written to.
+
+    Every rank must make the same calls. The engine has the prefill method ``runahead``.
+    """
+
+    def __init__(
+        self,
+        engine: megakv.MegaKVEngine,
+        world: World,
+        arguments: argparse.Namespace,
+        *,
+        table: Path,
+        profile: str | None,
+    ):
+        comm = self._comm = engine._comm
+        self._shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
+        section = engine._config.megakv.runahead
+        self._chain = ChainIdentity.of(comm, self._shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
+        self._passes = TimedPasses(engine, comm, arguments.search_repeats)
+        self._world, self._path = world, table
+        self._options = {"--profile": profile, "--step": arguments.search_step}
+        self._options |= {"--patience": arguments.search_patience, "--repeats": arguments.search_repeats}
+
+    def search(self, context: int) -> dict[str, Any] | None:
+        """Find the partition of a length that the table does not have: what it came to, as JSON, on rank 0."""
+        known = context in [entry.context for entry in self._entries()]
+        # Rank 0's view decides: another rank may see the file a moment later.
+        if self._world.gather(known)[0]:
+            return None
+        result = failure = None
+        if self._world.rank != 0:
+            self._passes.follow()
+        else:
+            try:
+                desk = Desk(self._arguments(context), self._chain, self._shape, self._passes)
+                (result,) = desk.run([context])
+            except Exception as error:
+                failure = error
+            self._passes.end()
+        self._comm.agree(failure)
+        return result and {**asdict(result), "trials": [trial.model_dump() for trial in result.trials]}
+
+    def _arguments(self, context: int) -> argparse.Namespace:
+        """The command line of ``megakv search-partition`` for one length."""
+        picture = self._path.with_name(f"{self._path.stem}-{context}.png")
+        given = {"--model": "model", "--config": "config", "--contexts": context, "--table": self._path}
+        options = {**given, "--png": picture, **self._options}
+        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, ranks=False)
+        return parser.parse_args(words)
+
+    def partition(self, context: int) -> Partition:
+        """The searched one."""
+        return from_fractions(next(e.fractions for e in self._entries() if e.context == context), context)
+
+    def predicted(self, context: int, spacing: int) -> Partition:
+        """The one between its neighbours, of a table that only has multiples of `spacing` (Section 4.3)."""
+        entries = tuple(entry for entry in self._entries() if entry.context % spacing == 0)
+        fractions = LookupTable(chain=self._chain, entries=entries).fractions(context)
+        assert fractions is not None, f"{context} tokens lie between no entries"
+        return from_fractions(fractions, context)
+
+    def _entries(self) -> tuple[Any, ...]:
+        self._world.barrier()
+        return load_table(self._path).entries if self._path.exists() else ()
+
+
 class CellBench:
-    """Measures one cell after the other. Every rank must make the same calls."""
+    """Measures one cell after the other. Every rank must make the same calls; the model is whole on every rank."""
 
     def __init__(
         self,
@@ -41,28 +145,16 @@ class CellBench:
         table: Path,
         profile: str | None,
     ):
-        self._arguments = arguments
-        self._group = group
-        self._world = world
+        self._arguments, self._group, self._world = arguments, group, world
+        self._table, self._profile = table, profile
         self._prefills = Prefills(model, world)
-        self._table = table
-        self._profile = profile
-        self.searches = Searches(
-            self._prefills.engine("chain", CHAIN),
-            world,
-            table=table,
-            profile=profile,
-            step=arguments.search_step,
-            patience=arguments.search_patience,
-            repeats=arguments.search_repeats,
-        )
+        self.searches = Searches(self._prefills.engine("chain", CHAIN), world, arguments, table=table, profile=profile)
 
     def close(self) -> None:
-        """Let go of all engines."""
         self._prefills.close()
 
     def measure(self, context: int) -> list[dict[str, Any]]:
-        """The rows of one length of prompt."""
+        """The rows of one length of prompt; all methods must compute the first one's logits."""
         arguments, world = self._arguments, self._world
         names = self._group.methods(arguments.methods, context, arguments.table_spacing)
         ids = random_ids(arguments.vocab, context, world.device)
@@ -71,30 +163,27 @@ class CellBench:
         self._prefills.drop("auto")
 
         def inspect(name: str, output: Any) -> dict[str, Any]:
-            facts: dict[str, Any] = {"kv_bytes": world.gather(cache_bytes(output.past_key_values))}
-            facts["max_logit_difference"] = None
-            if name != "kvr_silent":
-                facts["max_logit_difference"] = agreement.check(name, output.logits[0, -1])
-            return facts
+            kv_bytes = world.gather(cache_bytes(output.past_key_values))
+            difference = None if name == "kvr_silent" else agreement.check(name, output.logits[0, -1])
+            return {"kv_bytes": kv_bytes, "max_logit_difference": difference}
 
         methods: list[Method] = [self._method(name, ids) for name in names if name not in APART]
         if self._group.noise:
-            switch = Path(arguments.switch)
+            switch = Switch(Path(arguments.switch), world.rank, world.size)
             methods = [
-                Noisy(method, noise, switch, world)
+                Switched(
+                    method,
+                    noise,
+                    partial(switch.next_run, method.name, noise),
+                    name=method.name if noise == QUIET else None,
+                )
                 for method in methods
-                for noise in ((QUIET, ELSEWHERE, LINK) if method.name in NOISY else (QUIET,))
+                for noise in (NOISES if method.name in NOISY else (QUIET,))
             ]
-        samples = measure(
-            world,
-            methods,
-            repeats=arguments.repeats,
-            least=min(arguments.repeats, arguments.least_repeats),
-            budget_s=arguments.cell_seconds,
-            inspect=inspect,
-        )
-        apart: list[Method] = [self._method(name, ids) for name in names if name in APART]
-        if apart:
+        least = min(arguments.repeats, arguments.least_repeats)
+        limits = {"repeats": arguments.repeats, "least": least, "budget_s": arguments.cell_seconds}
+        samples = measure(world, methods, inspect=inspect, **limits)
+        if apart := [self._method(name, ids) for name in names if name in APART]:
             methods += apart
             samples += measure(world, apart, repeats=arguments.bound_repeats, inspect=inspect)
         return [self._row(context, method, sample) for method, sample in zip(methods, samples, strict=True)]
@@ -112,25 +201,26 @@ class CellBench:
         partition = self._partition(name, context)
         if partition is None:
             return prefills.make(name, ids)
+        engine = prefills.engine("silent" if name == "kvr_silent" else "chain", CHAIN)
         if name == "kvr_silent":
-            engine = prefills.engine("silent", CHAIN)
             silence(engine)
-            return ChainPrefill(name, engine, ids, partition)
-        return ChainPrefill(name, prefills.engine("chain", CHAIN), ids, partition)
+        return ChainPrefill(name, engine, ids, partition)
 
     def _partition(self, name: str, context: int) -> Partition | None:
         size = self._world.size
-        if name == "kvr_e":
-            return even(context, size)
-        if name == "one_rank":
-            return (0,) * (size - 1) + (context,)
-        if name in ("kvr_s", "kvr_silent"):
-            return self.searches.partition(context)
-        return self.searches.predicted(context, self._arguments.table_spacing) if name == "kvr_p" else None
+        match name:
+            case "kvr_e":
+                return even(context, size)
+            case "one_rank":
+                return (0,) * (size - 1) + (context,)
+            case "kvr_s" | "kvr_silent":
+                return self.searches.partition(context)
+            case "kvr_p":
+                return self.searches.predicted(context, self._arguments.table_spacing)
+        return None
 
     def _row(self, context: int, method: Method, sample: Samples) -> dict[str, Any]:
-        noise = method.noise if isinstance(method, Noisy) else QUIET
-        inner = method.method if isinstance(method, Noisy) else method
+        noise, inner = (method.state, method.method) if isinstance(method, Switched) else (QUIET, method)
         facts: dict[str, Any] = {"partition": None, "auto": None, "candidates_s": None}
         if isinstance(inner, ChainPrefill):
             facts["partition"] = list(inner.partition)
@@ -142,14 +232,9 @@ class CellBench:
             if facts["auto"] == "runahead":
                 assert choice.partitions is not None
                 facts["partition"] = list(choice.partitions[0])
-        return sample.to_row(
-            ranks=self._world.size,
-            kv_heads=self._group.kv_heads,
-            rate=self._group.rate,
-            context=context,
-            noise=noise,
-            **facts,
-        ) | {"method": inner.name}
+        group = self._group
+        place = {"ranks": self._world.size, "kv_heads": group.kv_heads, "rate": group.rate, "context": context}
+        return sample.to_row(**place, noise=noise, **facts) | {"method": inner.name}
 
 
 def chosen(bytes_sent: Sequence[Mapping[str, int]]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .links import FREE
-from .noise import LINK, QUIET
+from .noise import ELSEWHERE, LINK, QUIET
 
 SEARCHED = ("kvr_s", "kvr_p", "kvr_silent")
 CHAINS = ("kvr_e", *SEARCHED, "one_rank")
@@ -21,6 +21,7 @@ APART = ("single", "single_masked")
 METHODS = (*OWN[:2], *TENSOR_PARALLEL, *OWN[2:], *APART)
 NOISY = ("tsp", "tsp_causal", "kvr_e", "kvr_s", "pass_kv")
 """Also measured beside a competing flow."""
+NOISES = (QUIET, ELSEWHERE, LINK)
 IDENTITY = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dtype", "threads")
 
 

@@ -44,6 +44,29 @@ class Method:
         return nullcontext({})
 
 
+class Switched(Method):
+    """A method before whose every run something is switched: the rate of links, or a competing flow."""
+
+    def __init__(self, method: Method, state: str, switch: Callable[[], None], *, name: str | None = None):
+        super().__init__(name or f"{method.name}, {state}")
+        self.method, self.state = method, state
+        self._switch = switch
+
+    def prepare(self) -> None:
+        self.method.prepare()
+        # Nothing is under way but what ended the last run.
+        self._switch()
+
+    def run(self) -> Any:
+        return self.method.run()
+
+    def duration(self, elapsed: float) -> float:
+        return self.method.duration(elapsed)
+
+    def counting(self) -> AbstractContextManager[Bytes]:
+        return self.method.counting()
+
+
 @dataclass
 class Samples:
     """Measurements of one method; what is listed per rank is in the order of ranks."""

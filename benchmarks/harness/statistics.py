@@ -35,7 +35,7 @@ class Interval:
 def median(samples: ArrayLike) -> Interval:
     """Median of samples."""
     values = _checked(samples)
-    return _interval(float(np.median(values)), np.median(values[_rounds(len(values))], axis=1))
+    return interval(float(np.median(values)), np.median(values[_rounds(len(values))], axis=1))
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
@@ -45,7 +45,7 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
         raise ValueError(f"{len(above)} and {len(below)} samples are no pairs")
     rounds = _rounds(len(above))
     resampled = np.median(above[rounds], axis=1) / np.median(below[rounds], axis=1)
-    return _interval(float(np.median(above) / np.median(below)), resampled)
+    return interval(float(np.median(above) / np.median(below)), resampled)
 
 
 def paired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
@@ -63,7 +63,7 @@ def unpaired_ratio(numerator: ArrayLike, denominator: ArrayLike) -> Interval:
     tops, bottoms = (
         np.median(values[rng.integers(0, len(values), (RESAMPLES, len(values)))], axis=1) for values in (above, below)
     )
-    return _interval(float(np.median(above) / np.median(below)), tops / bottoms)
+    return interval(float(np.median(above) / np.median(below)), tops / bottoms)
 
 
 def _checked(samples: ArrayLike) -> NDArray[np.float64]:
@@ -77,6 +77,7 @@ def _rounds(count: int) -> NDArray[np.int64]:
     return np.random.default_rng(SEED).integers(0, count, (RESAMPLES, count))
 
 
-def _interval(value: float, resampled: NDArray[np.float64]) -> Interval:
+def interval(value: float, resampled: NDArray[np.float64]) -> Interval:
+    """An estimate with the middle 95% of its resamples."""
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(value, float(low), float(high))

@@ -23,8 +23,7 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import AttentionShape, ModelShape
 
-from .fit import Constant, Constants, fitted
-from .machines import changed, link, model_shape
+from .fit import Constant, Constants, changed, fitted, link, model_shape
 from .published import Cell, Headline, Table, cells_of
 
 NAMES = (

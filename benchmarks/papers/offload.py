@@ -12,8 +12,7 @@ from megakv.costmodel.offload import GroupCosts, LayerCosts, WeightTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.kvpr import split_point, split_seconds
 
-from .fit import Constant, Constants, fitted
-from .machines import model_shape
+from .fit import Constant, Constants, fitted, model_shape
 from .published import Cell
 
 LARGE_GPU = ("kvpr_table_3", "kvpr_table_4")

@@ -17,8 +17,7 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.grid import COARSE_CELLS, Grid
 
-from .fit import Constant, Constants, fitted
-from .machines import changed, link, model_shape
+from .fit import Constant, Constants, changed, fitted, link, model_shape
 from .published import Cell
 
 NAMES = ("runahead_table_1", "runahead_table_2", "runahead_table_3")

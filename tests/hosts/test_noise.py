@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.neighbours import SPARE_HOSTS, NoisyLinks
+from benchmarks.harness.links import SPARE_HOSTS, NoisyLinks
 from benchmarks.harness.noise import ELSEWHERE, QUIET
 from tests.hosts.cluster import Hosts
 from tests.hosts.rates import assert_between

@@ -21,20 +21,14 @@ from tests.even_costs import even_costs
 SCRIPT, *WORDS = sys.argv[1:]
 
 
-def start_forked(
-    arguments: argparse.Namespace,
-    options: Sequence[str] = (),
-    *,
-    ranks: int | None = None,
-    timeout_s: float | None = None,
-) -> int:
-    """As `harness.ranks.start_ranks`."""
-    from harness.ranks import free_port, rank_environment
+def start_forked(arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
+    """As `harness.launch.start_ranks`."""
+    from harness.launch import free_port, rank_environment
 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     request = {
         "script": SCRIPT,
-        "commands": [[*WORDS, *options]] * (ranks or arguments.ranks),
+        "commands": [[*WORDS, *options]] * ranks,
         "env": {**rank_environment(arguments), **address},
         "stdout": "/proc/self/fd/1",
         "stderr": "/proc/self/fd/2",
@@ -42,9 +36,7 @@ def start_forked(
     # What is still to be written would be written by every rank.
     sys.stdout.flush()
     sys.stderr.flush()
-    codes = wait_for_ranks(
-        fork_ranks(request), time.monotonic() + (arguments.timeout if timeout_s is None else timeout_s)
-    )
+    codes = wait_for_ranks(fork_ranks(request), time.monotonic() + timeout_s)
     # None stands for a rank that was not done in time.
     return next((1 if code is None else code for code in codes if code != 0), 0)
 
@@ -55,9 +47,9 @@ def main() -> None:
         del os.environ[name]
     sys.argv = [SCRIPT, *WORDS]
     sys.path[0] = str(Path(SCRIPT).parent)
-    import harness.ranks
+    import harness.launch
 
-    harness.ranks.start_ranks = start_forked
+    harness.launch.start_ranks = start_forked
     with even_costs() if "MEGAKV_TEST_EVEN_COSTS" in os.environ else nullcontext():
         runpy.run_path(SCRIPT, run_name="__main__")
 

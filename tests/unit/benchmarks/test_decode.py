@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness.breakdown import attention_times, split_phases
-from benchmarks.harness.caches import CopyingCache, RoomyCache, random_layers
-from benchmarks.harness.foretold import foretold_anew
+from benchmarks.harness.generations import CopyingCache, RoomyCache, random_layers
+from benchmarks.harness.predictions import predicted_anew
 from megakv.tracking import Event
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
@@ -30,7 +30,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "decode" and report["args"]["kv_heads"] == 4
-    assert foretold_anew(report, path) == report["rows"]
+    assert predicted_anew(report, path) == report["rows"]
     names = [*SINGLE, "replicated", "pass_q"]
     assert [(row["batch"], row["method"]) for row in report["rows"]] == [(b, name) for b in (1, 2) for name in names]
     for row in report["rows"]:

@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.expectation import Costs, crowded_tokens, expected_seconds, page_count
-from benchmarks.harness.fairkv_report import load_facts, summarise
+from benchmarks.harness.fairkv_report import (
+    Costs,
+    crowded_tokens,
+    expected_seconds,
+    load_facts,
+    page_count,
+    summarise,
+)
 from benchmarks.harness.head_division import METHODS, make_division, skewed_budgets
 from benchmarks.harness.statistics import paired_ratio
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark

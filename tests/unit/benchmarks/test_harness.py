@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness.arguments import add_model_arguments, check_model_arguments
-from benchmarks.harness.chart import draw_bars
-from benchmarks.harness.models import random_ids, random_llama, twin
-from benchmarks.harness.report import describe_machine, time_table, write_report
+from benchmarks.harness.charts import bars
+from benchmarks.harness.models import random_ids, random_model, twin
+from benchmarks.harness.options import Options
+from benchmarks.harness.publish import align, describe_machine, publish, time_table
 from benchmarks.harness.sampling import Method, Samples, measure
 from benchmarks.harness.statistics import Interval
 from benchmarks.harness.world import World
@@ -81,11 +81,9 @@ def test_twin_shares_weights_but_neither_config_nor_fate() -> None:
 
 
 def model_arguments(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    arguments = parser.parse_args(argv)
-    check_model_arguments(parser, arguments)
-    return arguments
+    options = Options("shapes")
+    options.model()
+    return options.parse(argv)
 
 
 def test_random_llama_has_the_shape_asked_for_and_the_same_weights_everywhere() -> None:
@@ -93,7 +91,7 @@ def test_random_llama_has_the_shape_asked_for_and_the_same_weights_everywhere() 
         "--layers", "3", "--hidden", "24", "--heads", "6", "--kv-heads", "3", "--intermediate", "40", "--vocab", "55",
         "--dtype", "bf16",
     )  # fmt: skip
-    first, second = (random_llama(arguments, positions=77, device=torch.device("cpu")) for _ in range(2))
+    first, second = (random_model(arguments, positions=77, device=torch.device("cpu")) for _ in range(2))
     assert first.dtype == torch.bfloat16 and first.config.max_position_embeddings == 77
     assert len(first.model.layers) == 3 and first.lm_head.weight.shape == (55, 24)
     assert first.model.layers[0].self_attn.k_proj.weight.shape == (12, 24)
@@ -117,21 +115,22 @@ def test_report_chart_and_table(tmp_path: Path) -> None:
         {"method": "longer", "ranks": 2, "context": 4096, "seconds": [0.125], "bytes_sent": [{}, {}],
          "working_bytes": [0, 0], "kv_bytes": [3 << 20, 0]},
     ]  # fmt: skip
-    header, first, second = time_table(rows).splitlines()
+    header, first, second = align(time_table(rows)).splitlines()
     assert len(header) == len(first) == len(second)
     assert first.split() == ["a", "2", "4,096", "2.500", "1.000", "3.000", "1.5", "-", "7.0"]
     assert second.split() == ["longer", "2", "4,096", "0.125", "0.125", "0.125", "0.0", "3.0", "0.0"]
 
     path = tmp_path / "sub" / "r.json"
-    arguments = argparse.Namespace(ranks=2)
-    write_report(path, benchmark="b", machine=describe_machine(), arguments=arguments, rows=rows, summary={"s": 1})
+    arguments = argparse.Namespace(ranks=2, json=str(path))
+    values = [("a", Interval(2.5, 1.0, 3.0), True), ("b", Interval(0.1, 0.1, 0.1), False)]
+    charts = [bars(name, values, title="t", subtitle="s", unit="seconds") for name in ("", "x", "x")]
+    publish(arguments, "b", describe_machine(), rows, {"s": 1}, charts)
     report = json.loads(path.read_text())
     assert list(report) == ["benchmark", "machine", "versions", "args", "rows", "summary"]
-    assert report["rows"] == rows and report["args"] == {"ranks": 2} and report["machine"]["load_average"] >= 0
+    assert report["rows"] == rows and report["args"] == vars(arguments) and report["machine"]["load_average"] >= 0
     with pytest.raises(ValueError):
-        write_report(path, benchmark="b", machine={}, arguments=arguments, rows=[{"x": float("nan")}], summary={})
+        publish(arguments, "b", {}, [{"x": float("nan")}], {}, [])
     assert json.loads(path.read_text()) == report
 
-    bars = [("a", Interval(2.5, 1.0, 3.0), True), ("b", Interval(0.1, 0.1, 0.1), False)]
-    draw_bars(tmp_path / "r.png", bars, title="t", subtitle="s", unit="seconds")
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("r.png", "r.x.png", "r.x.2.png"):
+        assert path.with_name(name).read_bytes().startswith(b"\x89PNG")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness.charts import draw_charts
 from benchmarks.harness.offload_cells import contenders
-from benchmarks.harness.offload_charts import Charts
 from benchmarks.harness.offload_gpu import covered
 from benchmarks.harness.offload_plan import GPU, LARGE, PARTS, Shape, cases, shape_of, variant
 from benchmarks.harness.offload_processes import merged
+from benchmarks.harness.offload_report import TASKS, charts, tables
 from benchmarks.harness.offload_summary import settings, summarise
-from benchmarks.harness.offload_tables import TASKS, tables
 from benchmarks.harness.offloads import Sample
 from tests.distributed.launch import run_forked
 from tests.unit.benchmarks.running import BENCHMARKS, FORKED, fork_benchmark, run_benchmark
@@ -136,11 +136,11 @@ def test_layers_with_windows(tmp_path: Path) -> None:
 
 
 def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    made = tables(rows, SHAPES, 4)
+    made = tables(rows)
     report = json.loads(results.read_text())
     assert [table["title"] for table in report["summary"]["tables"]] == [table.title for table in made]
-    # Both models in one table each, Table 2, Tables 3 and 4, Table 5 with Figure 10, and Figure 6's second row.
-    assert len(made) == 7
+    # Both models in one table each, Table 2, Tables 3 and 4, Table 5, and Figure 6's second row.
+    assert len(made) == 6
     for table in made:
         assert "EMULATED" in table.title and len({len(line) for line in table.lines}) == 1
     names = ["links.opt", "links.gqa", "split", "latency", "throughput", "compression", "utilisation", "breakdown"]
@@ -149,9 +149,9 @@ def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: 
     # Two links, and two settings of one part.
     some = [row for row in rows if row["part"] == "links"]
     more = some + [{**row, "context": 77} for row in some] + [{**row, "link_gb_s": 0.1} for row in some]
-    drawn = Charts(tmp_path / "x.json", dtype="fp32", threads=1).draw(more)
+    drawn = draw_charts(tmp_path / "x.json", charts(more, dtype="fp32", threads=1))
     assert [path.name for path in drawn].count("x.links.opt.2.png") == 1 and all(path.is_file() for path in drawn)
-    assert len(settings(more)) == 4 and len(tables(more, SHAPES, 4)) == 4
+    assert len(settings(more)) == 4 and len(tables(more)) == 4
 
 
 def test_verdicts(rows: list[dict[str, Any]]) -> None:
@@ -202,7 +202,8 @@ def test_processes_are_averaged(rows: list[dict[str, Any]]) -> None:
     assert len(row["prediction_errors"]) == 2 * len(mine[0]["prediction_errors"])
     # What shares a host is shown, and judged apart.
     assert summarise([row], exact_type=True)["auto_over_best"] is None
-    assert "tokens on the host" in str(tables([row], SHAPES, 4)[0])
+    table = str(tables([row])[0])
+    assert "x 2 processes" in table and "on host" in table
 
 
 @pytest.mark.full
@@ -244,7 +245,7 @@ def test_names() -> None:
 
 def test_large_models_fit_their_machine() -> None:
     asked = Namespace(
-        gpu=True, quick=False, only=list(GPU), links=[None], shapes=None, batches=None, prompts=None, new=None,
+        gpu=True, quick=False, only=list(GPU), links=[None], shapes=None, batch=None, prompt=None, new=None,
         group=None, processes=None, layers=None, hidden=0, heads=0,
     )  # fmt: skip
     found = cases(asked)

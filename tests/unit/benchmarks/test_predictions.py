@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.models import llama_config
+from benchmarks.harness.models import model_config
 from benchmarks.harness.predictions import Predictions
 from benchmarks.predictions import Time, main, read, summarise, times_of, unpredicted, winners
 from megakv.costmodel.curves import Curve
@@ -96,7 +96,7 @@ def test_results_are_predicted_anew_from_their_profiles(
         (tmp_path / f"{name}.json").write_text(json.dumps(results))
         kept = {"prefill": "4", "multiturn": "4-1gbit", "hosts": "4-unlimited", "runahead": "r4-kv2-free"}[name]
         profile.save(tmp_path / f"{name}.profiles" / f"{kept}.json")
-    model = ModelShape.from_config(llama_config(Namespace(**sizes), positions=1), dtype=torch.float32)
+    model = ModelShape.from_config(model_config(Namespace(**sizes)), dtype=torch.float32)
     found, hosts = Predictions(profile, model, 4), Predictions(profile, model, 4, tp_size=2)
     assert main(["--results", str(tmp_path), "--anew"]) == 0
     assert "predicted anew: hosts, multiturn, prefill, runahead" in capsys.readouterr().out

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.chains import SilentLink
-from benchmarks.harness.parts import Parts
-from benchmarks.harness.runahead_charts import draw_all
+from benchmarks.harness.charts import draw_charts
+from benchmarks.harness.prefills import SilentLink
+from benchmarks.harness.publish import Parts
+from benchmarks.harness.runahead_charts import charts
 from benchmarks.harness.runahead_plan import METHODS, Group, groups, is_done
-from benchmarks.harness.runahead_summary import losses, summarise
-from benchmarks.harness.runahead_tables import show, table_1, table_3
+from benchmarks.harness.runahead_report import losses, show, summarise, table_1, table_3
 from megakv.attention.chain import ChainPlan
 from megakv.attention.message import KVFormat
 from megakv.distributed.sharding import contiguous, new_tokens
@@ -228,7 +228,7 @@ def test_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     trials = [{"partition": [2, 2], "seconds": 1.0, "stride": 0, "round": 0}]
     trials.append({"partition": [3, 1], "seconds": 0.9, "stride": 1, "round": 0})
     search = {"partition": [3, 1], "seconds": 0.9, "even_seconds": 1.0, "evaluations": 2, "trials": trials}
-    drawn = draw_all(tmp_path / "x.json", arguments, summary, {"r2-kv16-free-4096": search})
+    drawn = draw_charts(tmp_path / "x.json", charts(arguments, summary, {"r2-kv16-free-4096": search}))
     kinds = {file.name.split(".")[1] for file in drawn}
     assert kinds == {"ttft", "partitions", "predicted", "noise", "search", "ranks", "pass_kv"}
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn) and len(set(drawn)) == len(drawn)

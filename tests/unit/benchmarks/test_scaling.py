@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.capacity import memory_line
-from benchmarks.harness.foretold import foretold_anew
+from benchmarks.harness.predictions import predicted_anew
+from benchmarks.harness.scaling_report import memory_line
 from benchmarks.harness.statistics import unpaired_ratio
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
@@ -25,7 +25,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "scaling" and report["args"]["sizes"] == [1, 2]
-    assert foretold_anew(report, path) == report["rows"]
+    assert predicted_anew(report, path) == report["rows"]
     names = {1: ["cp", "tp"], 2: ["cp", "tp", "tp_gloo"]}
     assert [(row["ranks"], row["context"], row["method"]) for row in report["rows"]] == [
         (ranks, context, name) for ranks in (1, 2) for context in (96, 640) for name in names[ranks]

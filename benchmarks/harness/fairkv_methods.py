@@ -1,0 +1,238 @@
+"""Decode steps over ragged caches on real tensor-parallel ranks: the attention alone, and whole steps of an engine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import megakv
+from megakv.cache.cache import ShardedCache
+from megakv.costmodel.decoding import RaggedTimes
+from megakv.costmodel.hardware import load_profile
+from megakv.costmodel.shape import ModelShape
+from megakv.distributed.comm import Communicator
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.mesh import make_mesh
+from megakv.distributed.sharding import balanced, new_tokens
+from megakv.fairkv.store import RaggedStore, Span
+
+from .fairkv_report import load_facts
+from .generations import ContextParallelGeneration, without_stop
+from .head_division import CONTIGUOUS, UNIFORM, Division, Piece, make_mapping
+from .models import DTYPES, model_config, random_ids
+from .profiles import keep_profile, measured_profile
+from .ragged_heads import HeadShape, RankLayer, Room, TokenPool, ragged_body
+from .sampling import Method, measure
+from .statistics import median
+from .world import Agreement, World
+
+Rows = list[dict[str, Any]]
+
+
+class RaggedDecode(Method):
+    """A decode step's attention of all layers, several times; each ends in the all-reduce that ends it in a model.
+
+    The partial results of a head whose tokens are on several ranks are merged by log-sum-exp: ranks learn each other's,
+    and add their outputs up in the all-reduce that is there anyway.
+    """
+
+    def __init__(self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int):
+        super().__init__(division.name)
+        self._division, self._pool, self._comm, self._room = division, pool, comm, room
+        self._batch, self._steps, self._shape = batch, steps, pool.shape
+        self._layers: list[RankLayer] = []
+        self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
+        self.busy: list[float] = []  # of every run, the part of the time in which this rank computed
+        self.layer_seconds: list[list[float]] = []  # of every run, in each layer, the mean over the steps
+        self._computed: list[float] = []
+
+    def prepare(self) -> None:
+        self._room.take(self)
+
+    def build(self) -> None:
+        """Fill the cache of all layers."""
+        rank, layers = self._comm.mesh.tp_rank, range(len(self._division.budgets))
+        self._layers = [RankLayer(self._pool, self._division, layer, rank, self._batch) for layer in layers]
+
+    def leave(self) -> None:
+        self._layers.clear()
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """``[layers, B, K, G, D]`` outputs of the last step."""
+        self._computed = [0.0] * len(self._layers)
+        start = time.perf_counter()
+        for _ in range(self._steps):
+            outputs = [self._layer(number) for number in range(len(self._layers))]
+        self.busy.append(sum(self._computed) / (time.perf_counter() - start))
+        self.layer_seconds.append([seconds / self._steps for seconds in self._computed])
+        return torch.stack(outputs)
+
+    def duration(self, elapsed: float) -> float:
+        return elapsed / self._steps
+
+    def facts(self, world: World) -> dict[str, Any]:
+        # The first run is the untimed one.
+        return {"layer_seconds": world.gather(self.layer_seconds[1:])}
+
+    def _layer(self, number: int) -> Tensor:
+        shape, layer = self._shape, self._layers[number]
+        start = time.perf_counter()
+        out, lse = layer.attend()
+        whole = out.new_zeros(self._batch * shape.kv_heads, shape.group, shape.dim)
+        self._computed[number] += time.perf_counter() - start
+        if self._divided[number]:
+            layer.weigh(out, lse, self._comm.tp_all_reduce)
+        whole[layer.index] = out
+        return self._comm.tp_all_reduce(whole).view(self._batch, shape.kv_heads, shape.group, shape.dim)
+
+
+class MappedGeneration(ContextParallelGeneration):
+    """Tokens of an engine whose heads are placed by a mapping, over a compressed cache; a sample is a step's time.
+
+    All tokens of the prompts but the last are cached, as compression would leave them: the same heads for every
+    placement. The cache is built before a run, and not timed.
+    """
+
+    def __init__(
+        self, division: Division, engine: megakv.MegaKVEngine, pool: TokenPool, ids: Tensor, tokens: int, *, room: Room
+    ):
+        super().__init__(division.name, engine, ids, tokens)
+        self._cached = True
+        self._division, self._pool, self._room = division, pool, room
+        self.busy: list[float] = []  # of every run, the part of the time in which this rank did not wait for others
+
+    def prepare(self) -> None:
+        self._room.take(self)
+        super().prepare()
+
+    def build(self) -> None:
+        """Fill the cache."""
+        batch, tokens = self._ids.shape[0], self._ids.shape[1] - 1
+        runtime, rank = self._engine._runtime, self._engine.mesh.tp_rank
+        assert runtime.compressor is not None
+        cache: ShardedCache = self._engine._new_cache()
+        positions = np.broadcast_to(np.arange(tokens), (batch, tokens))
+        cache.begin(balanced(new_tokens(np.ones((batch, tokens), dtype=bool), positions, 0), 1), batch)
+        for layer, budgets in enumerate(self._division.budgets):
+            pieces = {(piece.sequence, piece.head): piece for piece in self._division.pieces[layer][rank]}
+            heads = runtime.compressor._heads.shard(layer, rank).kv_heads
+            store = cache.store(layer)
+            assert isinstance(store, RaggedStore)
+            for sequence in range(batch):
+                own = [pieces.get((sequence, head), Piece(sequence, head, 0, 0)) for head in heads]
+                # What a head keeps lies all over the prompt.
+                rows = [np.arange(piece.start, piece.stop) * tokens // budgets[piece.head] for piece in own]
+                store.add_span(sequence, Span(0, tokens, ragged_body(self._pool, layer, own, rows)))
+        cache.commit(tokens, compressed=range(batch))
+        self._cache = cache
+
+    def leave(self) -> None:
+        self._cache = None
+
+    def run(self) -> Any:
+        output = super().run()
+        ledger = self._engine._comm.ledger
+        self.busy.append(1 - ledger.waited_s() / ledger.now())
+        return output
+
+    def facts(self, world: World) -> dict[str, Any]:
+        return {"tokens_per_sample": self._tokens - 1}
+
+
+def make_engines(
+    arguments: argparse.Namespace, world: World, divisions: Sequence[Division], *, positions: int
+) -> dict[str, megakv.MegaKVEngine]:
+    """By method: an engine over the same random Llama; methods whose heads lie in runs share theirs."""
+    engines: dict[str, megakv.MegaKVEngine] = {}
+    found = {}
+    with TemporaryDirectory(prefix="megakv-benchmark-") as folder:
+        # Every rank reads rank 0's files. Weights are drawn where they belong: no rank ever has the whole model.
+        folder = world.gather(folder)[0]
+        if world.rank == 0:
+            model_config(arguments, positions=positions).save_pretrained(folder)
+        for division in tqdm(divisions, desc="engines", unit="engine", disable=world.rank != 0):
+            mapping = make_mapping(division.name, division.budgets, ranks=world.size, batch=arguments.batch)
+            key = CONTIGUOUS if mapping is None else division.name
+            if key not in engines:
+                fairkv: dict[str, Any] = {"budget": 0.5}
+                if mapping is not None:
+                    fairkv["mapping"] = str(Path(folder) / f"{key}.json")
+                    if world.rank == 0:
+                        mapping.save(fairkv["mapping"])
+                world.barrier()
+                config = {"dtype": arguments.dtype, "tensor_parallel": {"tp_size": world.size}}
+                section = {"load": "random", "seed": arguments.seed, "fairkv": fairkv}
+                engines[key] = megakv.init_inference(folder, {**config, "megakv": section})
+                without_stop(engines[key].module)
+            found[division.name] = engines[key]
+        world.barrier()
+    return found
+
+
+def measure_part(part: str, arguments: argparse.Namespace, world: World, divisions: Sequence[Division]) -> Rows:
+    """The rows of ``attention`` alone, or of an ``engine``'s steps; all methods of the same budgets must agree."""
+    longest = max(max(row) for division in divisions for row in division.budgets)
+    shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, DTYPES[arguments.dtype], world.device)
+    pool, room = TokenPool(shape, longest, arguments.seed), Room()
+    engines: dict[str, megakv.MegaKVEngine] = {}
+    difference = "max_output_difference"
+    logits: Callable[[Any], Tensor] = lambda outputs: outputs  # noqa: E731
+    methods: list[Any]
+    if part == "attention":
+        comm = Communicator(make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout), Ledger())
+        size = {"batch": arguments.batch, "steps": arguments.steps}
+        methods = [RaggedDecode(division, pool, comm, room, **size) for division in divisions]
+    else:
+        steps, difference = arguments.tokens + 1, "max_logit_difference"
+        logits = lambda output: output.logits[0]  # noqa: E731
+        engines = make_engines(arguments, world, divisions, positions=longest + steps + 1)
+        ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
+        methods = [MappedGeneration(each, engines[each.name], pool, ids, steps, room=room) for each in divisions]
+    agreement = Agreement(world, arguments.dtype)
+
+    def inspect(name: str, output: Any) -> dict[str, Any]:
+        return {} if name == UNIFORM else {difference: agreement.check(name, logits(output))}
+
+    limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
+    samples = measure(world, methods, inspect=inspect, **limits)
+    room.clear()
+    place = {"part": part, "ranks": arguments.ranks, "batch": arguments.batch, "kept": arguments.kept}
+    rows = []
+    for sample, method, division in zip(samples, methods, divisions, strict=True):
+        busy = world.gather(method.busy[1:])
+        rates = {"busy": busy, "busy_rates": [median(rates).value for rates in busy]}
+        rows.append(sample.to_row(**place, **rates, **method.facts(world), **load_facts(division)))
+    for engine in {id(engine): engine for engine in engines.values()}.values():
+        engine.destroy()
+    return rows
+
+
+def predicted_seconds(
+    world: World, arguments: argparse.Namespace, divisions: Sequence[Division]
+) -> dict[tuple[str, str], float | None]:
+    """By part and method, of a profile measured now, if there is time to. Every rank must call it."""
+    if not arguments.profile_seconds or world.size < 2:
+        return {}
+    model = ModelShape.from_config(model_config(arguments), dtype=DTYPES[arguments.dtype])
+    with measured_profile(world, model, arguments) as path:
+        profile = load_profile(path)
+    keep_profile(world, profile, arguments.json, str(world.size))
+    shared = profile.sum_times(world.size, shared_memory=True) is not None
+    times = RaggedTimes(profile, model.attention(), batch=arguments.batch, ranks=world.size, shared_memory=shared)
+    found: dict[tuple[str, str], float | None] = {}
+    for division in divisions:
+        loads = division.loads()
+        divided = [bool(division.divided(layer)) for layer in range(len(loads))]
+        found["attention", division.name] = times.attention(loads, divided)
+        found["engine", division.name] = times.step(model, loads, divided)
+    return found

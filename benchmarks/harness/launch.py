@@ -1,0 +1,189 @@
+"""A benchmark started by hand starts its own ranks through the deepspeed launcher, and leaves no process behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .links import FREE, TIMED_OUT, LimitedLinks, unavailable
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Ranks to start: over this machine's loopback, or on hosts of their own whose links have a rate."""
+
+    ranks: int
+    options: Sequence[str] = ()
+    text: str = ""  # printed before
+    name: str = ""  # in the list of what could not be measured
+    rate: str = FREE
+    links: type[LimitedLinks] = LimitedLinks
+    hosts: int | None = None  # as many as ranks if None
+
+
+def benchmark(
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Rows],
+    report: Callable[[argparse.Namespace, dict[str, Any], Rows, dict[str, str]], None],
+    launches: Iterable[Launch] | None = None,
+) -> int:
+    """Entry of the process started by hand, and of every rank that it starts; the exit status.
+
+    Every rank calls `measure`. The rows of all launches go to `report`, with what could not be measured, and why.
+    """
+    if is_rank():
+        return serve(arguments, measure)
+    status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
+    if status or not parts:
+        return status or 1
+    quiet()
+    loads = [part["machine"]["load_average"] for part in parts]
+    rows = [{**row, "load_average": load} for part, load in zip(parts, loads, strict=True) for row in part["rows"]]
+    report(arguments, parts[0]["machine"], rows, skipped)
+    return 0
+
+
+def is_rank() -> bool:
+    """Whether a launcher started this process as one of several ranks."""
+    return "RANK" in os.environ
+
+
+def quiet() -> None:
+    from megakv.launcher.process import quiet_libraries
+
+    quiet_libraries()
+
+
+def serve(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Rows]) -> int:
+    """What every rank does: the measurement, with one voice for all; rank 0 leaves the rows for who started it."""
+    from megakv.launcher.process import report_errors
+
+    from .publish import describe_machine
+
+    quiet()
+    with report_errors():
+        machine = describe_machine()
+        rows = measure(arguments)
+        if os.environ["RANK"] == "0":
+            Path(arguments.part).write_text(json.dumps({"machine": machine, "rows": rows}, allow_nan=False))
+    return 0
+
+
+def launch_all(
+    arguments: argparse.Namespace, launches: Iterable[Launch]
+) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
+    """Start ranks again and again, which share the time of the run, until a launch fails.
+
+    Gives the exit status, what rank 0 of each launch left, and what could not be launched here, with the reason.
+    """
+    # This process writes the report in its ranks' name: on their accelerator.
+    os.environ.update(rank_environment(arguments))
+    deadline = time.monotonic() + arguments.timeout
+    parts: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    for launch in launches:
+        if launch.rate != FREE and (reason := unavailable()):
+            skipped[launch.name] = reason
+            print(f"{launch.name}: not measured: {reason}", file=sys.stderr)
+            continue
+        if launch.text:
+            print(launch.text, flush=True)
+        start = start_ranks if launch.rate == FREE else launch.links(launch.rate, hosts=launch.hosts)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            print(f"not done after --timeout {arguments.timeout:g} s; ended. Raise it.", file=sys.stderr)
+            return TIMED_OUT, parts, skipped
+        with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as folder:
+            path = Path(folder) / "part.json"
+            status = start(arguments, [*launch.options, "--part", str(path)], ranks=launch.ranks, timeout_s=left)
+            if status:
+                return status, parts, skipped
+            parts.append(json.loads(path.read_text()))
+    return 0, parts, skipped
+
+
+def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
+    """Run this very script, with this command line and further options; the launcher's exit status, or `TIMED_OUT`."""
+    script = Path(sys.argv[0]).resolve()
+    start = ["--num_accelerators", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, str(script), *sys.argv[1:]]
+    # An end by SIGTERM must run the clean-up below.
+    signal.signal(signal.SIGTERM, _leave)
+    process = subprocess.Popen(
+        [*command, *options], stdin=subprocess.DEVNULL, env=rank_environment(arguments), start_new_session=True
+    )
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        given = f"{script.name}: not done after --timeout {arguments.timeout:g} s"
+        print(f"{given}; ended. Raise it, or ask for less.", file=sys.stderr)
+        return TIMED_OUT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        _kill_group(process)
+
+
+def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """What ranks find in their environment: this process's, with their threads and accelerator."""
+    import torch
+
+    # Console scripts of this environment, ninja among them, must be found where it is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(arguments.threads)}
+    # Ranks that outnumber the GPUs run on the CPU.
+    if torch.cuda.device_count() < arguments.ranks:
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    return environment
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _leave(signum: int, frame: Any) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the launcher's whole process group: asked to terminate, deepspeed's runner ends others by name."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def run_alone(
+    arguments: argparse.Namespace, run: Callable[[argparse.Namespace], int | None], *, on_cpu: str = "tries the code"
+) -> int:
+    """A benchmark of this process alone: 2 without its ``--device``, 1 after what users can mend, said in a line."""
+    import torch
+
+    if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        print(f"this machine has no CUDA GPU: nothing is measured; --device cpu {on_cpu}", file=sys.stderr)
+        return 2
+    from megakv.errors import MegaKVError
+
+    quiet()
+    try:
+        return run(arguments) or 0
+    except MegaKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

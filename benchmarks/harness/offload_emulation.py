@@ -1,0 +1,169 @@
+"""What `offload.py` emulates: transformers' offloaded cache over a link, a paced disk, cores of their own.
+
+Two cores of a virtual machine may be one physical core: where the system puts the thread that computes and the one that
+attends then decides about tenths of a step's time, for a whole generation.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+
+from megakv.offload.disk import DiskTier
+from megakv.offload.emulated_link import EmulatedLink
+from megakv.offload.link import Move, Transfer
+from megakv.offload.record import StepRecord
+
+from .offload_plan import Case, Shape
+
+PAGES, MOST_KIB = 8, 64
+"""Pages of a sequence's keys and values in a layer, at least, as far as these can be so small, and their size at most:
+what lies in memory is then close to what is asked for."""
+GRACE_S = 1e-3
+"""A read that follows another sooner than that is one of a row of them: it makes good what the other overslept."""
+HOST, LINK = "host-rank", "link-"
+"""What names of threads begin with."""
+
+
+class EmulatedOffloadedCache(DynamicCache):
+    """What transformers' ``DynamicCache(offloading=True)`` moves, and when, over an emulated link.
+
+    That cache needs CUDA streams. As there: a layer is brought while the one before computes, and copied back whole, in
+    line with the computation, as soon as its new tokens are in it.
+    """
+
+    def __init__(self, link: EmulatedLink, config: PreTrainedConfig):
+        super().__init__(config=config)
+        self.waited_s = 0.0
+        self.most_bytes = 0
+        self._link = link
+        self._host: dict[int, tuple[Tensor, Tensor]] = {}
+        self._coming: dict[int, Transfer] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Keys and values of all tokens."""
+        self._bring(layer_idx)
+        begun = time.perf_counter()
+        if layer_idx in self._coming:
+            self._coming.pop(layer_idx).wait()
+        self.waited_s += time.perf_counter() - begun
+        self._bring(layer_idx + 1 if layer_idx + 1 in self._host else 0, besides=layer_idx)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.most_bytes = max(self.most_bytes, sum(self._bytes(layer) for layer in self.layers))
+        layer: Any = self.layers[layer_idx]
+        kept = layer.keys.contiguous(), layer.values.contiguous()
+        host = torch.empty_like(kept[0]), torch.empty_like(kept[1])
+        begun = time.perf_counter()
+        self._link.start("out", [self._move(there, own) for there, own in zip(host, kept, strict=True)]).settle()
+        self.waited_s += time.perf_counter() - begun
+        self._host[layer_idx] = host
+        layer.keys = layer.values = torch.empty(0)
+        return keys, values
+
+    def _bring(self, index: int, *, besides: int = -1) -> None:
+        layer: Any = self.layers[index] if index < len(self.layers) else None
+        there = layer is None or index in self._coming or index not in self._host or index == besides
+        if there or (layer.keys is not None and layer.keys.numel()):
+            return
+        host = self._host[index]
+        layer.keys, layer.values = torch.empty_like(host[0]), torch.empty_like(host[1])
+        pairs = zip(host, (layer.keys, layer.values), strict=True)
+        self._coming[index] = self._link.start("in", [self._move(kept, target) for kept, target in pairs])
+
+    @staticmethod
+    def _bytes(layer: Any) -> int:
+        return 0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes
+
+    @staticmethod
+    def _move(host: Tensor, device: Tensor) -> Move:
+        return Move(host.view(-1, host.shape[-1]), device.view(-1, device.shape[-1]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens so far, wherever they lie."""
+        if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
+            return super().get_seq_length(layer_idx)
+        return self._host[layer_idx][0].shape[-2] if layer_idx in self._host else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask is for."""
+        if self.layers[layer_idx].is_sliding:
+            return super().get_mask_sizes(query_length, layer_idx)
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+
+def budgets(case: Case, shape: Shape, element_bytes: int) -> dict[str, Any]:
+    """Settings of ``megakv.offload`` that say where rows lie.
+
+    The file is in the folder for temporary ones (TMPDIR). Host memory is the same for every method: those that keep
+    activations have more on disk.
+    """
+    assert case.in_memory is not None
+    cache = case.cache_bytes(shape, element_bytes)
+    page_kib = cache // (shape.layers * case.batch * PAGES) >> 10
+    return {
+        "host_gb": case.in_memory * cache / (1 << 30),
+        # All of it has room there, whatever the method, and what each sequence's last pages leave empty.
+        "disk_gb": case.host_bytes(shape, element_bytes) / (1 << 30),
+        "disk_path": tempfile.gettempdir(),
+        "page_kib": min(MOST_KIB, 1 << max(0, page_kib.bit_length() - 1)),
+    }
+
+
+class PacedReads:
+    """Reads of a disk tier that are no faster than a bandwidth, in place of its own `read`.
+
+    The file is real. Read as any file and without a pace, memory that nobody uses would serve it: the page cache holds
+    what was just written, and gives it back many times as fast as the emulated link takes it.
+    """
+
+    def __init__(self, disk: DiskTier, bytes_s: float):
+        self._read, self._bytes_s = disk.read, bytes_s
+        self._free = 0.0
+        disk.read = self  # type: ignore[method-assign]
+
+    def __call__(self, offset: int, memory: memoryview) -> None:
+        begun = time.perf_counter()
+        self._read(offset, memory)
+        self._free = (self._free if begun - self._free < GRACE_S else begun) + len(memory) / self._bytes_s
+        time.sleep(max(0.0, self._free - time.perf_counter()))
+
+
+def disk_figures(case: Case, steps: Sequence[StepRecord], io: str) -> dict[str, Any]:
+    """What a method's steps read from disk."""
+    return {
+        "in_memory_share": case.in_memory,
+        "disk": "emulated",
+        "disk_gb_s": case.disk_gb_s,
+        "disk_io": io,
+        "disk_bytes": statistics.mean(step.disk_bytes for step in steps),
+        # Of the rate at which rows came, as steps showed it.
+        "disk_utilisation": statistics.median(step.report().disk_utilisation for step in steps),
+    }
+
+
+@contextmanager
+def threads_on(cores: Sequence[int] | None) -> Iterator[None]:
+    """Keep this thread on the first core, threads that attend on the second, and those of links on all others."""
+    if cores is None:
+        yield
+        return
+    everywhere = os.sched_getaffinity(0)
+    for thread in threading.enumerate():
+        if thread.native_id is not None and thread.name.startswith((HOST, LINK)):
+            places = {cores[1]} if thread.name.startswith(HOST) else everywhere - set(cores)
+            os.sched_setaffinity(thread.native_id, places)
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, everywhere)

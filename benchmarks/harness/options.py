@@ -1,0 +1,143 @@
+"""The command line of a benchmark, as a table of options; nothing heavy is imported: wrong ones are refused at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+DTYPES = ("fp32", "bf16", "fp16")
+SHAPE = (
+    ("layers", 8, "decoder layers"),
+    ("hidden", 1024, "hidden size"),
+    ("heads", 16, "query heads"),
+    ("kv-heads", 4, "key-value heads"),
+    ("intermediate", 2816, "width of the MLP"),
+    ("vocab", 32000, "vocabulary"),
+)
+
+
+class Options(argparse.ArgumentParser):
+    """Options whose type, and what is allowed, follow from their defaults.
+
+    A default may be several: of the mode ``quick`` or ``gpu``, of a ``--device``, and ``""`` of all others.
+    """
+
+    def __init__(self, text: str | None):
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._defaults: dict[str, dict[str, Any]] = {}
+        self._checks: list[Callable[[argparse.Namespace], None]] = []
+
+    def add(self, name: str, default: Any, text: str, *, kind: Any = None, least: float | None = None) -> None:
+        """A number, which is above 0, or from `least` on; a text; or, where the default is False, a switch."""
+        dest = name[2:].replace("-", "_")
+        modes = default if isinstance(default, dict) else {"": default}
+        if default is False:
+            self.add_argument(name, action="store_true", help=text)
+            return
+        kind = kind or type(next(iter(modes.values())))
+        shown = ", ".join(f"{mode}: {value}" if mode else f"{value}" for mode, value in modes.items())
+        self.add_argument(name, type=kind, help=text if default is None else f"{text} (default {shown})")
+        self._defaults[dest] = modes
+        if kind in (int, float):
+            self._checks.append(lambda arguments: self._check_number(name, getattr(arguments, dest), least))
+
+    def numbers(self, name: str, default: Any, text: str) -> None:
+        """A list of whole numbers."""
+        self.add(name, default, text, kind=str)
+        self._convert(name, lambda given: self.whole_numbers(name, given))
+
+    def names(self, name: str, allowed: Collection[str], default: str, text: str) -> None:
+        """A list of some of the names allowed."""
+        self.add(name, default, f"{text}, of {','.join(allowed)}")
+        self._convert(name, lambda given: self.some_of(name, given, allowed))
+
+    def choice(self, name: str, allowed: Sequence[str], default: Any, text: str) -> None:
+        """One of the words allowed."""
+        self.add_argument(name, choices=allowed, default=default, help=f"{text} (default {default})")
+
+    def hidden(self, *names: str) -> None:
+        """What the process that starts the ranks tells them."""
+        for name in names:
+            self.add_argument(name, help=argparse.SUPPRESS)
+
+    def output(self) -> None:
+        self.add_argument("--json", metavar="FILE", help="write the results here, and charts (PNG) beside it")
+
+    def ranks(self, *, timeout_s: float = 3600.0) -> None:
+        """What every benchmark of several ranks takes."""
+        self.add_argument("--ranks", type=int, required=True, help="processes to start on this machine")
+        self._checks.append(lambda arguments: self._check_number("--ranks", arguments.ranks, None))
+        self.add("--threads", 1, "threads of every rank")
+        self.add("--timeout", timeout_s, "seconds after which all is ended")
+        self.output()
+        self.hidden("--part")
+
+    def profile(self, default: Any = 0.0) -> None:
+        text = "measure a hardware profile for so long, and predict every method; 0: no predictions"
+        self.add("--profile-seconds", default, text, least=0, kind=float)
+
+    def model(self, *, without: Collection[str] = (), **defaults: int) -> None:
+        """The shape of the model that is measured; a benchmark may have defaults of its own (``kv_heads=16``)."""
+        for name, value, text in SHAPE:
+            if name not in without:
+                self.add(f"--{name}", defaults.get(name.replace("-", "_"), value), text)
+        self.choice("--dtype", DTYPES, "fp32", "of weights and activations")
+        self._checks.append(self._check_heads)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The arguments; ends with a message if one is impossible."""
+        arguments = self.parse_args(argv)
+        modes = [mode for mode in ("gpu", "quick") if getattr(arguments, mode, False)]
+        for dest, values in self._defaults.items():
+            if getattr(arguments, dest) is None:
+                known = (mode for mode in (*modes, getattr(arguments, "device", ""), "") if mode in values)
+                setattr(arguments, dest, values[next(known)])
+        for check in self._checks:
+            check(arguments)
+        return arguments
+
+    def whole_numbers(self, name: str, text: str) -> list[int]:
+        """What a list such as ``1,4`` holds, ascending, each once."""
+        try:
+            numbers = sorted({int(number) for number in text.split(",")})
+        except ValueError:
+            numbers = [0]
+        if numbers[0] < 1:
+            self.error(f"{name} {text}: allowed: whole numbers from 1 on, separated by commas")
+        return numbers
+
+    def some_of(self, name: str, text: str, allowed: Collection[str]) -> list[str]:
+        """What a list of names holds."""
+        names = text.split(",")
+        if set(names) - set(allowed) or len(set(names)) < len(names):
+            self.error(f"{name} {text}: allowed: each of {', '.join(allowed)} once")
+        return names
+
+    def check_kv_shards(self, kv_heads: int, ranks: int, remedy: str = "take other numbers") -> None:
+        """DeepSpeed's tensor parallelism would give some of so many ranks no KV head."""
+        if kv_heads % ranks:
+            self.error(
+                f"--kv-heads {kv_heads} is no multiple of {ranks} ranks: DeepSpeed's tensor parallelism would leave "
+                f"ranks without heads; {remedy}"
+            )
+
+    def _convert(self, name: str, convert: Callable[[str], Any]) -> None:
+        def check(arguments: argparse.Namespace) -> None:
+            dest = name[2:].replace("-", "_")
+            if getattr(arguments, dest) is not None:
+                setattr(arguments, dest, convert(getattr(arguments, dest)))
+
+        self._checks.append(check)
+
+    def _check_number(self, name: str, value: float | None, least: float | None) -> None:
+        if value is not None and (value <= 0 if least is None else value < least):
+            self.error(f"{name} {value:g}: allowed: " + ("above 0" if least is None else f"{least:g} or more"))
+
+    def _check_heads(self, arguments: argparse.Namespace) -> None:
+        if arguments.hidden % (2 * arguments.heads):
+            self.error(f"--hidden {arguments.hidden} is no multiple of twice --heads {arguments.heads}")
+        several = arguments.kv_heads if isinstance(arguments.kv_heads, list) else [arguments.kv_heads]
+        for kv_heads in several:
+            if arguments.heads % kv_heads:
+                self.error(f"--heads {arguments.heads} is no multiple of --kv-heads {kv_heads}")
