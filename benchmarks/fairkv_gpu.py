@@ -33,9 +33,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--head-dim", {"cuda": 128, "cpu": 32}, "head dimension")
     options.add("--hidden", {"cuda": 8192, "cpu": 256}, "hidden size")
     options.add("--intermediate", {"cuda": 28672, "cpu": 512}, "width of the MLP")
-    options.choice("--dtype", DTYPES, None, "of queries, keys, values: bf16; cpu: fp32")
+    options.choice("--dtype", DTYPES, {"cuda": "bf16", "cpu": "fp32"}, "of queries, keys, values")
     arguments = options.parse(argv)
-    arguments.dtype = arguments.dtype or ("fp32" if arguments.device == "cpu" else "bf16")
     if arguments.tp[-1] > arguments.kv_heads or arguments.intermediate % arguments.tp[-1]:
         options.error(
             f"--tp {arguments.tp[-1]}: allowed: up to --kv-heads {arguments.kv_heads}, and divisors of --intermediate "

@@ -43,7 +43,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--layers", {"": 4, "gpu": None}, "decoder layers (--gpu: the model's own)")
     options.add("--hidden", 512, "hidden size")
     options.add("--heads", 8, "query heads")
-    options.choice("--dtype", DTYPES, None, "of weights and activations: fp32; --gpu: fp16")
+    options.choice("--dtype", DTYPES, {"": "fp32", "gpu": "fp16"}, "of weights and activations")
     # What costs a processor little takes a GPU less time than Python needs to start it.
     options.add("--chunk", {"": 128, "gpu": 4096}, "tokens of a chunk of activations, of all sequences")
     options.add("--repeats", {"": 40, "quick": 8, "gpu": 1}, "timed rounds of a case at most")
@@ -56,7 +56,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--cores", nargs=2, type=int, metavar="CORE", help=text)
     options.add("--parts", None, "folder where cases are kept (default: FILE with suffix .parts)", kind=str)
     arguments = options.parse(argv)
-    arguments.dtype = arguments.dtype or ("fp16" if arguments.gpu else "fp32")
     own = tuple(plans(arguments))
     arguments.only = options.some_of("--only", arguments.only or ",".join(own), own)
     arguments.links = _links(options, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -186,7 +186,6 @@ def measure_part(part: str, arguments: argparse.Namespace, world: World, divisio
     pool, room = TokenPool(shape, longest, arguments.seed), Room()
     engines: dict[str, megakv.MegaKVEngine] = {}
     difference = "max_output_difference"
-    logits: Callable[[Any], Tensor] = lambda outputs: outputs  # noqa: E731
     methods: list[Any]
     if part == "attention":
         comm = Communicator(make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout), Ledger())
@@ -194,14 +193,15 @@ def measure_part(part: str, arguments: argparse.Namespace, world: World, divisio
         methods = [RaggedDecode(division, pool, comm, room, **size) for division in divisions]
     else:
         steps, difference = arguments.tokens + 1, "max_logit_difference"
-        logits = lambda output: output.logits[0]  # noqa: E731
         engines = make_engines(arguments, world, divisions, positions=longest + steps + 1)
         ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
         methods = [MappedGeneration(each, engines[each.name], pool, ids, steps, room=room) for each in divisions]
     agreement = Agreement(world, arguments.dtype)
 
     def inspect(name: str, output: Any) -> dict[str, Any]:
-        return {} if name == UNIFORM else {difference: agreement.check(name, logits(output))}
+        if name == UNIFORM:
+            return {}
+        return {difference: agreement.check(name, output if part == "attention" else output.logits[0])}
 
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
     samples = measure(world, methods, inspect=inspect, **limits)

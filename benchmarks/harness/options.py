@@ -28,7 +28,9 @@ class Options(argparse.ArgumentParser):
         self._defaults: dict[str, dict[str, Any]] = {}
         self._checks: list[Callable[[argparse.Namespace], None]] = []
 
-    def add(self, name: str, default: Any, text: str, *, kind: Any = None, least: float | None = None) -> None:
+    def add(
+        self, name: str, default: Any, text: str, *, kind: Any = None, least: float | None = None, choices: Any = None
+    ) -> None:
         """A number, which is above 0, or from `least` on; a text; or, where the default is False, a switch."""
         dest = name[2:].replace("-", "_")
         modes = default if isinstance(default, dict) else {"": default}
@@ -37,7 +39,8 @@ class Options(argparse.ArgumentParser):
             return
         kind = kind or type(next(iter(modes.values())))
         shown = ", ".join(f"{mode}: {value}" if mode else f"{value}" for mode, value in modes.items())
-        self.add_argument(name, type=kind, help=text if default is None else f"{text} (default {shown})")
+        text = text if default is None else f"{text} (default {shown})"
+        self.add_argument(name, type=kind, choices=choices, help=text)
         self._defaults[dest] = modes
         if kind in (int, float):
             self._checks.append(lambda arguments: self._check_number(name, getattr(arguments, dest), least))
@@ -54,7 +57,7 @@ class Options(argparse.ArgumentParser):
 
     def choice(self, name: str, allowed: Sequence[str], default: Any, text: str) -> None:
         """One of the words allowed."""
-        self.add_argument(name, choices=allowed, default=default, help=f"{text} (default {default})")
+        self.add(name, default, text, kind=str, choices=allowed)
 
     def hidden(self, *names: str) -> None:
         """What the process that starts the ranks tells them."""
