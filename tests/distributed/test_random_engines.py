@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "random_engines.py"
-CASES = {4: 7, 3: 4, 2: 20, 1: 12}
+CASES = {4: 10, 3: 6, 2: 28, 1: 16}
 """By number of ranks, of the quick set. More ranks come first: fewer go on with some of their sessions."""
 FULL = 1000
 SLICE = 50
