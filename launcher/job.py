@@ -44,7 +44,6 @@ class Outcome:
         The generated text.
     tokens_equal : bool, optional
         Whether the tokens are those of a single-process transformers run; None where that was not asked for.
-    report : RunReport
     """
 
     answer: str

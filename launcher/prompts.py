@@ -39,7 +39,6 @@ class Prompt:
         Name of its data set.
     source : str
         File, and line where there are several, for messages.
-    text : str
     """
 
     data_set: str

@@ -134,12 +134,7 @@ def join_ranks(arguments: argparse.Namespace) -> Communicator:
 
 
 class Progress:
-    """A bar over the steps of a measurement, on rank 0.
-
-    Parameters
-    ----------
-    name : str
-    """
+    """A bar over the steps of a measurement, on rank 0."""
 
     def __init__(self, name: str):
         self._bar: Any = tqdm(desc=name, unit="step", disable=own_rank() != 0, mininterval=0.5)

@@ -49,11 +49,8 @@ class Desk:
 
     Parameters
     ----------
-    arguments : Namespace
     chain : ChainIdentity
         What is searched.
-    shape : ModelShape
-    passes : TimedPasses
 
     Raises
     ------

@@ -154,8 +154,6 @@ def make_runtime(
     ----------
     loaded : LoadedModel
         The model with this rank's weights.
-    config : MegaKVConfig
-    comm : Communicator
     mapping : HeadMapping, optional
         That the model's heads were placed by.
 

@@ -56,7 +56,6 @@ class MegaKVEngine(InferenceEngine):
     ----------
     loaded : LoadedModel
         The model with this rank's weights.
-    config : MegaKVConfig
     runtime : Runtime
         What its attention modules will call.
     name : str
@@ -316,12 +315,7 @@ class MegaKVEngine(InferenceEngine):
             self._owned.close()
 
     def check_open(self) -> None:
-        """Refuse to work after `destroy`.
-
-        Raises
-        ------
-        MegaKVError
-        """
+        """Refuse to work after `destroy`."""
         if self._hooks is None:
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
 

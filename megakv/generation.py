@@ -309,15 +309,10 @@ class RankZeroStop(StoppingCriteria):
 
     Parameters
     ----------
-    comm : Communicator
-    agreement : Agreement
     criteria : list of StoppingCriteria
         The user's own, asked on rank 0 only.
     max_time : float, optional
         Seconds, by rank 0's clock.
-    clock : TokenClock
-    streamer : RankZeroStreamer, optional
-    plans : Plans, optional
     """
 
     def __init__(

@@ -27,8 +27,6 @@ class StreamedTensor:
 
     Parameters
     ----------
-    shape : tuple of int
-    dtype : torch.dtype
     pieces : callable
         Gives its elements, in the order of its memory, as tensors on any device.
     """

@@ -75,7 +75,6 @@ def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> Me
 
     Parameters
     ----------
-    arguments : Namespace
     ranks : int, optional
         All ranks of the world; by default those that the JSON wants.
 

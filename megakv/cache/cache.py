@@ -100,8 +100,6 @@ class ShardedCache(Cache):
 
         Parameters
         ----------
-        layout : Layout
-        batch : int
         stays : bool
             Whether what is cached is attended to by the rank that holds it, and nowhere else.
         """

@@ -14,12 +14,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """The one way in which the ranks of a mesh decide, and fail.
-
-    Parameters
-    ----------
-    comm : Communicator
-    """
+    """The one way in which the ranks of a mesh decide, and fail."""
 
     def __init__(self, comm: Communicator):
         self._comm = comm

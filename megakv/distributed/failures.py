@@ -59,10 +59,6 @@ class Failure:
 class Failures:
     """The failures that one rank knows of. Safe to use from several threads.
 
-    Parameters
-    ----------
-    rank, world_size : int
-
     Attributes
     ----------
     life : int

@@ -31,7 +31,6 @@ class HealthChannel:
 
     Parameters
     ----------
-    rank : int
     links : mapping of int to socket
         On rank 0 to every other rank, elsewhere to rank 0; empty where they could not be had.
     deaf : bool

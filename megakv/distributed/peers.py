@@ -183,7 +183,6 @@ class PeerWatch:
         ------
         MegaKVError
             With the failure of the rank that gave up.
-        PeerLostError
         """
         if self.failures.quiet:
             return

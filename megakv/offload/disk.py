@@ -104,7 +104,6 @@ class DiskTier:
     ----------
     budget : int
         Bytes.
-    folder : path
     io : str
         How it is read, as `megakv.offload.disk_io`; the attribute is ``aio`` or ``files``.
     """

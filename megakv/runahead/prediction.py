@@ -45,7 +45,6 @@ class Prediction:
 
     Parameters
     ----------
-    grid : Grid
     predict : callable, optional
         A cost model's seconds of a partition.
     """

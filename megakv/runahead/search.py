@@ -74,7 +74,6 @@ class PartitionSearch:
 
     Parameters
     ----------
-    grid : Grid
     evaluate : callable
         Seconds of a partition. It is called once per partition and round, never for one that is `known`.
     seeds : sequence of Partition

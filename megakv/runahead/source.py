@@ -72,8 +72,6 @@ class PartitionSource:
 
         Parameters
         ----------
-        settings : section ``megakv.runahead``
-        comm : Communicator
         model : ModelShape, optional
             Of the whole model; None where it is not known.
 

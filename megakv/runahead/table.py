@@ -78,7 +78,6 @@ class ChainIdentity(BaseModel):
 
     Parameters
     ----------
-    model : ModelIdentity
     fingerprint : Fingerprint
         The machine and the world.
     ranks, tp : int
@@ -155,13 +154,7 @@ class TableEntry(BaseModel):
 
 
 class LookupTable(Record):
-    """Searched partitions of one model on one machine, contexts ascending.
-
-    Parameters
-    ----------
-    chain : ChainIdentity
-    entries : tuple of TableEntry
-    """
+    """Searched partitions of one model on one machine, contexts ascending."""
 
     format: Literal["megakv partition table"] = "megakv partition table"
     version: Literal[1] = 1

@@ -19,7 +19,6 @@ class Table:
 
     Parameters
     ----------
-    columns : tuple of str
     rows : list of list
         Of text, numbers and None.
     """

@@ -144,7 +144,6 @@ def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig)
     ----------
     runs : sequence of (name, report)
         One or more; ratios are to the first.
-    config : WandbTrackingConfig
 
     Returns
     -------

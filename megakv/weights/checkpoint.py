@@ -24,7 +24,6 @@ class CheckpointWeights:
 
     Parameters
     ----------
-    directory : Path
     model : PreTrainedModel
         The whole model, on the meta device.
 

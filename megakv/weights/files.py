@@ -33,7 +33,6 @@ def local_directory(model: str | Path, *, weights: bool = True) -> Path:
 
     Parameters
     ----------
-    model : path or hub id
     weights : bool
         Whether weights are needed, too; otherwise only configs and the tokenizer are fetched.
 
@@ -84,10 +83,6 @@ class StoredTensors:
     """All tensors of a checkpoint directory, to be read by parts.
 
     Files are mapped, and closed again whenever `MAPPED_BYTES` of them have been touched.
-
-    Parameters
-    ----------
-    directory : Path
 
     Raises
     ------

@@ -27,7 +27,6 @@ class RandomWeights:
     ----------
     model : PreTrainedModel
         The whole model, on the meta device.
-    seed : int
     device : torch.device
         Where values are drawn. They differ between kinds of devices.
     """

@@ -23,7 +23,6 @@ class LazyTensor:
 
     Parameters
     ----------
-    shape : sequence of int
     read : callable
         ``read(dim, ranges)`` returns the tensor cut to `ranges` along `dim`.
     """

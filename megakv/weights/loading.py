@@ -165,12 +165,10 @@ def build_model(
         Whether values come from safetensors, or from `seed` (only config.json is needed then). Ignored for a module.
     feed_forward : {"dtype", "fp8"}
         Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.weights.fp8`).
-    tp_rank, tp_size : int
     head_map : HeadMap or callable, optional
         Which heads live on which rank, or what tells it from the model's config; contiguous runs by default.
     all_reduce : callable
         Sums a tensor over the tensor-parallel ranks and returns the sum.
-    device : torch.device
     seed : int
         Of random weights.
     host_bytes : int, optional

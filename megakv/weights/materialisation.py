@@ -54,12 +54,10 @@ def materialise(
     ----------
     model : PreTrainedModel
         With parameters of local shapes; tied ones stay tied. Each weight of an `Fp8Linear` is quantised as it comes.
-    source : WeightSource
     placement : dict
         The part of each parameter that is kept.
     dtypes : dict
         The type of each parameter.
-    device : torch.device
     host : HostWeights, optional
         Memory of the parameters that do not go to the device.
     progress : bool

@@ -42,10 +42,6 @@ class WeightSource(Protocol):
 class ModuleWeights:
     """The weights of a module that is loaded already; each is given away when it is read, so that its memory can go.
 
-    Parameters
-    ----------
-    module : nn.Module
-
     Raises
     ------
     MegaKVError

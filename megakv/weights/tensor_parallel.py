@@ -130,9 +130,6 @@ def shard_structure(
         Changed in place.
     placement : dict
         From `plan_placement` of the same model, map and rank.
-    head_map : HeadMap
-    tp_rank : int
-    all_reduce : callable
     """
     if head_map.tp_size == 1:
         return

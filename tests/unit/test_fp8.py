@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megakv import fp8
 from megakv.config import load_config
+from megakv.weights import fp8
 from megakv.weights.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise_rows, scaled_product
 from megakv.weights.loading import build_model
 from megakv.weights.tensor_parallel import RowParallelLinear
