@@ -35,8 +35,11 @@ from megakv.distributed.mesh import stop_distributed
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.launcher.process import quiet_libraries
 from megakv.offload.config import OffloadConfig
+from megakv.sections import registered
 
 STEPS = 4
+PATIENCE_S = 5.0
+"""After which a path that failed is left: ranks that are not there acknowledge nothing."""
 WRONG_DEVICE = "found two different devices"
 
 
@@ -84,8 +87,8 @@ class Steps(LogitsProcessor):
 
 
 def allowed(model: Any, key: str) -> list[str]:
-    """The values of a setting, as the JSON knows them."""
-    return [value for value in model.model_json_schema()["properties"][key]["enum"] if value != "auto"]
+    """The methods that a setting may name."""
+    return [value for value in registered(model, "")[f".{key}"] if value != "auto"]
 
 
 def write_importance(folder: str) -> str:
@@ -130,7 +133,7 @@ def paths(folder: str) -> Iterator[Way]:
     for method in allowed(OffloadConfig, "method"):
         offload = {"enabled": True, "host_gb": 0.01, "page_kib": 8, "chunk_tokens": 16, "method": method}
         # Its queries go to the host, layer by layer.
-        most = 1 + FAMILIES["llama"]().num_hidden_layers * (method == "cpu_rank")
+        most = 1 + FAMILIES["llama"]().num_hidden_layers * (method in ("cpu_rank", "all"))
         yield Way(f"offload {method}", {"offload": offload}, most=most)
     offload = {"enabled": True, "host_gb": 0.0002, "disk_gb": 0.01, "disk_path": folder, "page_kib": 8}
     yield Way("offload to disk", {"offload": {**offload, "method": "stream"}})
@@ -146,7 +149,11 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
     try:
         dist.init_process_group("fake", rank=path.rank, world_size=path.ranks, store=FakeStore())
         model = AutoModelForCausalLM.from_config(FAMILIES[path.family](), dtype=torch.bfloat16)
-        config = {"dtype": "bf16", "tensor_parallel": {"tp_size": path.tp}, "megakv": path.section}
+        config = {
+            "dtype": "bf16",
+            "tensor_parallel": {"tp_size": path.tp},
+            "megakv": {"timeout_s": PATIENCE_S, **path.section},
+        }
         engine = megakv.init_inference(model, config)
         ids = torch.randint(3, 100, (2, 64)).to(DEVICE)
         cuda.waits.clear()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
+
+from megakv.distributed.agreement import Agreement
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,6 +163,12 @@ class FakeCuda(TorchDispatchMode):
         self.wait("all_gather_object")
         values[:] = [value] * len(values)
 
+    def decide(self, agreement: Agreement, action: Callable[[], Any]) -> Any:
+        """`Agreement.decide`, whose object goes through bytes on the device: rank 0 says what this rank would."""
+        if agreement.shared:
+            self.wait("broadcast_object_list")
+        return action()
+
     def register(self, address: int, nbytes: int, flags: int) -> int:
         """``cudaHostRegister``."""
         self._registered.append((address, address + nbytes))
@@ -269,6 +277,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", cuda.gather))
+        stack.enter_context(mock.patch.object(Agreement, "decide", lambda *given: cuda.decide(*given)))
         stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))

@@ -22,6 +22,11 @@ class Agreement:
         self._depth = 0
 
     @property
+    def shared(self) -> bool:
+        """Whether there are other ranks."""
+        return self._comm.mesh.world_size > 1
+
+    @property
     def under_way(self) -> bool:
         """Whether a call of this engine has not ended yet."""
         return self._depth > 0
@@ -75,7 +80,7 @@ class Agreement:
         MegaKVError
             With another rank's error, where that ended the call; or if another thread's call is under way.
         """
-        alone = self._comm.mesh.world_size == 1
+        alone = not self.shared
         if not self._lock.acquire(blocking=alone):
             raise MegaKVError(
                 "another thread's call of this engine is under way: ranks could take the two in different order; make "
