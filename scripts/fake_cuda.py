@@ -28,7 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
+from megakv.distributed import comm
 from megakv.distributed.agreement import Agreement
+from megakv.distributed.health import HealthChannel
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[1]
@@ -278,6 +280,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", cuda.gather))
         stack.enter_context(mock.patch.object(Agreement, "decide", lambda *given: cuda.decide(*given)))
+        stack.enter_context(mock.patch.object(comm, "connect", lambda rank, *given, **named: HealthChannel(rank, {})))
         stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))
