@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.distributed.launch import ROOT
 from tests.hosts.cluster import Hosts
 
@@ -34,8 +32,6 @@ def test_main_job_across_two_hosts(slots: int, tmp_path: Path) -> None:
     assert [rank["host"] for rank in outcome["ranks"]] == ["host1"] * slots + ["host2"] * slots
 
 
-# That the shared-memory sum stays off for ranks of other hosts is what test_shared_memory.py shows of each launch.
-@pytest.mark.full
 def test_tensor_parallelism_across_hosts(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> None:
     # DeepSpeed's shared-memory sum is for one host; started on two it would crash.
     path = tmp_path / "outcome.json"

@@ -37,9 +37,6 @@ def test_flow_takes_half_of_the_link_that_it_is_switched_to() -> None:
         assert not hosts.processes()
 
 
-# The quick set has its parts: the switched flow above, the losses of known samples in unit/benchmarks/test_runahead.py,
-# and a benchmark across hosts in test_hosts_benchmark.py.
-@pytest.mark.full
 @pytest.mark.timeout(800)
 def test_losses_are_reported(tmp_path: Path) -> None:
     given = ["--ranks", "2", "--context", "256", "--rates", "50mbit", "--noise", "--family", "falcon"]
