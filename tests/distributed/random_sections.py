@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from megakv.attention.methods import decode_methods, prefill_methods
+from megakv.offload.methods import AUTO, METHODS
 
 
 def draw_section(rng: Random, cp: int) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def draw_offload(rng: Random) -> dict[str, Any]:
     page = rng.choice((4, 8, 16))
     offload: dict[str, Any] = {
         "enabled": True,
-        "method": rng.choice(("auto", "stream", "kvpr", "chunked", "cpu_rank")),
+        "method": rng.choice((AUTO, *METHODS)),
         "weights": rng.random() < 0.3,
         "num_gpu_batches": rng.choice((1, 1, 2, 3)),
         "host_gb": rng.choice((0.03, 0.05)),
