@@ -55,9 +55,13 @@ class LayerMapping:
         return LayerMapping.of([{order[rank]: share for rank, share in pair} for pair in pairs])
 
     def with_shares(self, parts: Sequence[Sequence[float]]) -> LayerMapping:
-        """The same placement with the heads divided otherwise; ``parts[head]`` goes along with ``ranks[head]``."""
+        """The same placement with the heads divided otherwise; ``parts[head]`` goes along with ``ranks[head]``.
+
+        A solver's rounding may leave a part just below 0, which counts as 0.
+        """
         shares = []
-        for part, held in zip(parts, self.ranks, strict=True):
+        for given, held in zip(parts, self.ranks, strict=True):
+            part = [max(value, 0.0) for value in given]
             total = sum(part)
             shares.append(tuple(value / total for value in part) if total > 0 else (1.0 / len(held),) * len(held))
         return LayerMapping(self.ranks, tuple(shares))

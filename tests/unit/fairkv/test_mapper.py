@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megakv.fairkv.fair_copying import CopyLimits
-from megakv.fairkv.layer import contiguous_layer
+from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import balance, map_heads
-from megakv.fairkv.mapping import HeadMapping, apportioned, load_mapping
+from megakv.fairkv.mapping import HeadMapping, apportioned, by_rank, load_mapping
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.splitting import slowest_loads
 from megakv.launcher.command import main
@@ -96,6 +96,13 @@ def test_anything_that_is_possible_keeps_its_limits() -> None:
             assert found.bound <= slowest * (1 + 1e-6)
             if heads >= size:
                 assert slowest <= sum(map(max, found.contiguous.loads)) * (1 + 1e-6)
+
+
+def test_a_solver_rounds_below_zero() -> None:
+    """HiGHS returned parts of -1e-11, which no mapping may have."""
+    layer = LayerMapping.even([[0, 1, 2], [0, 2]]).with_shares([[-1e-11, 1.0, 1e-12], [-1e-9, -0.0]])
+    assert layer.shares[1] == (0.5, 0.5) and sum(layer.shares[0]) == pytest.approx(1)
+    assert all(0 <= replica.share <= 1 for rank in by_rank(layer, 3) for replica in rank)
 
 
 def test_saved_and_read_back(tmp_path: Path) -> None:
