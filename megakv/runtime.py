@@ -14,15 +14,15 @@ from megakv.attention.methods import METHODS
 from megakv.attention.reference import Scoring
 from megakv.attention.runahead import Runahead
 from megakv.cache.cache import ShardedCache
-from megakv.cache.stores import KVStore, PackingStore
+from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
+from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.store import KVStore
 from megakv.choice import last_layer_method
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import TokenBlock
 from megakv.fairkv.compression import Compressor
-from megakv.fairkv.divided import DividedStore
 from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.fairkv.store import RaggedStore
 from megakv.forward_pass import ForwardPass, Generation, Wanted
 from megakv.planning import PassPlanner
 
@@ -60,6 +60,27 @@ class Runtime:
         self._life = self.comm.failures.life
         self.methods.clear()
         self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
+
+    def new_cache(self, layers: int) -> ShardedCache:
+        """An empty cache in the memory of the model's device."""
+        mesh, compresses = self.comm.mesh, self.compressor is not None
+        # Beside what heads keep, which may be little, unused capacity counts.
+        least_growth = 2 if compresses else GROWTH_MINIMUM
+
+        def new_store(layer: int, batch: int) -> KVStore:
+            shares = None if self.replicas is None else self.replicas.shares(layer)
+            if shares is None:
+                return DenseStore(batch, least_growth)
+            return SharedHeadsStore(batch, shares, least_growth)
+
+        return ShardedCache(
+            layers,
+            size=mesh.cp_size,
+            rank=mesh.cp_rank,
+            new_store=new_store,
+            compresses=compresses,
+            shares_heads=self.replicas is not None,
+        )
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> ForwardPass:
         """Decide how a pass over new tokens is computed, and whether its keys and values are compressed.
@@ -138,10 +159,9 @@ class Runtime:
         store = step.cache.store(layer)
         if step.empty:
             # Nothing begins, nor ends, in a store.
-            store.release()
+            store.finish()
             return q_BHSD.new_zeros((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
-        if isinstance(store, RaggedStore | DividedStore):
-            store.begin(complete=step.complete, turn=step.turn is not None, ends=step.ends_turn)
+        store.begin(complete=step.complete, turn=step.turn is not None, ends=step.ends_turn)
         if not step.layout.gathered:
             self._store(step, store, k_BKSD[0], v_BKSD[0])
         call = AttentionCall(
@@ -173,7 +193,7 @@ class Runtime:
                 self.compressor.compress(call, whole, step.turn, step.compress)
             else:
                 self.compressor.observe(call, whole, step.turn)
-        store.release()
+        store.finish()
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]
@@ -188,7 +208,7 @@ class Runtime:
         stored = step.layout.stored[step.rank]
         rows = step.kept_rows()
         kept = None if rows is None else step.uploaded("kept", rows, k_KLD.device)
-        if kept is None and len(stored) > 1 and stored.single and isinstance(store, PackingStore):
+        if kept is None and len(stored) > 1 and stored.single:
             store.append_each(stored.sequences, k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
             return
         for sequence in range(step.batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -181,20 +181,7 @@ class Session:
         engine, first = self._open(), self._open().mesh.rank == 0
         if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
             raise ValueError("nothing of this session is cached yet: there is nothing to save")
-        meta = SessionMeta(
-            format=FORMAT,
-            model=fingerprint(engine.module),
-            weights=engine.weights_digest,
-            cp=engine.mesh.cp_size,
-            tp=engine.mesh.tp_size,
-            layers=len(self._cache),
-            batch=self._cache.table.batch,
-            length=self._cache.length,
-            dtype=str(engine.module.dtype),
-            compressed=[[list(span) for span in ranges] for ranges in self._cache.compressed],
-            placement=engine.placement,
-        )
-        ids, mask = self.input_ids, self.attention_mask
+        meta, ids, mask = self._meta(engine), self.input_ids, self.attention_mask
         with engine.call(), ExitStack() as saving:
             pending: list[PendingSave] = []
 
@@ -220,16 +207,10 @@ class Session:
         meta = engine.decide(lambda: read_meta(folder))
 
         def read() -> None:
-            check_meta(
-                meta,
-                folder,
-                model=first_fingerprint(engine.module) if meta.format == 1 else fingerprint(engine.module),
-                weights=None if meta.format == 1 else engine.weights_digest,
-                tp=engine.mesh.tp_size,
-                layers=len(cache),
-                dtype=str(engine.module.dtype),
-                placement=engine.placement,
-            )
+            expected = session._meta(engine)
+            if meta.format == 1:
+                expected = replace(expected, model=first_fingerprint(engine.module), weights=None)
+            check_meta(meta, folder, expected)
             # Copies, for what was read is mapped from files that may go.
             ids, mask = (tokens.to(device, copy=True) for tokens in read_tokens(folder, meta))
             session.input_ids, session.attention_mask = ids, mask
@@ -243,6 +224,22 @@ class Session:
         """Free the cache."""
         self._cache.reset()
         self._engine = None
+
+    def _meta(self, engine: SessionEngine) -> SessionMeta:
+        """What `session.json` would hold now."""
+        return SessionMeta(
+            format=FORMAT,
+            model=fingerprint(engine.module),
+            weights=engine.weights_digest,
+            cp=engine.mesh.cp_size,
+            tp=engine.mesh.tp_size,
+            layers=len(self._cache),
+            batch=self._cache.table.batch,
+            length=self._cache.length,
+            dtype=str(engine.module.dtype),
+            compressed=[[list(span) for span in ranges] for ranges in self._cache.compressed],
+            placement=engine.placement,
+        )
 
     def _open(self) -> SessionEngine:
         if self._engine is None:

@@ -1,4 +1,7 @@
-"""Sessions on disk: keys and values as safetensors per rank, everything else as JSON; nothing is unpickled."""
+"""Sessions on disk: keys and values as safetensors per rank, everything else as JSON; nothing is unpickled.
+
+What is missing, broken or does not fit, and a disk that takes no more, is a `MegaKVError`.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
+from megakv.cache.saved import SavedLayer, SavedTokens
 from megakv.distributed.sharding import Layout, TokenBlock, balanced
 from megakv.errors import MegaKVError
-from megakv.fairkv.sessions import is_dense, read_shares, read_spans
-from megakv.fairkv.store import RaggedStore
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
 from megakv.weights.fingerprint import settings_of
@@ -28,42 +30,28 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class SessionMeta:
-    """What `session.json` holds.
-
-    Parameters
-    ----------
-    format : int
-        Version of the layout on disk.
-    model : str
-        Fingerprint of the config of the model whose keys and values these are.
-    cp, tp : int
-        The mesh that saved them.
-    layers, batch, length : int
-        Attention layers, sequences, and slots whose keys and values are stored.
-    dtype : str
-        Type of keys and values.
-    compressed : list
-        By sequence, ranges of slots that were compressed: each head has kept some of their tokens.
-    placement : str, optional
-        Digest of the mapping's placement of KV heads; None where they lie in runs.
-    weights : str, optional
-        Digest of its weights, as they lie on the tensor-parallel ranks; None in format 1.
-    data : str
-        Subfolder of everything else; empty in format 1, which had none.
-    """
+    """What `session.json` holds."""
 
     format: int
     model: str
+    """Fingerprint of the config of the model whose keys and values these are."""
     cp: int
     tp: int
     layers: int
+    """Attention layers."""
     batch: int
     length: int
+    """Slots whose keys and values are stored."""
     dtype: str
+    """Of keys and values."""
     compressed: list[list[list[int]]] = field(default_factory=list)
+    """By sequence, ranges of slots that were compressed: each head has kept some of their tokens."""
     placement: str | None = None
+    """Digest of the mapping's placement of KV heads; None where they lie in runs."""
     weights: str | None = None
+    """Digest of its weights, as they lie on the tensor-parallel ranks; None in format 1."""
     data: str = ""
+    """Subfolder of everything else; empty in format 1, which had none."""
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -82,13 +70,7 @@ def _config_text(model: PreTrainedModel) -> bytes:
 
 
 def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
-    """Write one rank's keys, values and coordinates, head by head.
-
-    Raises
-    ------
-    MegaKVError
-        If this rank does not see the folder, or the disk does not take them.
-    """
+    """Write one rank's keys, values and coordinates, head by head."""
     tensors: dict[str, StreamedTensor] = {}
     for sequence in range(cache.table.batch):
         slots, positions = cache.table.slots(cache.rank, sequence), cache.table.positions(cache.rank, sequence)
@@ -96,19 +78,13 @@ def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
         tensors[f"{sequence}.positions"] = StreamedTensor.of(torch.from_numpy(positions))
         if len(slots):
             for layer in range(len(cache)):
-                saved = cache.store(layer).saved(sequence, slots)
+                saved = cache.store(layer).save(sequence, slots)
                 tensors |= {f"{sequence}.{layer}.{name}": tensor for name, tensor in saved.items()}
     _write(folder / shard_file(cache.rank, tp_rank), tensors)
 
 
 def write_tokens(folder: Path, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Write the tokens that all ranks share.
-
-    Raises
-    ------
-    MegaKVError
-        If the disk does not take them.
-    """
+    """Write the tokens that all ranks share."""
     tensors = {"input_ids": input_ids.long(), "attention_mask": attention_mask.long()}
     _write(folder / TOKENS_FILE, {name: StreamedTensor.of(tensor) for name, tensor in tensors.items()})
 
@@ -125,13 +101,7 @@ def _write(path: Path, tensors: dict[str, StreamedTensor]) -> None:
 
 
 def read_meta(folder: Path) -> SessionMeta:
-    """Read and check `session.json`.
-
-    Raises
-    ------
-    MegaKVError
-        If it is missing, broken, or of another format.
-    """
+    """Read and check `session.json`."""
     path, values = folder / META_FILE, read_values(folder)
     if values["format"] not in range(1, FORMAT + 1):
         raise MegaKVError(f"{path} has format {values['format']!r}; this version reads formats up to {FORMAT}")
@@ -166,40 +136,24 @@ def _ascending(ranges: Any, length: int) -> bool:
     )
 
 
-def check_meta(
-    meta: SessionMeta,
-    folder: Path,
-    *,
-    model: str,
-    weights: str | None,
-    tp: int,
-    layers: int,
-    dtype: str,
-    placement: str | None,
-) -> None:
-    """Refuse a session that this engine cannot continue.
-
-    Raises
-    ------
-    MegaKVError
-        Naming what differs.
-    """
-    if meta.model != model:
+def check_meta(meta: SessionMeta, folder: Path, expected: SessionMeta) -> None:
+    """Refuse a session that an engine cannot continue, whose own sessions would be as expected."""
+    if meta.model != expected.model:
         raise MegaKVError(f"{folder} was saved with another model (its config differs); load it with that one")
-    if meta.tp != tp:
-        raise MegaKVError(f"{folder} was saved with tensor_parallel.tp_size = {meta.tp}, this engine has {tp}")
-    if meta.placement != placement:
-        saved, here = ("its own megakv.fairkv.mapping" if name else "none" for name in (meta.placement, placement))
+    if meta.tp != expected.tp:
+        raise MegaKVError(f"{folder} was saved with tensor_parallel.tp_size = {meta.tp}, this engine has {expected.tp}")
+    if meta.placement != expected.placement:
+        saved, here = ("its own megakv.fairkv.mapping" if each.placement else "none" for each in (meta, expected))
         raise MegaKVError(
             f"{folder} was saved with another placement of KV heads ({saved}; this engine has {here}); use the mapping "
             "that it was saved with"
         )
-    if meta.layers != layers or meta.dtype != dtype:
+    if (meta.layers, meta.dtype) != (expected.layers, expected.dtype):
         raise MegaKVError(
-            f"{folder} holds {meta.layers} layers of {meta.dtype}, this engine has {layers} of {dtype}; "
-            "set dtype to match"
+            f"{folder} holds {meta.layers} layers of {meta.dtype}, this engine has {expected.layers} of "
+            f"{expected.dtype}; set dtype to match"
         )
-    if meta.weights != weights:
+    if meta.weights != expected.weights:
         raise MegaKVError(
             f"{folder} was saved with another model of the same config (its weights differ); load it with that one, "
             "and with the same megakv.feed_forward"
@@ -207,13 +161,7 @@ def check_meta(
 
 
 def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
-    """``[B, S]`` tokens and mask.
-
-    Raises
-    ------
-    MegaKVError
-        If the file is missing, truncated or of other shapes.
-    """
+    """``[B, S]`` tokens and mask."""
     tensors = read_tensors(folder / meta.data / TOKENS_FILE, ["input_ids", "attention_mask"])
     ids, mask = tensors["input_ids"], tensors["attention_mask"]
     if ids.dim() != 2 or ids.shape != mask.shape or ids.shape[0] != meta.batch or ids.shape[1] < meta.length:
@@ -224,12 +172,7 @@ def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
 def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: int, device: torch.device) -> None:
     """Fill an empty cache, on whatever context-parallel degree it has, with a saved session's keys and values.
 
-    Tokens stay with their rank where the degree is the same, and are dealt out anew, balanced, where it is not.
-
-    Raises
-    ------
-    MegaKVError
-        If a file is missing, truncated or does not fit.
+    Tokens stay with their rank where the degree is the same, and are spread anew, balanced, where it is not.
     """
     files = [folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)]
     for path in files:
@@ -248,68 +191,22 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
                 f"{folder} holds compressed keys and values, which are not supported with megakv.offload.enabled = "
                 "true; restore it with megakv.offload.enabled = false"
             )
-        cache.new_store = RaggedStore
+        cache.compresses = True
     cache.begin(layout, meta.batch)
     mine = layout.stored[cache.rank]
-    for sequence in range(meta.batch):
-        slots = mine.slot[mine.run(sequence)]
-        ranges = meta.compressed[sequence]
-        for layer in range(meta.layers if ranges else 0):
-            read_spans(files, f"{sequence}.{layer}.", slots, ranges, cache.store(layer), sequence, device)
-        wanted = slots[is_dense(slots, ranges)]
-        if len(wanted):
-            _read_sequence(files, saved, sequence, wanted, meta, cache, device)
+    for sequence, ranges in enumerate(meta.compressed):
+        held = [block.slot[block.run(sequence)] for block in saved]
+        tokens = SavedTokens(held, mine.slot[mine.run(sequence)], ranges)
+        for layer in range(meta.layers if len(tokens.slots) else 0):
+            store, prefix = cache.store(layer), f"{sequence}.{layer}."
+            try:
+                store.load(sequence, SavedLayer(files, prefix, tokens, device))
+            except (ValueError, IndexError) as error:
+                raise MegaKVError(f"{folder}: its files do not fit together in {prefix}: {error}") from error
+            # Rows of an offloaded layer leave the accelerator before the next one's come.
+            store.finish()
     cache.commit(meta.length)
     cache.compressed = [[(first, last) for first, last in ranges] for ranges in meta.compressed]
-
-
-def _read_sequence(
-    files: list[Path],
-    saved: list[TokenBlock],
-    sequence: int,
-    wanted: np.ndarray,
-    meta: SessionMeta,
-    cache: ShardedCache,
-    device: torch.device,
-) -> None:
-    """Append a sequence's wanted rows, gathered from the files that hold them, to every layer's store."""
-    held = [block.slot[block.run(sequence)] for block in saved]
-    # Of the others, only some tokens of each head are left: `read_spans` reads those.
-    dense = [slots[is_dense(slots, meta.compressed[sequence])] for slots in held]
-    rows = [np.flatnonzero(np.isin(slots, wanted)) for slots in dense]
-    order = torch.from_numpy(np.argsort(np.concatenate([s[index] for s, index in zip(dense, rows, strict=True)])))
-    sources = [(path, len(s), torch.from_numpy(index)) for path, s, index in zip(files, dense, rows, strict=True)]
-    for layer in range(meta.layers):
-        shares = None if cache.shares is None else cache.shares(layer)
-        pair = None
-        if shares is None or shares.alone:
-            pair = _read_rows(sources, order, f"{sequence}.{layer}.", device)
-        if shares is not None:
-            read_shares(files, f"{sequence}.{layer}.", wanted, pair, shares, cache.store(layer), sequence, device)
-        elif pair is not None:
-            cache.store(layer).append(sequence, *pair)
-        # Rows of an offloaded layer leave the accelerator before the next one's come.
-        cache.store(layer).release()
-
-
-def _read_rows(
-    sources: list[tuple[Path, int, Tensor]], order: Tensor, prefix: str, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of some rows of every file, put in order; mapped from the one file that has just them."""
-    parts: dict[str, list[Tensor]] = {"k": [], "v": []}
-    for path, count, index in sources:
-        if len(index):
-            found = read_tensors(path, [f"{prefix}k", f"{prefix}v"])
-            for kind, tensors in parts.items():
-                tensor = found[prefix + kind]
-                if tensor.dim() != 3 or tensor.shape[1] != count:
-                    raise MegaKVError(f"{path}: {prefix}{kind} has shape {list(tensor.shape)}")
-                tensors.append(tensor if len(index) == count else tensor[:, index])
-    if len(parts["k"]) == 1:
-        # In the order of its file.
-        return parts["k"][0].to(device), parts["v"][0].to(device)
-    keys, values = (torch.cat(parts[kind], dim=1)[:, order].to(device) for kind in ("k", "v"))
-    return keys, values
 
 
 def _block(tensors: dict[str, Tensor], meta: SessionMeta, path: Path) -> TokenBlock:

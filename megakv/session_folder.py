@@ -34,13 +34,7 @@ def shard_file(cp_rank: int, tp_rank: int) -> str:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """What `META_FILE` holds.
-
-    Raises
-    ------
-    MegaKVError
-        If it is missing, broken, or not of a session.
-    """
+    """What `META_FILE` holds; a MegaKVError if it is missing, broken, or not of a session."""
     path = folder / META_FILE
     try:
         values: Any = json.loads(path.read_text())
@@ -57,22 +51,10 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 
 class PendingSave:
-    """A save under way, for the rank that leads it.
+    """A save under way, for the rank that leads it: `data` is the new subfolder, for all ranks' files.
 
-    Parameters
-    ----------
-    target : path
-        Where the session goes; a link to a folder is followed. The last save there stays whole until `commit`.
-
-    Attributes
-    ----------
-    data : Path
-        The new subfolder, for all ranks' files.
-
-    Raises
-    ------
-    ValueError
-        If the folder holds something else, or cannot be made or written to.
+    The last save in the target folder stays whole until `commit`. A folder that holds something else, or cannot be made
+    or written to, is a ValueError; a link to a folder is followed.
     """
 
     def __init__(self, target: str | Path):
@@ -90,17 +72,9 @@ class PendingSave:
             raise ValueError(f"no session can be saved to {self._target}: {error.strerror}") from error
 
     def commit(self, values: Mapping[str, Any]) -> None:
-        """Let the new save, whose files are complete, be the session of the folder.
+        """Let the new save, whose files are complete, be the session of the folder; `values` are for `META_FILE`.
 
-        Parameters
-        ----------
-        values : mapping
-            For `META_FILE`.
-
-        Raises
-        ------
-        MegaKVError
-            If it cannot be written; the folder is as it was then.
+        Where they cannot be written, which is a MegaKVError, the folder is as it was.
         """
         new = self.data / META_FILE
         try:

@@ -1,11 +1,11 @@
-"""Safetensors files: written in pieces, read back where they may be missing or broken."""
+"""Safetensors files: written in pieces, read back where they may be missing or broken, which is a `MegaKVError`."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 class StreamedTensor:
     """A tensor for a file, of which no more than one piece need be in host memory at a time.
 
-    Parameters
-    ----------
-    pieces : callable
-        Gives its elements, in the order of its memory, as tensors on any device.
+    `pieces` gives its elements, in the order of its memory, as tensors on any device.
     """
 
     shape: tuple[int, ...]
@@ -42,18 +39,11 @@ class StreamedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
-    """Write a new file, down to the disk.
-
-    Raises
-    ------
-    OSError
-        If it exists, or the disk does not take it.
-    """
+    """Write a new file, down to the disk; an OSError if it exists, or the disk does not take it."""
     # The widest types first: a reader wants each tensor at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header, end = {}, 0
@@ -75,25 +65,13 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Tensors of a file, by name, in memory that is mapped from it.
-
-    Raises
-    ------
-    MegaKVError
-        If the file is missing or broken, or lacks one.
-    """
+    """Tensors of a file, by name, in memory that is mapped from it."""
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in names}
 
 
 def check_types(path: Path, dtype: torch.dtype) -> None:
-    """Refuse a file whose keys and values are of another type, or whose coordinates are no integers.
-
-    Raises
-    ------
-    MegaKVError
-        If the file is missing or broken, with the first tensor of another type.
-    """
+    """Refuse a file whose keys and values are of another type, or whose coordinates are no integers."""
     with _opened(path) as file:
         for name in file.keys():
             expected, found = DTYPES[dtype if name.endswith((".k", ".v")) else torch.int64], file.get_slice(name)
@@ -101,14 +79,8 @@ def check_types(path: Path, dtype: torch.dtype) -> None:
                 raise MegaKVError(f"{path} is broken: {name} is {found.get_dtype()}, not {expected}")
 
 
-def read_where_present(files: list[Path], names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """The named tensors of every file that has the first of them.
-
-    Raises
-    ------
-    MegaKVError
-        If a file is missing or broken, or has only some.
-    """
+def read_where_present(files: Sequence[Path], names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """The named tensors of every file that has the first of them."""
     for path in files:
         with _opened(path) as file:
             found = {name: file.get_tensor(name) for name in names} if names[0] in set(file.keys()) else None

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import megakv
 from megakv.cache.cache import ShardedCache
+from megakv.cache.ragged import Span
 from megakv.costmodel.decoding import RaggedTimes
 from megakv.costmodel.hardware import load_profile
 from megakv.costmodel.shape import ModelShape
@@ -23,7 +24,6 @@ from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh
 from megakv.distributed.sharding import balanced, new_tokens
-from megakv.fairkv.store import RaggedStore, Span
 
 from .fairkv_report import load_facts
 from .generations import ContextParallelGeneration, without_stop
@@ -126,8 +126,7 @@ class MappedGeneration(ContextParallelGeneration):
         for layer, budgets in enumerate(self._division.budgets):
             pieces = {(piece.sequence, piece.head): piece for piece in self._division.pieces[layer][rank]}
             heads = runtime.compressor._heads.shard(layer, rank).kv_heads
-            store = cache.store(layer)
-            assert isinstance(store, RaggedStore)
+            store: Any = cache.store(layer)
             for sequence in range(batch):
                 own = [pieces.get((sequence, head), Piece(sequence, head, 0, 0)) for head in heads]
                 # What a head keeps lies all over the prompt.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -81,39 +81,14 @@ class PartElsewhere(Protocol):
 
 
 class Store(Protocol):
-    """What attention asks of this rank's keys and values of a layer (see `megakv.cache.stores`)."""
+    """What attention uses of this rank's keys and values of a layer: verbs of `megakv.cache.store.KVStore`."""
 
-    def part(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """``[K, n, D]`` keys and ``[K, n, Dv]`` values of a sequence's last rows, but for those attended elsewhere."""
-
-    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
-        """All that is held of a sequence, given the coordinates of every token that was ever appended."""
-
-    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
-        """Begin to attend from some rank's queries to rows that `part` does not give; None where it gives all."""
-
-
-@runtime_checkable
-class CollectingStore(Protocol):
-    """A store that others may write into."""
-
-    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
-        """``[K, rows, D]`` and ``[K, rows, Dv]`` room behind the present rows of a sequence, for the caller to write.
-
-        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read. The rows count
-        as present at once.
-        """
-
-
-@runtime_checkable
-class PackedStore(Protocol):
-    """A store that may have all sequences in one buffer: one by one, Python takes longer than the rest."""
-
-    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
-        """Keys ``[K, R, D]`` and values ``[K, R, Dv]`` of a buffer that holds what `part` gives of every sequence.
-
-        With each sequence's first row in it, and how many rows it has. None where they do not lie in one buffer.
-        """
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]: ...
+    def part(self, sequence: int) -> tuple[Tensor, Tensor]: ...
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]: ...
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None: ...
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None: ...
+    def compress(self, sequence: int, keep_KS: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +171,7 @@ class AttentionCall:
         )
 
     def cached_parts(self) -> Iterator[Part]:
-        """What this rank held before the pass. The store must have room for the new tokens, or hold them."""
+        """What this rank held before the pass. The store must hold the new tokens, or places for them."""
         stored = self.layout.stored[self.rank]
         for part in self.local_parts():
             if isinstance(part, KVPart):
@@ -232,7 +207,7 @@ class LocalParts:
     def packed(self) -> PackedRows | None:
         """All of them where they lie in one buffer; None where they do not."""
         call = self._call
-        buffer = call.store.packed() if isinstance(call.store, PackedStore) else None
+        buffer = call.store.packed()
         if buffer is None:
             return None
         slots = [call.table.slots(call.rank, sequence) for sequence in range(call.table.batch)]

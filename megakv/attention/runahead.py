@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
 from megakv.attention.message import KVFormat, Scratch
-from megakv.attention.method import AttentionCall, CollectingStore, PackedAttention
+from megakv.attention.method import AttentionCall, PackedAttention
 from megakv.attention.part import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
@@ -109,23 +109,21 @@ class Runahead:
 
 
 class _Collected:
-    """Room in the last rank's store for the keys and values of all ranks, filled in slot order as they come."""
+    """Places in the last rank's store for the keys and values of all ranks, filled in slot order as they come."""
 
     def __init__(self, call: AttentionCall):
         stored = call.layout.stored[call.rank]
-        self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: dict[int, IntArray] = {}
-        store = call.store
-        assert isinstance(store, CollectingStore), "refused at start"
         for sequence in range(stored.batch):
             run = stored.run(sequence)
             if run.stop > run.start:
-                room = store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD)
-                self._rooms[sequence], self._slots[sequence] = room, stored.slot[run]
+                self._places[sequence] = call.store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD)
+                self._slots[sequence] = stored.slot[run]
 
     def add(self, part: KVPart) -> None:
         """Copy a part, whose tokens follow one another, to its place."""
-        keys, values = self._rooms[part.sequence]
+        keys, values = self._places[part.sequence]
         start = int(self._slots[part.sequence].searchsorted(part.slots[0]))
         rows = slice(start, start + len(part.slots))
         keys[:, rows], values[:, rows] = part.k_KSD, part.v_KSD

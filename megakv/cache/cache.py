@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from megakv.cache.stores import DenseStore, KVStore
+from megakv.cache.dense import DenseStore
+from megakv.cache.ragged import RaggedStore
+from megakv.cache.store import KVStore
 from megakv.distributed.sharding import Layout, TokenTable
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
-    from megakv.fairkv.splitting import HeadShares
 
 
 class _LayerView(CacheLayerMixin):
@@ -49,23 +50,12 @@ class _LayerView(CacheLayerMixin):
 class ShardedCache(Cache):
     """A cache of global length whose keys and values are spread over the context-parallel ranks.
 
-    Parameters
-    ----------
-    layers : int
-        Number of attention layers.
-    size, rank : int
-        Context-parallel degree and this rank's index in it.
-    new_store : callable
-        Makes the store of a layer for a batch of that many sequences, and for its `HeadShares` where it has any.
-    shares : callable, optional
-        How this rank shares the KV heads of a layer with other tensor-parallel ranks; None where it shares none.
+    `size` and `rank` are the context-parallel degree and this rank's index in it. `new_store` makes the store of a
+    layer for a batch of so many sequences; with `compresses`, compressed tokens are held beside it. `shares_heads` says
+    whether any rank holds only some tokens of a head that others hold too.
 
-    Attributes
-    ----------
-    length : int
-        Slots that are cached.
-    compressed : list of list of tuple
-        By sequence, the ranges of slots that were compressed, ascending: not all of their tokens are held any more.
+    `length` are the slots that are cached. `compressed` has by sequence the ranges of slots that were compressed,
+    ascending: not all of their tokens are held any more.
     """
 
     is_compileable = False
@@ -78,16 +68,17 @@ class ShardedCache(Cache):
         *,
         size: int,
         rank: int,
-        new_store: Callable[..., KVStore] = DenseStore,
-        shares: Callable[[int], HeadShares | None] | None = None,
+        new_store: Callable[[int, int], KVStore] = lambda layer, batch: DenseStore(batch),
+        compresses: bool = False,
+        shares_heads: bool = False,
     ):
         super().__init__(layers=[_LayerView(self) for _ in range(layers)])
         self.size = size
         self.rank = rank
         self.length = 0
         self.compressed: list[list[tuple[int, int]]] = []
-        self.new_store = new_store
-        self.shares = shares
+        self.compresses = compresses
+        self._new_store, self._shares_heads = new_store, shares_heads
         self.table = TokenTable(size, 0)
         self._stores: list[KVStore | None] = [None] * layers
 
@@ -98,10 +89,7 @@ class ShardedCache(Cache):
     def begin(self, layout: Layout, batch: int, *, stays: bool = True) -> None:
         """Register the tokens of a pass in the table, before its layers append their keys and values.
 
-        Parameters
-        ----------
-        stays : bool
-            Whether what is cached is attended to by the rank that holds it, and nowhere else.
+        `stays` says whether what is cached is attended to by the rank that holds it, and nowhere else.
         """
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
@@ -115,16 +103,10 @@ class ShardedCache(Cache):
         self.table.extend(layout)
 
     def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
-        """End a pass.
+        """End a pass, after which the cache spans so many slots.
 
-        Parameters
-        ----------
-        slots : int
-            That the cache now spans.
-        compressed : sequence of int
-            Sequences of which a turn that ended with the pass was compressed.
-        first : int, optional
-            That turn's first slot; the pass's own if None.
+        In `compressed` sequences a turn that ended with it was compressed; `first` is that turn's first slot, the
+        pass's own if None.
         """
         for sequence in compressed:
             self.compressed[sequence].append((self.length if first is None else first, slots))
@@ -139,20 +121,29 @@ class ShardedCache(Cache):
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
         if store is None:
-            shares = None if self.shares is None else self.shares(layer)
-            batch = self.table.batch
-            store = self._stores[layer] = self.new_store(batch) if shares is None else self.new_store(batch, shares)
+            store = self._new_store(layer, self.table.batch)
+            if self.compresses:
+                store = RaggedStore(self.table.batch, store)
+            self._stores[layer] = store
         return store
 
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory until either grows."""
-        twin = ShardedCache(
-            len(self._stores), size=self.size, rank=self.rank, new_store=self.new_store, shares=self.shares
-        )
+        twin = self._empty()
         twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin
+
+    def _empty(self) -> ShardedCache:
+        return ShardedCache(
+            len(self._stores),
+            size=self.size,
+            rank=self.rank,
+            new_store=self._new_store,
+            compresses=self.compresses,
+            shares_heads=self._shares_heads,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
         # What the cache needs of its engine, such as threads and pages, cannot be copied and need not be.
@@ -164,7 +155,7 @@ class ShardedCache(Cache):
 
     def head_tokens(self) -> list[list[int]]:
         """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if it is all of them."""
-        if not self.holds_compressed and self.shares is None:
+        if not (self.holds_compressed or self._shares_heads):
             return []
         result: list[list[int]] = []
         for store in self._stores:
@@ -188,9 +179,9 @@ class ShardedCache(Cache):
         ]
         self.table.crop(slots)
         lengths = self.table.counts()[self.rank].tolist()
-        for store in self._stores:
-            if store is not None:
-                store.crop(lengths)
+        for store in filter(None, self._stores):
+            for sequence, length in enumerate(lengths):
+                store.crop(sequence, length)
 
     def crop(self, tokens_to_remove: int) -> None:
         # transformers before 5.18 passes the final length, later ones a negative number of tokens to remove.

@@ -19,7 +19,6 @@ from megakv.fairkv.method import EVERYTHING, Segment
 from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
-from megakv.fairkv.store import RaggedStore
 from megakv.weights.placement.heads import HeadMap
 
 
@@ -73,8 +72,6 @@ class Compressor:
         Every rank must call it. The kept set is the same however tokens and heads are spread over ranks, and in however
         many passes the turn was read. `lse_HL` is as in `observe`.
         """
-        store = call.store
-        assert isinstance(store, RaggedStore)
         segments = [self._segment(call, turn, sequence) for sequence in rows]
         budgets = [self._budgets(call.layer, segment.length) for segment in segments]
         masses: list[Tensor | None] = [None] * len(segments)
@@ -99,7 +96,7 @@ class Compressor:
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):
             for sequence, mask in zip(rows, keep, strict=True):
-                store.compress(sequence, mask)
+                call.store.compress(sequence, mask)
 
     def _queries(self, call: AttentionCall, lse_HL: Tensor, turn: Turn) -> Queries:
         """Those that are observed: the window's, also where it began in an earlier pass, or all of the pass."""

@@ -26,7 +26,7 @@ FINENESS = 128
 but one: ends anywhere make up to 21 small pages a part, and a small page costs as much as dozens of tokens."""
 
 PERIOD = 32
-"""Blocks after which the dealing of tokens begins anew."""
+"""Blocks after which the pattern of tokens begins anew."""
 BLOCK = 16
 """Tokens that follow one another on a replica: whole pages of memory, and hardly any imbalance."""
 ROW_BLOCK = 64
@@ -170,7 +170,7 @@ class HeadShares:
         return own
 
 
-def dealt(counts: Sequence[int]) -> IntArray:
+def interleaved(counts: Sequence[int]) -> IntArray:
     """``[sum(counts)]`` the receiver of each thing when everybody gets its count, spread as evenly as can be."""
     total = sum(counts)
     given = np.zeros(len(counts))
@@ -189,6 +189,6 @@ def shares_of_rank(mapping: LayerMapping, rank: int, tp_size: int, shared: Seque
     number of its other heads.
     """
     _, parts = split_heads([PERIOD] * len(mapping.ranks), mapping.ranks, tp_size, whole=True)
-    owners = [dealt([int(part) for part in parts[head]]) for head in shared]
+    owners = [interleaved([int(part) for part in parts[head]]) for head in shared]
     own = (found == mapping.ranks[head].index(rank) for head, found in zip(shared, owners, strict=True))
     return HeadShares(alone, tuple(own))

@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from megakv.cache.cache import ShardedCache
 from megakv.device import upload
 from megakv.distributed.sharding import new_tokens
-from megakv.fairkv.divided import make_dense_store
-from megakv.fairkv.store import RaggedStore
 from megakv.forward_pass import ForwardPass, LastRows, Wanted
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.policy import PaddedPositions, Policy, depends_on_length, takes_positions
@@ -67,13 +65,7 @@ class ForwardHooks:
 
     def new_cache(self) -> ShardedCache:
         """An empty cache of this model on this mesh."""
-        if self._make_cache is not None:
-            return self._make_cache(self._layers)
-        mesh = self._runtime.comm.mesh
-        replicas = self._runtime.replicas
-        new_store = make_dense_store if self._runtime.compressor is None else RaggedStore
-        shares = None if replicas is None else replicas.shares
-        return ShardedCache(self._layers, size=mesh.cp_size, rank=mesh.cp_rank, new_store=new_store, shares=shares)
+        return (self._make_cache or self._runtime.new_cache)(self._layers)
 
     # Before
 

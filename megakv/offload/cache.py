@@ -1,16 +1,23 @@
-"""A sharded cache whose layers lie in tiers off the accelerator."""
+"""A sharded cache whose layers lie in tiers off the accelerator, and are attended to group by group of sequences.
+
+Projections and feed-forward are computed for the whole batch at once; only attention, for which keys and values must be
+on the accelerator, goes column by column (KVPR Figure 4).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from itertools import pairwise
+from typing import Protocol, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
-from megakv.distributed.sharding import Layout
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.offload.store import StoreEngine, TieredStore
-
-if TYPE_CHECKING:
-    from megakv.attention.method import AttentionCall
 
 
 class CacheEngine(StoreEngine, Protocol):
@@ -31,8 +38,11 @@ class OffloadedCache(ShardedCache):
     compressible = False
 
     def __init__(self, layers: int, *, size: int, rank: int, engine: CacheEngine):
-        super().__init__(layers, size=size, rank=rank)
+        super().__init__(layers, size=size, rank=rank, new_store=lambda layer, batch: TieredStore(layer, batch, engine))
         self._engine = engine
+
+    def _empty(self) -> OffloadedCache:
+        return OffloadedCache(len(self._stores), size=self.size, rank=self.rank, engine=self._engine)
 
     def begin(self, layout: Layout, batch: int, *, stays: bool = True) -> None:
         super().begin(layout, batch)
@@ -43,22 +53,62 @@ class OffloadedCache(ShardedCache):
         self._engine.end(self)
 
     def store(self, layer: int) -> TieredStore:
-        store = self._stores[layer]
-        if store is None:
-            store = self._stores[layer] = TieredStore(layer, self.table.batch, self._engine)
-        assert isinstance(store, TieredStore)
-        return store
+        return cast(TieredStore, super().store(layer))
 
     def divided(self, call: AttentionCall) -> Iterable[AttentionCall]:
         return self._engine.columns(self, call)
 
-    def fork(self) -> OffloadedCache:
-        twin = OffloadedCache(len(self._stores), size=self.size, rank=self.rank, engine=self._engine)
-        twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
-        twin.table = self.table.fork()
-        twin._stores = [None if store is None else store.fork() for store in self._stores]
-        return twin
-
     def cut_back(self, slots: int) -> None:
         self._engine.abandon(self)
         super().cut_back(slots)
+
+
+def groups_of(layout: Layout, count: int) -> list[range]:
+    """Consecutive sequences in at most `count` groups of nearly equal size; one where any has several tokens.
+
+    Column by column is for decoding: what else is computed over a cache takes its layers whole.
+    """
+    batch = layout.tokens[0].batch
+    single = layout.wanted is None and all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
+    return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if single else 1).tolist())]
+
+
+class _GroupTable(TokenTable):
+    """A table in which only some sequences have tokens."""
+
+    def __init__(self, whole: TokenTable, group: range):
+        super().__init__(whole.size, 0)
+        self.batch = whole.batch
+        self._whole = whole
+        self._group = group
+
+    def slots(self, rank: int, sequence: int) -> IntArray:
+        return self._whole.slots(rank, sequence)[: None if sequence in self._group else 0]
+
+    def positions(self, rank: int, sequence: int) -> IntArray:
+        return self._whole.positions(rank, sequence)[: None if sequence in self._group else 0]
+
+    def counts(self) -> NDArray[np.int64]:
+        counts = self._whole.counts()
+        counts[:, : self._group.start] = 0
+        counts[:, self._group.stop :] = 0
+        return counts
+
+
+def _of_group(block: TokenBlock, group: range) -> TokenBlock:
+    return block.take(np.arange(block.bounds[group.start], block.bounds[group.stop]))
+
+
+def group_call(call: AttentionCall, group: range) -> AttentionCall:
+    """The part of a layer's attention that belongs to some consecutive sequences; all others seem to have no tokens."""
+    tokens = tuple(_of_group(block, group) for block in call.layout.tokens)
+    stored = tuple(_of_group(block, group) for block in call.layout.stored)
+    rows = slice(int(call.tokens.bounds[group.start]), int(call.tokens.bounds[group.stop]))
+    return replace(
+        call,
+        q_HLD=call.q_HLD[:, rows],
+        k_KLD=call.k_KLD[:, rows],
+        v_KLD=call.v_KLD[:, rows],
+        layout=replace(call.layout, tokens=tokens, stored=stored),
+        table=_GroupTable(call.table, group),
+    )

@@ -93,7 +93,7 @@ class Planner:
         def seen(counts: Sequence[int]) -> list[int]:
             return [max(0, count - first) for count, first in zip(counts, unseen, strict=True)]
 
-        lengths = seen(store.settled())
+        lengths = seen(store.cached_before_step())
         # Some layers have this step's tokens already: those that count are the same in all.
         resident, inputs = ([*map(min, lengths, each)] for each in (store.residents(), seen(store.with_inputs())))
         # A rank may have the same tokens in several steps.

@@ -92,7 +92,7 @@ class Prefetch:
     def stage(self, cache: OffloadedCache, layer: int, index: int, new: list[int], *, beyond: bool = False) -> None:
         """Begin to bring a group's rows in a layer, if there is a buffer and anything to bring."""
         store, group = cache.store(layer), self.groups[index]
-        tokens = sum(store.settled()[group.start : group.stop])
+        tokens = sum(store.cached_before_step()[group.start : group.stop])
         if (layer, index) in self._staged or not self._free or not tokens:
             return
         store.flush()
@@ -106,8 +106,8 @@ class Prefetch:
 
     def ensure(self, cache: OffloadedCache, layer: int, index: int, new: list[int]) -> StagedLayer | None:
         """A group of a layer, brought now if it was not before; None if it has no cached tokens."""
-        group = self.groups[index]
-        if (layer, index) not in self._staged and any(cache.store(layer).settled()[group.start : group.stop]):
+        group, store = self.groups[index], cache.store(layer)
+        if (layer, index) not in self._staged and any(store.cached_before_step()[group.start : group.stop]):
             self.drop_all()
             self.stage(cache, layer, index, new)
         return self.get(layer, index)
@@ -146,7 +146,7 @@ def _placed(
     Everything appended to the store was sent to its tier. Room is left for `new` tokens of each sequence; the layer's
     window leaves out the first `unseen` ones.
     """
-    cached, new, unseen = _within(group, store.settled()), _within(group, new), _within(group, unseen)
+    cached, new, unseen = _within(group, store.cached_before_step()), _within(group, new), _within(group, unseen)
     if any(unseen) or sum(cached) != division.tokens:
         division = division.of_tokens(sum(cached) - sum(unseen))
     # A later layer may have more on disk than the one that was divided.

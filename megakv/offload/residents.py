@@ -115,10 +115,11 @@ class LayerResidents:
         first += len(rows) - count
         return ResidentRows(self._budget, self._layer, first, rows[len(rows) - count :].clone())
 
-    def crop(self, lengths: Sequence[int]) -> None:
-        self.rows = [rows and rows.cut(length) for rows, length in zip(self.rows, lengths, strict=True)]
-        self._grown.clear()
-        self._moved.clear()
+    def crop(self, sequence: int, length: int) -> None:
+        held = self.rows[sequence]
+        self.rows[sequence] = held and held.cut(length)
+        self._grown.discard(sequence)
+        self._moved.pop(sequence, None)
 
     def reorder(self, index: Sequence[int]) -> None:
         self.rows = [self.rows[source] for source in index]

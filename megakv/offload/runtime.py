@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload.cache import OffloadedCache
-from megakv.offload.columns import group_call, groups_of
+from megakv.offload.cache import OffloadedCache, group_call, groups_of
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_memory import in_units
 from megakv.offload.host_rank import HostPart, HostRank, Queries
-from megakv.offload.inputs import offer, recompute
 from megakv.offload.link import Link, Transfer
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
@@ -155,7 +153,7 @@ class Offloader:
         mine = layout.stored[cache.rank]
         store = cache.store(layer)
         if self._recomputes and self._keeps and store.keeps_inputs:
-            offer(store, mine, hidden_LE, self._runtime.kept_rows())
+            store.offer(mine, hidden_LE, self._runtime.kept_rows())
         self._prepare(layer, 0)
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
@@ -337,4 +335,4 @@ class Offloader:
         staged.recomputed = True
         if staged.chunks:
             assert self._recomputation is not None and self._log.current is not None
-            recompute(layer, staged, cache.table, cache.rank, self._recomputation, self._log.current)
+            staged.recompute(layer, cache.table, cache.rank, self._recomputation, self._log.current)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.together import alike, stacked
 from megakv.costmodel.memory import grown_bytes
 from megakv.device import upload
+from megakv.distributed.sharding import TokenTable
 from megakv.offload.host_memory import host_memory
 from megakv.offload.link import Transfer
+from megakv.offload.record import StepRecord
 from megakv.offload.row_format import RowFormat
+
+if TYPE_CHECKING:
+    from megakv.injection.recomputation import Recomputation
 
 
 class StagingBuffer:
@@ -105,6 +111,33 @@ class StagedLayer:
         # The last one first: when it has ended all have, also where one failed.
         for transfer in reversed(transfers):
             transfer.wait()
+
+    def recompute(
+        self, layer: int, table: TokenTable, rank: int, recomputation: Recomputation, record: StepRecord
+    ) -> None:
+        """Make keys and values of activations, chunk by chunk as they land."""
+        begun = record.clock.mark()
+        for chunk in self.chunks:
+            chunk.transfer.wait()
+            landed = record.clock.mark()
+            positions = [
+                table.positions(rank, piece.sequence)[piece.first : piece.first + piece.count] for piece in chunk.pieces
+            ]
+            self._put_pieces(chunk.pieces, recomputation.recompute(layer, chunk.inputs, np.concatenate(positions)))
+            ended = record.clock.mark()
+            record.recomputed(begun, landed, ended)
+            begun = ended
+        self.chunks = []
+
+    def _put_pieces(self, pieces: Sequence[Piece], found: tuple[Tensor, Tensor]) -> None:
+        """Write the keys ``[K, L, D]`` and values of pieces of sequences, in few copies."""
+        first, count = [self.row(piece.sequence, piece.first) for piece in pieces], [piece.count for piece in pieces]
+        bounds = [0, *accumulate(count)]
+        for begin, end in alike(first, count):
+            span = slice(bounds[begin], bounds[end])
+            for buffer, rows_KLD in zip(self.store.heads_of(self.rows), found, strict=True):
+                target_BKSD = stacked(buffer, first[begin:end], count[begin])
+                target_BKSD.copy_(rows_KLD[:, span].unflatten(1, (end - begin, -1)).transpose(0, 1))
 
     def unpack(self) -> None:
         """Make rows of what has come in four bits."""

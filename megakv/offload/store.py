@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megakv.cache.stores import UniformStore
+from megakv.cache.store import KVStore
+from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.offload.config import OffloadConfig
 from megakv.offload.link import Link, Move, Transfer
@@ -52,7 +53,7 @@ class StoreEngine(Protocol):
     def leave(self, store: TieredStore) -> None: ...
 
 
-class TieredStore(RowFormat, UniformStore):
+class TieredStore(RowFormat, KVStore):
     """Keys, values and activations of one layer on this rank, per sequence, off the accelerator.
 
     A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory. `version` goes up
@@ -163,8 +164,8 @@ class TieredStore(RowFormat, UniformStore):
         ]
         return *self.heads_of(staged.rows), staged.starts, counts
 
-    def saved(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
-        """See `KVStore`; from where the rows lie, without the accelerator."""
+    def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        """From where the rows lie, without the accelerator."""
         self.flush()
         rows = self._rows[sequence]
         if rows is None or not rows.length:
@@ -188,18 +189,16 @@ class TieredStore(RowFormat, UniformStore):
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> HostPart | None:
         return self._engine.attend_on_host(self, call, q_HLD, tokens)
 
-    def crop(self, lengths: list[int]) -> None:
+    def crop(self, sequence: int, length: int) -> None:
         self.flush()
-        for paged, length in zip(self._rows, lengths, strict=True):
-            if paged is not None and length < paged.length:
+        if length < self.rows(sequence):
+            self.version += 1
+        for paged in (self._rows[sequence], self._inputs[sequence]):
+            if paged is not None:
                 paged.truncate(length)
-                self.version += 1
-        self._residents.crop(lengths)
-        for inputs, length in zip(self._inputs, lengths, strict=True):
-            if inputs is not None:
-                inputs.truncate(length)
-        for rows in (self._fresh, self._late, self._began, self._offered):
-            rows.clear()
+        self._residents.crop(sequence, length)
+        for under_way in (self._fresh, self._late, self._began, self._offered):
+            under_way.pop(sequence, None)
 
     def reorder(self, index: list[int]) -> None:
         if index == list(range(len(self._rows))):
@@ -220,7 +219,7 @@ class TieredStore(RowFormat, UniformStore):
         twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
 
-    def release(self) -> None:
+    def finish(self) -> None:
         self.flush()
         for rows in (self._fresh, self._late, self._began):
             rows.clear()
@@ -231,9 +230,14 @@ class TieredStore(RowFormat, UniformStore):
 
     # For the engine
 
-    def offer(self, sequence: int, x_LE: Tensor) -> None:
-        """The activations ``[n, h]`` of the tokens that are appended to a sequence next."""
-        self._offered[sequence] = x_LE
+    def offer(self, stored: TokenBlock, hidden_LE: Tensor, kept: IntArray | None) -> None:
+        """Take the activations ``[L, h]`` of the tokens that are appended next: those at `kept`, or all."""
+        # A copy: the model may go on to work on its own tensor in place.
+        hidden_LE = hidden_LE.clone() if kept is None else hidden_LE[upload(kept, hidden_LE.device)]
+        for sequence in range(stored.batch):
+            run = stored.run(sequence)
+            if run.stop > run.start:
+                self._offered[sequence] = hidden_LE[run]
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
@@ -245,7 +249,7 @@ class TieredStore(RowFormat, UniformStore):
         """Tokens of every sequence."""
         return [self.rows(sequence) for sequence in range(len(self._rows))]
 
-    def settled(self) -> list[int]:
+    def cached_before_step(self) -> list[int]:
         """Tokens of every sequence, without those of the pass under way while its layer is at work."""
         return [self._began.get(sequence, count) for sequence, count in enumerate(self.lengths())]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megakv.cache.cache import ShardedCache
-from megakv.cache.stores import DenseStore
+from megakv.cache.dense import DenseStore
 from megakv.distributed.sharding import balanced, new_tokens, round_robin
 
 
@@ -69,7 +69,7 @@ def test_forks_share_memory_until_they_grow() -> None:
     twin.append(0, other, other)
     assert torch.equal(store.part(0)[0], torch.cat([before, mine], dim=1))
     assert torch.equal(twin.part(0)[0], torch.cat([before, other], dim=1))
-    twin.crop([5])
+    twin.crop(0, 5)
     assert store.part(0)[0].shape[1] == 41
 
 
@@ -163,5 +163,5 @@ def test_reserved_room_is_written_by_the_caller() -> None:
     assert torch.equal(store.part(1)[0], torch.cat([first, second], dim=1))
     assert torch.equal(twin.part(1)[0], torch.cat([first, second, third], dim=1))
     assert torch.equal(store.part(1)[1], torch.cat([first, second], dim=1)[..., :3])
-    store.crop([0, 6])
+    store.crop(1, 6)
     assert torch.equal(store.part(1)[0], first[:, :6])

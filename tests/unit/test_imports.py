@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+STORES = {"KVStore", "DenseStore", "RaggedStore", "SharedHeadsStore", "TieredStore"}
 
 
 def modules() -> dict[str, Path]:
@@ -64,3 +65,15 @@ def test_no_file_needs_itself_through_others(needs: dict[str, set[str]]) -> None
 @pytest.mark.parametrize(("name", "most"), [("megakv.attention.pass_kv", 15), ("megakv.offload.kvpr", 20)])
 def test_a_method_needs_few_files(needs: dict[str, set[str]], name: str, most: int) -> None:
     assert len(reach(needs, name)) <= most, sorted(reach(needs, name))
+
+
+def test_nobody_asks_what_kind_a_store_is() -> None:
+    """A store's verbs are all that others know of it, so that stores compose."""
+    asking = []
+    for path in [*modules().values(), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                if named & STORES:
+                    asking.append(f"{path}:{node.lineno}")
+    assert not asking

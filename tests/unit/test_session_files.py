@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.cache.cache import ShardedCache
+from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
-from megakv.fairkv.divided import make_dense_store
 from megakv.fairkv.splitting import PERIOD, HeadShares
-from megakv.fairkv.store import RaggedStore
 from megakv.session_files import FORMAT, SessionMeta, first_fingerprint, read_cache, write_shard
 from megakv.session_folder import PendingSave
 from megakv.tensor_files import StreamedTensor, write_tensors
@@ -228,7 +227,7 @@ def fill(cache: ShardedCache, *, compressed: bool = False) -> int:
             keep = torch.rand(HEADS, TOKENS) < 0.5
             keep[0] = True
             store.compress(0, keep)
-        store.release()
+        store.finish()
     cache.commit(TOKENS, compressed=(0,) if compressed else ())
     return cache.nbytes()
 
@@ -251,14 +250,15 @@ def halves() -> HeadShares:
     return HeadShares(2, (np.arange(PERIOD) % 2 == 0, np.arange(PERIOD) % 2 == 1))
 
 
-@pytest.mark.parametrize("kind", ["dense", "ragged", "divided", "host", "disk"])
+@pytest.mark.parametrize("kind", ["dense", "ragged", "shared", "host", "disk"])
 def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Saving needs one layer of one sequence beside the cache, reading little more than the cache."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this system does not tell a process how large it was")
     torch.randn(1)
-    shares = {"shares": lambda layer: halves()} if kind == "divided" else {}
-    store: Any = RaggedStore if kind == "ragged" else make_dense_store
+    options: dict[str, Any] = {"compresses": kind == "ragged"}
+    if kind == "shared":
+        options["new_store"] = lambda layer, batch: SharedHeadsStore(batch, halves())
     caches: list[ShardedCache] = []
     if kind in ("host", "disk"):
         settings = {"host_gb": 0.3} if kind == "host" else {"host_gb": 0.02, "disk_gb": 0.3, "disk_path": str(tmp_path)}
@@ -267,7 +267,7 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
         request.addfinalizer(engine.destroy)
         caches = [engine._offloader.new_cache(LAYERS) for _ in range(2)]
     else:
-        caches = [ShardedCache(LAYERS, size=1, rank=0, new_store=store, **shares) for _ in range(2)]
+        caches = [ShardedCache(LAYERS, size=1, rank=0, **options) for _ in range(2)]
     held = fill(caches[0], compressed=kind == "ragged")
     folder = tmp_path / "data"
     folder.mkdir()

@@ -11,7 +11,7 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall
 from megakv.attention.methods import METHODS
 from megakv.attention.partial import Scoring
-from megakv.cache.stores import DenseStore
+from megakv.cache.dense import DenseStore
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.measure.stopwatch import Pool
 from megakv.costmodel.shape import AttentionShape

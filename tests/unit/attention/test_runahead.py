@@ -16,7 +16,7 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.reference import reference_attention
 from megakv.attention.runahead import Runahead
-from megakv.cache.stores import DenseStore
+from megakv.cache.dense import DenseStore
 from megakv.costmodel.context_parallel import sent_bytes
 from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape

@@ -1,13 +1,15 @@
 """A cache over ragged stores: what it reports, cuts back and copies."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
 
 from megakv.cache.cache import ShardedCache
+from megakv.cache.dense import DenseStore
+from megakv.cache.ragged import RaggedStore
 from megakv.distributed.sharding import balanced, new_tokens
-from megakv.fairkv.store import RaggedStore
 
 
 def grow(cache: ShardedCache, length: int, keep: list[int] | None) -> None:
@@ -18,7 +20,6 @@ def grow(cache: ShardedCache, length: int, keep: list[int] | None) -> None:
     cache.begin(layout, 2)
     for layer in range(2):
         store = cache.store(layer)
-        assert isinstance(store, RaggedStore)
         for row in range(2):
             tokens = torch.arange(first, first + length).float().view(1, -1, 1).repeat(len(keep or [0, 0]), 1, 4)
             store.append(row, tokens, tokens)
@@ -30,8 +31,7 @@ def grow(cache: ShardedCache, length: int, keep: list[int] | None) -> None:
 
 def kept_values(cache: ShardedCache, row: int, head: int) -> list[int]:
     """Tokens of one head in layer 1, by the value that was stored."""
-    store = cache.store(1)
-    assert isinstance(store, RaggedStore)
+    store: Any = cache.store(1)
     found = [keys for body in store.bodies(row) for keys, _, _ in body.pieces(head)]
     slots = cache.table.slots(0, row)
     for part in store.parts(row, slots, slots):
@@ -42,7 +42,7 @@ def kept_values(cache: ShardedCache, row: int, head: int) -> list[int]:
 
 
 def test_turns_crops_and_forks() -> None:
-    cache = ShardedCache(2, size=1, rank=0, new_store=RaggedStore)
+    cache = ShardedCache(2, size=1, rank=0, compresses=True)
     assert cache.head_tokens() == []
     grow(cache, 100, [30, 2])
     grow(cache, 7, None)
@@ -75,7 +75,7 @@ def test_turns_crops_and_forks() -> None:
 
 
 def test_a_dense_layer_is_freed_as_it_is_compressed() -> None:
-    store = RaggedStore(1)
+    store = RaggedStore(1, DenseStore(1))
     store.append(0, torch.randn(4, 1000, 32), torch.randn(4, 1000, 32))
     before = store.nbytes()
     # 100 tokens of each head, wherever they are.

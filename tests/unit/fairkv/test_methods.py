@@ -11,6 +11,8 @@ import torch
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring, attend
+from megakv.cache.dense import DenseStore
+from megakv.cache.ragged import RaggedStore
 from megakv.config import load_config
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.sharding import TokenTable, balanced, new_tokens
@@ -19,7 +21,6 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import METHODS, read_importance
 from megakv.fairkv.observation import Turn
-from megakv.fairkv.store import RaggedStore
 from megakv.weights.placement.heads import contiguous_head_map
 
 HEADS, KV_HEADS, DIM, LAYERS = 8, 4, 16, 3
@@ -51,7 +52,7 @@ def keep(section: dict[str, Any], lengths: list[int], layer: int, scoring: Scori
     table.extend(layout)
     q = torch.randn(HEADS, len(tokens), DIM, dtype=torch.float64)
     k = torch.randn(KV_HEADS, len(tokens), DIM, dtype=torch.float64)
-    store = RaggedStore(len(lengths))
+    store = RaggedStore(len(lengths), DenseStore(len(lengths)))
     lse = torch.empty(HEADS, len(tokens), dtype=torch.float64)
     weights = []
     for sequence, length in enumerate(lengths):

@@ -10,9 +10,10 @@ import torch
 
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
+from megakv.cache.dense import DenseStore
+from megakv.cache.ragged import RaggedStore
 from megakv.fairkv.attention import RaggedPart, merge_by_owner, paged_attention
 from megakv.fairkv.pages import PAGE_SIZES, RaggedBody
-from megakv.fairkv.store import RaggedStore
 
 DIM, VALUE_DIM = 16, 24
 
@@ -159,7 +160,7 @@ def test_pages_hold_exactly_what_was_kept() -> None:
 
 
 def test_memory_is_that_of_the_kept_tokens() -> None:
-    store = RaggedStore(2)
+    store = RaggedStore(2, DenseStore(2))
     masks = []
     for sequence, length in enumerate((900, 1300)):
         store.append(sequence, *dense(4, length))
@@ -184,7 +185,7 @@ def attended(store: RaggedStore, sequence: int, q: torch.Tensor, total: int) -> 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_store_through_its_life(batch: int) -> None:
     """Compressed twice, 300 tokens appended, cropped, reordered and forked: always the masked dense attention."""
-    store = RaggedStore(batch)
+    store = RaggedStore(batch, DenseStore(batch))
     keys, values, masks = [], [], []
     for sequence in range(batch):
         length = int(np.random.randint(1, 700))
@@ -224,7 +225,8 @@ def test_a_store_through_its_life(batch: int) -> None:
     for cut in (150, 250, 290):
         shorter = store.fork()
         left = [max(length - cut, 1) for length in lengths]
-        shorter.crop(left)
+        for row in range(batch):
+            shorter.crop(row, left[row])
         for row in range(batch):
             check(shorter, row, row, left[row])
             assert shorter.kept(row).tolist() == masks[row][:, : left[row]].sum(1).tolist()

@@ -118,7 +118,7 @@ def test_a_step_has_one_plan(groups: int, offloaded: Callable[..., Any], monkeyp
     solve = Planner._plan
 
     def solved(self: Planner, store: Any, *rest: Any) -> Any:
-        made.append(store.settled())
+        made.append(store.cached_before_step())
         return solve(self, store, *rest)
 
     monkeypatch.setattr(Planner, "_plan", solved)

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.fairkv.divided import DividedStore
+from megakv.cache.ragged import RaggedStore
+from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.store import KVStore
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.splitting import BLOCK, PERIOD, dealt, shares_of_rank
-from megakv.fairkv.store import RaggedStore
+from megakv.fairkv.splitting import BLOCK, PERIOD, interleaved, shares_of_rank
 from tests.mappings import mapping_of, random_ranks
 
 DIM, VALUE_DIM, GROUP = 16, 24, 2
 
 
-def test_things_are_dealt_evenly() -> None:
+def test_things_are_shared_out_evenly() -> None:
     for counts in ([32], [31, 1], [16, 16], [0, 5, 27], [11, 11, 10]):
-        owners = dealt(counts)
+        owners = interleaved(counts)
         assert np.bincount(owners, minlength=len(counts)).tolist() == counts
         for place in range(1, len(owners) + 1):
             given = np.bincount(owners[:place], minlength=len(counts))
@@ -34,13 +35,14 @@ class Ranks:
         self.mapping = LayerMapping.even(random_ranks(kv_heads, size))
         whole = mapping_of([list(map(list, self.mapping.ranks))], size).head_map(kv_heads * GROUP, whole=True)
         self.heads = [list(whole.shard(0, rank).kv_heads) for rank in range(size)]
-        self.stores: list[RaggedStore | DividedStore] = []
+        self.stores: list[KVStore] = []
         self.shares = []
         for rank in range(size):
             alone = [head for head in self.heads[rank] if len(self.mapping.ranks[head]) == 1]
             shares = shares_of_rank(self.mapping, rank, size, self.heads[rank][len(alone) :], len(alone))
             self.shares.append(shares)
-            self.stores.append(RaggedStore(batch, shares) if ragged else DividedStore(batch, shares))
+            store = SharedHeadsStore(batch, shares)
+            self.stores.append(RaggedStore(batch, store) if ragged else store)
         self.k = [torch.empty(kv_heads, 0, DIM) for _ in range(batch)]
         self.v = [torch.empty(kv_heads, 0, VALUE_DIM) for _ in range(batch)]
         self.kept = [torch.empty(kv_heads, 0, dtype=torch.bool) for _ in range(batch)]
@@ -58,9 +60,9 @@ class Ranks:
                 kept = torch.ones(self.kv_heads, count, dtype=torch.bool)
                 self.kept[sequence] = torch.cat([self.kept[sequence], kept], dim=1)
 
-    def release(self) -> None:
+    def finish(self) -> None:
         for store in self.stores:
-            store.release()
+            store.finish()
 
     def compress(self, sequence: int, count: int) -> None:
         """Keep some of the last tokens; the replicas of a head divide them at random places."""
@@ -69,13 +71,13 @@ class Ranks:
         for head, ranks in enumerate(self.mapping.ranks):
             owner[head] = torch.tensor(ranks)[torch.randint(len(ranks), (count,))]
         for rank, store in enumerate(self.stores):
-            assert isinstance(store, RaggedStore)
             store.compress(sequence, (keep & (owner == rank))[self.heads[rank]])
         self.kept[sequence][:, -count:] = keep
 
     def crop(self, lengths: list[int]) -> None:
         for store in self.stores:
-            store.crop(lengths)
+            for sequence, length in enumerate(lengths):
+                store.crop(sequence, length)
         for sequence, length in enumerate(lengths):
             self.k[sequence], self.v[sequence] = self.k[sequence][:, :length], self.v[sequence][:, :length]
             self.kept[sequence] = self.kept[sequence][:, :length]
@@ -145,7 +147,7 @@ def test_ranks_together_hold_and_see_all_tokens_once(ragged: bool, size: int) ->
     ranks.check(max(lengths))
     if ragged:
         ranks.compress(0, lengths[0])
-    ranks.release()
+    ranks.finish()
     for step in range(2 * BLOCK + 3):
         ranks.append([1, 1, 1])
         if step % 9 == 0:
@@ -153,7 +155,7 @@ def test_ranks_together_hold_and_see_all_tokens_once(ragged: bool, size: int) ->
     twins, forked = [store.fork() for store in ranks.stores], ranks.kept[0].sum(1).tolist()
     ranks.append([30, 0, 2])
     ranks.check(30)
-    ranks.release()
+    ranks.finish()
     ranks.check(1)
     for sequence in range(3):
         assert ranks.held(ranks.stores, sequence) == ranks.kept[sequence].sum(1).tolist()
@@ -174,7 +176,7 @@ def test_a_pass_over_an_empty_cache_may_be_attended_to_whole() -> None:
     for heads, store in zip(ranks.heads, ranks.stores, strict=True):
         (part,) = store.parts(0, np.arange(50), np.arange(50))
         assert torch.equal(part.k_KSD, ranks.k[0][heads])
-    ranks.release()
+    ranks.finish()
     ranks.check(50)
 
 
@@ -182,7 +184,7 @@ def test_memory_is_that_of_the_own_tokens() -> None:
     ranks = Ranks(6, 4, 1, ragged=False)
     length = PERIOD * BLOCK * 3
     ranks.append([length])
-    ranks.release()
+    ranks.finish()
     held = sum(store.nbytes() for store in ranks.stores)
     # Beside keys and values, the row of each token of a shared head.
     assert held <= 6 * length * ((DIM + VALUE_DIM) * 4 + 8) * 1.04

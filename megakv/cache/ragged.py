@@ -1,0 +1,146 @@
+"""A layer's keys and values where every KV head of every sequence keeps its own number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megakv.attention.part import Part
+from megakv.cache.saved import SavedLayer
+from megakv.cache.store import KVStore, Pair
+from megakv.distributed.sharding import IntArray
+from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.pages import RaggedBody
+from megakv.tensor_files import StreamedTensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows, from `start` to before `stop`, compressed together, and what is left of them; None for nothing."""
+
+    start: int
+    stop: int
+    body: RaggedBody | None
+
+    def below(self, row: int) -> Span:
+        """The rows before one that lies behind the start."""
+        return Span(self.start, min(self.stop, row), self.body and self.body.below(row))
+
+
+class RaggedStore(KVStore):
+    """Compressed tokens in pages, and all others, of any turn, in a store of their own.
+
+    Tokens that were not compressed belong to all heads alike, so they need no pages. Their rows in the inner store
+    count nothing that was compressed.
+    """
+
+    def __init__(self, batch: int, inner: KVStore):
+        self._spans: list[tuple[Span, ...]] = [()] * batch
+        self._inner = inner
+
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        self._inner.begin(complete=complete, turn=turn, ends=ends)
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        self._inner.append(sequence, k_KSD, v_KSD)
+
+    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        self._inner.append_each(sequences, k_KLD, v_KLD)
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        return self._inner.reserve(sequence, rows, k_KSD, v_KSD)
+
+    def part(self, sequence: int) -> Pair:
+        """Of the tokens that are not compressed."""
+        return self._inner.part(sequence)
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        for body in self.bodies(sequence):
+            yield RaggedPart(sequence, body, slots, positions)
+        if self._inner.rows(sequence):
+            uncompressed = (self._uncompressed(sequence, each) for each in (slots, positions))
+            yield from self._inner.parts(sequence, *uncompressed)
+
+    def _uncompressed(self, sequence: int, values: IntArray) -> IntArray:
+        """Of values for all rows, those of the rows that are not compressed."""
+        edges = [0, *(edge for span in self._spans[sequence] for edge in (span.start, span.stop)), len(values)]
+        runs = [values[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+        # One run, the usual case, is not copied.
+        return runs[0] if len(runs) == 1 else np.concatenate([values[:0], *runs])
+
+    def compress(self, sequence: int, keep_KS: Tensor) -> None:
+        count = keep_KS.shape[1]
+        if not count:
+            return
+        before = self._inner.rows(sequence) - count
+        start = self.rows(sequence) - count
+        keys, values = self._inner.part(sequence)
+        last = slice(keys.shape[1] - count, None)
+        body = RaggedBody.kept(keys[:, last], values[:, last], keep_KS, np.arange(start, start + count))
+        del keys, values
+        self.add_span(sequence, Span(start, start + count, body))
+        self._inner.crop(sequence, before)
+
+    def add_span(self, sequence: int, span: Span) -> None:
+        """Put compressed tokens behind those that are there."""
+        self._spans[sequence] += (span,)
+
+    def bodies(self, sequence: int) -> tuple[RaggedBody, ...]:
+        """What is kept of the compressed tokens, oldest first."""
+        return tuple(span.body for span in self._spans[sequence] if span.body is not None)
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def crop(self, sequence: int, length: int) -> None:
+        """Of a span that is cut, what was kept before the cut stays."""
+        self._spans[sequence] = tuple(span.below(length) for span in self._spans[sequence] if span.start < length)
+        self._inner.crop(sequence, length - self._compressed(sequence))
+
+    def reorder(self, index: list[int]) -> None:
+        self._spans = [self._spans[source] for source in index]
+        self._inner.reorder(index)
+
+    def fork(self) -> RaggedStore:
+        twin = RaggedStore(0, self._inner.fork())
+        twin._spans = list(self._spans)
+        return twin
+
+    def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        """Beside what is not compressed, the tokens kept by each head, span by span."""
+        tensors = self._inner.save(sequence, self._uncompressed(sequence, slots))
+        for number, span in enumerate(self._spans[sequence]):
+            if span.body is not None:
+                tensors |= {f"kept{number}.{name}": tensor for name, tensor in span.body.saved(slots).items()}
+        return tensors
+
+    def load(self, sequence: int, saved: SavedLayer) -> None:
+        """A rank numbers those ranges alone of which it had tokens, so a range is found by its slots."""
+        numbers = range(len(saved.compressed))
+        found = [part for number in numbers for part in saved.parts(f"kept{number}.", "counts", "slots", "k", "v")]
+        for span in saved.compressed:
+            start, stop = map(int, np.searchsorted(saved.slots, span))
+            body = RaggedBody.joined(found, saved.slots[start:stop], start, saved.device)
+            if stop > start:
+                self.add_span(sequence, Span(start, stop, body))
+        self._inner.load(sequence, saved.uncompressed())
+
+    def _compressed(self, sequence: int) -> int:
+        return sum(span.stop - span.start for span in self._spans[sequence])
+
+    def rows(self, sequence: int) -> int:
+        return self._inner.rows(sequence) + self._compressed(sequence)
+
+    def kept(self, sequence: int) -> IntArray:
+        counts = [body.counts for body in self.bodies(sequence)]
+        if self._inner.rows(sequence):
+            counts.append(self._inner.kept(sequence))
+        return np.sum(counts, axis=0) if counts else np.empty(0, dtype=np.int64)
+
+    def nbytes(self) -> int:
+        """Bodies that several sequences share count once."""
+        bodies = {id(body): body for sequence in range(len(self._spans)) for body in self.bodies(sequence)}
+        return self._inner.nbytes() + sum(body.nbytes() for body in bodies.values())

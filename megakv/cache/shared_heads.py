@@ -1,0 +1,229 @@
+"""Uncompressed keys and values of a layer whose KV heads are partly shared with other tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.part import KVPart, Part
+from megakv.attention.partial import PartialAttention
+from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
+from megakv.cache.saved import SavedLayer
+from megakv.cache.store import KVStore, Pair
+from megakv.device import upload
+from megakv.distributed.sharding import IntArray, TokenColumn
+from megakv.fairkv.attention import of_heads
+from megakv.fairkv.splitting import HeadShares
+from megakv.tensor_files import StreamedTensor
+
+
+@dataclass(frozen=True)
+class SharedHeadsPart:
+    """One sequence's keys and values, other tokens in other heads (see `megakv.attention.part.Part`).
+
+    Every pair of a query and a key is counted on one replica of its head only: with a token of an earlier pass on that
+    which keeps it; with a token of this pass on that which has the query.
+
+    `held` is what is kept: of the heads of this rank alone, then of each shared one; None where there is nothing. `new`
+    are tokens of this pass, of all heads.
+    """
+
+    sequence: int
+    shares: HeadShares
+    held: tuple[KVPart | None, ...]
+    new: KVPart | None
+
+    def add_to(self, partial: PartialAttention) -> None:
+        """Attend to all heads' tokens and merge."""
+        q_HLD = partial.q_HLD
+        heads, rows = q_HLD.shape[:2]
+        group = heads // self.shares.kv_heads
+        present = self.new or next((part for part in self.held if part is not None), None)
+        if not rows or present is None:
+            return
+        value_dim = present.v_KSD.shape[-1]
+        dtype = torch.promote_types(q_HLD.dtype, torch.float32)
+        out = q_HLD.new_zeros((rows, heads, value_dim), dtype=dtype).transpose(0, 1)
+        lse = q_HLD.new_full((heads, rows), -torch.inf, dtype=dtype)
+        for index, held in enumerate(self.held):
+            # Index 0 are the heads of this rank alone, index i + 1 is shared head i.
+            first = 0 if index == 0 else self.shares.alone + index - 1
+            last = self.shares.alone if index == 0 else first + 1
+            if first == last:
+                continue
+            queries, kv_heads = slice(first * group, last * group), slice(first, last)
+            part = of_heads(partial, queries, value_dim)
+            if held is not None:
+                held.add_to(part)
+            if self.new is not None:
+                own = None if index == 0 else self.shares.own_queries(index - 1, partial.q_slots)
+                _add_rows(part, self.new, kv_heads, own)
+            out[queries], lse[queries] = part.out, part.lse
+        partial.merge(out, lse)
+
+
+def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndarray | None) -> None:
+    """Attend to some heads of a part with all queries, or with this replica's own."""
+    k_KSD, v_KSD = new.k_KSD[heads], new.v_KSD[heads]
+    if own is None or own.all():
+        partial.add(k_KSD, v_KSD, new.slots, new.positions)
+        return
+    if not own.any():
+        return
+    rows = upload(np.flatnonzero(own), k_KSD.device)
+    some = PartialAttention(partial.q_HLD[:, rows], partial.q_slots[own], partial.scoring, v_KSD.shape[-1])
+    some.add(k_KSD, v_KSD, new.slots, new.positions)
+    out = some.out.new_zeros((partial.q_HLD.shape[0], len(own), v_KSD.shape[-1]))
+    lse = some.lse.new_full(out.shape[:2], -torch.inf)
+    out[:, rows], lse[:, rows] = some.out, some.lse
+    partial.merge(out, lse)
+
+
+class SharedHeadsStore(KVStore):
+    """Of a head that other ranks hold too, only this rank's share of the tokens.
+
+    The tokens of a pass are there whole while it attends, since every replica has computed them anyway: `finish` keeps
+    this rank's, unless they were compressed before. Of a single token they are kept at once. Where a turn that may be
+    compressed is read in several passes, its tokens stay whole until it ends.
+
+    A pass before which nothing was cached attends on every replica to all there is, by whatever method, and what counts
+    of it is decided afterwards.
+    """
+
+    def __init__(self, batch: int, shares: HeadShares, least_growth: int = GROWTH_MINIMUM):
+        self._shares, self._least_growth = shares, least_growth
+        self._complete, self._turn, self._ends = False, False, True
+        # Of the heads of this rank alone, then of each shared one.
+        self._kept = [DenseStore(batch, least_growth) for _ in range(1 + len(shares.patterns))]
+        self._kept_rows = [[TokenColumn() for _ in range(batch)] for _ in shares.patterns]
+        self._given = [0] * batch
+        self._new: dict[int, Pair] = {}
+
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        self._complete, self._turn, self._ends = complete, turn, ends
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        count = k_KSD.shape[1]
+        if sequence in self._new:
+            super().append(sequence, k_KSD, v_KSD)
+            return
+        if count == 1 and not (self._complete or self._turn):
+            self._keep(sequence, k_KSD, v_KSD, self._given[sequence])
+        else:
+            self._new[sequence] = k_KSD, v_KSD
+        self._given[sequence] += count
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        held = self._new.get(sequence)
+        before = 0 if held is None else held[0].shape[1]
+        keys, values = (like.new_empty((len(like), before + rows, like.shape[2])) for like in (k_KSD, v_KSD))
+        if held is not None:
+            keys[:, :before], values[:, :before] = held
+        self._new[sequence] = keys, values
+        self._given[sequence] += rows
+        return keys[:, before:], values[:, before:]
+
+    def _keep(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor, first: int) -> None:
+        """Keep this rank's share of tokens that begin at a row."""
+        alone = self._shares.alone
+        if alone:
+            self._kept[0].append(sequence, k_KSD[:alone], v_KSD[:alone])
+        rows = np.arange(first, first + k_KSD.shape[1])
+        for index, columns in enumerate(self._kept_rows):
+            own = np.flatnonzero(self._shares.own_tokens(index, rows))
+            if len(own):
+                head, chosen = slice(alone + index, alone + index + 1), upload(own, k_KSD.device)
+                self._kept[1 + index].append(sequence, k_KSD[head, chosen], v_KSD[head, chosen])
+                columns[sequence].extend(own + first)
+
+    def part(self, sequence: int) -> Pair:
+        """Those of the turn's tokens, all heads."""
+        return self._new[sequence]
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        new = None
+        if sequence in self._new:
+            keys, values = self._new[sequence]
+            fresh = slice(len(slots) - keys.shape[1], None)
+            new = KVPart(sequence, keys, values, slots[fresh], positions[fresh])
+            if self._complete:
+                yield new
+                return
+        yield SharedHeadsPart(sequence, self._shares, tuple(self._held(sequence, slots, positions)), new)
+
+    def _held(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[KVPart | None]:
+        for index, store in enumerate(self._kept):
+            if not store.rows(sequence):
+                yield None
+                continue
+            rows = slice(0, store.rows(sequence)) if index == 0 else self._kept_rows[index - 1][sequence].view()
+            yield KVPart(sequence, *store.part(sequence), slots[rows], positions[rows])
+
+    def finish(self) -> None:
+        for sequence in list(self._new if self._ends else ()):
+            keys, values = self._new.pop(sequence)
+            self._keep(sequence, keys, values, self._given[sequence] - keys.shape[1])
+
+    def crop(self, sequence: int, length: int) -> None:
+        self._new.pop(sequence, None)
+        self._given[sequence] = min(self._given[sequence], length)
+        self._kept[0].crop(sequence, length)
+        for store, columns in zip(self._kept[1:], self._kept_rows, strict=True):
+            rows = columns[sequence]
+            rows.length = int(np.searchsorted(rows.view(), length))
+            store.crop(sequence, rows.length)
+
+    def reorder(self, index: list[int]) -> None:
+        self._given = [self._given[source] for source in index]
+        self._kept_rows = [[columns[source].copy() for source in index] for columns in self._kept_rows]
+        for store in self._kept:
+            store.reorder(index)
+
+    def fork(self) -> SharedHeadsStore:
+        twin = SharedHeadsStore(0, self._shares, self._least_growth)
+        twin._given = list(self._given)
+        twin._kept_rows = [[rows.copy() for rows in columns] for columns in self._kept_rows]
+        twin._kept = [store.fork() for store in self._kept]
+        return twin
+
+    def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        """Of each shared head also the slots of its tokens, for other ranks hold the others."""
+        tensors = self._kept[0].save(sequence, slots)
+        for index, store in enumerate(self._kept[1:]):
+            if store.rows(sequence):
+                found = store.save(sequence, slots)
+                found["slots"] = StreamedTensor.of(torch.from_numpy(slots[self._kept_rows[index][sequence].view()]))
+                tensors |= {f"shared{index}.{name}": tensor for name, tensor in found.items()}
+        return tensors
+
+    def load(self, sequence: int, saved: SavedLayer) -> None:
+        if self._shares.alone:
+            self._kept[0].load(sequence, saved)
+        for index, columns in enumerate(self._kept_rows):
+            found = saved.parts(f"shared{index}.", "slots", "k", "v")
+            if not all(part["k"].shape[:2] == part["v"].shape[:2] == (1, len(part["slots"])) for part in found):
+                raise ValueError(f"slots, keys and values of shared{index} differ in length")
+            slots = np.concatenate([saved.slots[:0], *(part["slots"].numpy() for part in found)])
+            order = np.argsort(slots, kind="stable")
+            order = order[np.isin(slots[order], saved.slots)]
+            if len(order):
+                rows = torch.from_numpy(order)
+                keys, values = (torch.cat([part[name] for part in found], dim=1)[:, rows] for name in ("k", "v"))
+                self._kept[1 + index].append(sequence, keys.to(saved.device), values.to(saved.device))
+                columns[sequence].extend(np.searchsorted(saved.slots, slots[order]))
+        self._given[sequence] += len(saved.slots)
+
+    def rows(self, sequence: int) -> int:
+        return self._given[sequence]
+
+    def kept(self, sequence: int) -> IntArray:
+        counts = [store.rows(sequence) for store in self._kept]
+        return np.array([counts[0]] * self._shares.alone + counts[1:], dtype=np.int64)
+
+    def nbytes(self) -> int:
+        rows = sum(column.view().nbytes for columns in self._kept_rows for column in columns)
+        return rows + sum(store.nbytes() for store in self._kept)

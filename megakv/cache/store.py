@@ -1,0 +1,139 @@
+"""Where the keys and values of one layer lie on this rank: what every store does, in the order of its life.
+
+A cache makes a store for each layer at its first use, for a batch of sequences. Then, pass by pass:
+
+- `begin` tells it that a pass begins. Most stores need not know.
+- `append` takes the new keys and values of a sequence; `append_each` takes one row of each of several; `reserve` gives
+  the caller places behind the present rows to write to.
+- Attention reads: `parts` are all that is held of a sequence; `part` its dense keys and values; `packed` those of all
+  sequences, where they lie in one buffer. `attend_elsewhere` begins attention to rows where they lie.
+- `compress` keeps of a sequence's latest tokens only some in each head.
+- `finish` says that the pass has attended: what was read may be moved or freed.
+
+Between passes `crop`, `reorder` and `fork` follow the conversation. `save` says what a session's file holds of a
+sequence, and an empty store takes it back with `load`, on any number of ranks. `rows`, `kept` and `nbytes` count.
+
+A token is named by its row: its index among all tokens of the sequence that this rank was ever given. Which slots and
+positions rows have is in the cache's table. Stores compose by these verbs alone, and nobody asks which kind one is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from megakv.attention.part import KVPart, Part
+from megakv.distributed.sharding import IntArray
+from megakv.errors import MegaKVError
+from megakv.tensor_files import StreamedTensor
+
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall, PartElsewhere
+    from megakv.cache.saved import SavedLayer
+    from megakv.distributed.sharding import TokenBlock
+
+Pair = tuple[Tensor, Tensor]
+"""Keys ``[K, n, D]`` and values ``[K, n, Dv]``."""
+
+
+class KVStore(ABC):
+    """One layer's keys and values on this rank, by sequence. The defaults are for tokens that all heads hold alike."""
+
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:  # noqa: B027
+        """A pass begins.
+
+        Parameters
+        ----------
+        complete : bool
+            Whether nothing was cached before: it attends to whole heads on every rank that has them.
+        turn, ends : bool
+            Whether the pass belongs to a turn that may be compressed, and whether that ends with it.
+        """
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Add rows behind the present ones of a sequence."""
+        for place, rows in zip(self.reserve(sequence, k_KSD.shape[1], k_KSD, v_KSD), (k_KSD, v_KSD), strict=True):
+            place[:] = rows
+
+    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        """Add one row behind the present ones of each of some sequences, in their order."""
+        for index, sequence in enumerate(sequences):
+            self.append(sequence, k_KLD[:, index : index + 1], v_KLD[:, index : index + 1])
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        """Places of new rows for the caller to write, which count as present at once.
+
+        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read.
+        """
+        raise MegaKVError("this layer's keys and values cannot be written in place")
+
+    @abstractmethod
+    def part(self, sequence: int) -> Pair:
+        """Keys and values in ascending slot order, of all rows or the last ones: the rest is compressed, or
+        `attend_elsewhere` attends to it.
+        """
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        """All that is held of a sequence, given the coordinates of every row."""
+        keys, values = self.part(sequence)
+        here = slice(len(slots) - keys.shape[1], None)
+        yield KVPart(sequence, keys, values, slots[here], positions[here])
+
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        """A buffer's keys ``[K, R, D]`` and values ``[K, R, Dv]``, each sequence's first row in it, and its rows.
+
+        None where what `part` gives of all sequences does not lie in one buffer.
+        """
+        return None
+
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
+        """Begin to attend from some rank's queries to rows that `part` does not give; None where it gives all."""
+        return None
+
+    def compress(self, sequence: int, keep_KS: Tensor) -> None:
+        """Of a sequence's latest tokens keep what ``[K, n]`` says of the last n, and free the others."""
+        raise MegaKVError("this layer's keys and values cannot be compressed")
+
+    def finish(self) -> None:  # noqa: B027
+        """The pass has attended: what was read of the store is not read any more."""
+
+    @abstractmethod
+    def crop(self, sequence: int, length: int) -> None:
+        """Cut a sequence back to its first rows, as if no others had ever come, in a pass that failed or before."""
+
+    @abstractmethod
+    def reorder(self, index: list[int]) -> None:
+        """Sequence b becomes the present sequence ``index[b]``."""
+
+    @abstractmethod
+    def fork(self) -> KVStore:
+        """A store with the same rows; what is appended to one is not seen by the other."""
+
+    def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        """Tensors of a file by name, given the slots of every row. They are read when the file is written."""
+        if not self.rows(sequence):
+            return {}
+        keys, values = self.part(sequence)
+        return {"k": StreamedTensor.of(keys), "v": StreamedTensor.of(values)}
+
+    def load(self, sequence: int, saved: SavedLayer) -> None:
+        """Take what `save` gave on all ranks; a ValueError or IndexError where it does not fit together."""
+        if len(saved.slots):
+            self.append(sequence, *saved.rows())
+
+    @abstractmethod
+    def rows(self, sequence: int) -> int:
+        """Rows of a sequence, compressed ones included."""
+
+    def kept(self, sequence: int) -> IntArray:
+        """``[K]`` tokens that each head holds of a sequence; empty where nothing is held."""
+        rows = self.rows(sequence)
+        return np.full(self.part(sequence)[0].shape[0] if rows else 0, rows, dtype=np.int64)
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
