@@ -119,11 +119,12 @@ class RaggedStore(KVStore):
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
         """A rank numbers those ranges alone of which it had tokens, so a range is found by its slots."""
-        numbers = range(len(saved.compressed))
+        slots, ranges = saved.tokens.slots, saved.tokens.compressed
+        numbers = range(len(ranges))
         found = [part for number in numbers for part in saved.parts(f"kept{number}.", "counts", "slots", "k", "v")]
-        for span in saved.compressed:
-            start, stop = map(int, np.searchsorted(saved.slots, span))
-            body = RaggedBody.joined(found, saved.slots[start:stop], start, saved.device)
+        for span in ranges:
+            start, stop = map(int, np.searchsorted(slots, span))
+            body = RaggedBody.joined(found, slots[start:stop], start, saved.device)
             if stop > start:
                 self.add_span(sequence, Span(start, stop, body))
         self._inner.load(sequence, saved.uncompressed())

@@ -61,16 +61,6 @@ class SavedLayer:
     tokens: SavedTokens
     device: torch.device
 
-    @property
-    def slots(self) -> IntArray:
-        """Of the tokens that are this rank's now."""
-        return self.tokens.slots
-
-    @property
-    def compressed(self) -> Sequence[Sequence[int]]:
-        """Ranges of slots of which each head has kept some tokens."""
-        return self.tokens.compressed
-
     def uncompressed(self) -> SavedLayer:
         """The same of the other tokens alone."""
         return replace(self, tokens=self.tokens.uncompressed)

@@ -16,7 +16,7 @@ from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenColumn
-from megakv.fairkv.attention import of_heads
+from megakv.fairkv.attention import attend_by_heads
 from megakv.fairkv.splitting import HeadShares
 from megakv.tensor_files import StreamedTensor
 
@@ -39,31 +39,21 @@ class SharedHeadsPart:
 
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to all heads' tokens and merge."""
-        q_HLD = partial.q_HLD
-        heads, rows = q_HLD.shape[:2]
-        group = heads // self.shares.kv_heads
         present = self.new or next((part for part in self.held if part is not None), None)
-        if not rows or present is None:
+        if not partial.q_HLD.shape[1] or present is None:
             return
-        value_dim = present.v_KSD.shape[-1]
-        dtype = torch.promote_types(q_HLD.dtype, torch.float32)
-        out = q_HLD.new_zeros((rows, heads, value_dim), dtype=dtype).transpose(0, 1)
-        lse = q_HLD.new_full((heads, rows), -torch.inf, dtype=dtype)
-        for index, held in enumerate(self.held):
-            # Index 0 are the heads of this rank alone, index i + 1 is shared head i.
-            first = 0 if index == 0 else self.shares.alone + index - 1
-            last = self.shares.alone if index == 0 else first + 1
-            if first == last:
-                continue
-            queries, kv_heads = slice(first * group, last * group), slice(first, last)
-            part = of_heads(partial, queries, value_dim)
+        # Index 0 are the heads of this rank alone, index i + 1 is shared head i.
+        bounds = [0, *range(self.shares.alone, self.shares.kv_heads + 1)]
+
+        def add(index: int, part: PartialAttention) -> None:
+            held = self.held[index]
             if held is not None:
                 held.add_to(part)
             if self.new is not None:
                 own = None if index == 0 else self.shares.own_queries(index - 1, partial.q_slots)
-                _add_rows(part, self.new, kv_heads, own)
-            out[queries], lse[queries] = part.out, part.lse
-        partial.merge(out, lse)
+                _add_rows(part, self.new, slice(bounds[index], bounds[index + 1]), own)
+
+        attend_by_heads(partial, bounds, present.v_KSD.shape[-1], add)
 
 
 def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndarray | None) -> None:
@@ -201,21 +191,22 @@ class SharedHeadsStore(KVStore):
         return tensors
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
+        own = saved.tokens.slots
         if self._shares.alone:
             self._kept[0].load(sequence, saved)
         for index, columns in enumerate(self._kept_rows):
             found = saved.parts(f"shared{index}.", "slots", "k", "v")
             if not all(part["k"].shape[:2] == part["v"].shape[:2] == (1, len(part["slots"])) for part in found):
                 raise ValueError(f"slots, keys and values of shared{index} differ in length")
-            slots = np.concatenate([saved.slots[:0], *(part["slots"].numpy() for part in found)])
+            slots = np.concatenate([own[:0], *(part["slots"].numpy() for part in found)])
             order = np.argsort(slots, kind="stable")
-            order = order[np.isin(slots[order], saved.slots)]
+            order = order[np.isin(slots[order], own)]
             if len(order):
                 rows = torch.from_numpy(order)
                 keys, values = (torch.cat([part[name] for part in found], dim=1)[:, rows] for name in ("k", "v"))
                 self._kept[1 + index].append(sequence, keys.to(saved.device), values.to(saved.device))
-                columns[sequence].extend(np.searchsorted(saved.slots, slots[order]))
-        self._given[sequence] += len(saved.slots)
+                columns[sequence].extend(np.searchsorted(own, slots[order]))
+        self._given[sequence] += len(own)
 
     def rows(self, sequence: int) -> int:
         return self._given[sequence]

@@ -122,7 +122,7 @@ class KVStore(ABC):
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
         """Take what `save` gave on all ranks; a ValueError or IndexError where it does not fit together."""
-        if len(saved.slots):
+        if len(saved.tokens.slots):
             self.append(sequence, *saved.rows())
 
     @abstractmethod

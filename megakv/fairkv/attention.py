@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,29 +43,33 @@ class RaggedPart:
         if seen and rows <= PAGED_ROWS and scoring.alibi_slopes is None:
             partial.merge(*paged_attention(q_HLD, self.body, scoring.scale, softcap=scoring.softcap))
         else:
-            partial.merge(*self._by_head(partial))
+            # For many queries, and where slots or positions matter.
+            attend_by_heads(partial, range(len(self.body.counts) + 1), self.body.pages[0].v_PSD.shape[-1], self._add)
 
-    def _by_head(self, partial: PartialAttention) -> tuple[Tensor, Tensor]:
-        """Every head by itself: for many queries, and where slots or positions matter."""
-        kv_heads = len(self.body.counts)
-        group = partial.q_HLD.shape[0] // kv_heads
-        outs, lses = [], []
-        value_dim = self.body.pages[0].v_PSD.shape[-1]
-        for head in range(kv_heads):
-            own = slice(head * group, (head + 1) * group)
-            part = of_heads(partial, own, value_dim)
-            for keys, values, rows in self.body.pieces(head):
-                part.add(keys, values, self.slots[rows], self.positions[rows])
-            outs.append(part.out)
-            lses.append(part.lse)
-        return torch.cat(outs), torch.cat(lses)
+    def _add(self, head: int, part: PartialAttention) -> None:
+        for keys, values, rows in self.body.pieces(head):
+            part.add(keys, values, self.slots[rows], self.positions[rows])
 
 
-def of_heads(partial: PartialAttention, heads: slice, value_dim: int) -> PartialAttention:
-    """Attention, still to be computed, of some of the query heads."""
+def attend_by_heads(
+    partial: PartialAttention, bounds: Sequence[int], value_dim: int, add: Callable[[int, PartialAttention], None]
+) -> None:
+    """Let runs of KV heads attend one behind the other to what `add` adds to each, and merge.
+
+    A run lies between two neighbours of the ascending `bounds`, from 0 to all KV heads.
+    """
+    group, outs, lses = partial.q_HLD.shape[0] // bounds[-1], [], []
     slopes = partial.scoring.alibi_slopes
-    scoring = replace(partial.scoring, alibi_slopes=None if slopes is None else slopes[heads])
-    return PartialAttention(partial.q_HLD[heads], partial.q_slots, scoring, value_dim)
+    for index, (first, last) in enumerate(pairwise(bounds)):
+        if first == last:
+            continue
+        own = slice(first * group, last * group)
+        scoring = replace(partial.scoring, alibi_slopes=None if slopes is None else slopes[own])
+        part = PartialAttention(partial.q_HLD[own], partial.q_slots, scoring, value_dim)
+        add(index, part)
+        outs.append(part.out)
+        lses.append(part.lse)
+    partial.merge(torch.cat(outs), torch.cat(lses))
 
 
 def paged_attention(
