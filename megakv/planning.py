@@ -149,7 +149,8 @@ class PassPlanner:
         assert step.workload is not None
         methods = prefill_methods()
         chosen = methods.index(choose_prefill(self.evidence, step.workload, shape))
-        index = self.comm.cp_broadcast(self.comm.device_tensor([chosen]), operation="control", layer=layer)
+        word, first = self.comm.device_tensor([chosen]), self.comm.mesh.cp_ranks[0]
+        index = self.comm.broadcast(word, first, "cp", operation="control", layer=layer)
         return methods[int(index)]
 
     def forget(self) -> None:

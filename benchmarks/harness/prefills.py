@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 import megakv
 from megakv.attention.chain import ChainLink, ChainPlan
-from megakv.attention.message import KVFormat
 from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.ring import KVFormat
 from megakv.attention.runahead import Runahead
 from megakv.cache.cache import ShardedCache
 from megakv.compat import shared_memory_available

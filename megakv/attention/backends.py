@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,6 @@ from torch import Tensor
 from megakv.attention.compiled import load_kernel
 from megakv.attention.merge import merge_
 from megakv.attention.reference import dense_attention, difference
-
-__all__ = ["Alibi", "Backend", "attend_block", "cuda_efficient", "cuda_flash", "cpu_flash", "math", "select"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +34,7 @@ UPCAST_KEYS = 512
 PACKED_ROWS = 16
 
 Tile = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Backend = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Alibi(NamedTuple):
@@ -44,21 +43,6 @@ class Alibi(NamedTuple):
     slopes_H: Tensor
     q_slots_L: Tensor
     k_positions_S: Tensor
-
-
-class Backend(Protocol):
-    """What a kernel without bias or soft cap looks like."""
-
-    def __call__(
-        self,
-        q_HLD: Tensor,
-        k_KSD: Tensor,
-        v_KSD: Tensor,
-        scale: float,
-        *,
-        causal: bool = False,
-        visible_LS: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 def attend_block(

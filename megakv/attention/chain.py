@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.message import KVFormat
 from megakv.attention.method import AttentionCall, Transfer
+from megakv.attention.ring import KVFormat
 from megakv.distributed.sharding import Layout, TokenBlock, pieces
 
 OPERATION = "runahead"

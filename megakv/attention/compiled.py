@@ -27,8 +27,6 @@ from torch import Tensor
 from megakv.attention.reference import dense_attention, difference
 from megakv.compat import extensions_folder
 
-__all__ = ["DecodeKernel", "load_kernel"]
-
 SOURCE = Path(__file__).with_name("csrc") / "decode.cpp"
 HEADER = SOURCE.with_name("vectors.h")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,57 +19,32 @@ from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
 class Transfer(Protocol):
-    """Sends and receives under way that end together."""
+    """Sends and receives under way that end together (see `megakv.distributed.comm`)."""
 
-    def count_from_now(self) -> None:
-        """Let its time begin here: it was posted ahead, or is only waited for to use its buffer again."""
-
-    def wait(self) -> None:
-        """Block until what was received may be read and what was sent may be overwritten."""
-
-
-class Place(Protocol):
-    """Where a rank is in its ring or chain."""
-
-    @property
-    def cp_rank(self) -> int: ...
-    @property
-    def cp_size(self) -> int: ...
-
-
-class Stopwatch(Protocol):
-    """Counts what ranks compute."""
-
-    def compute(self, name: str, layer: int | None = None, /) -> AbstractContextManager[None]:
-        """Count a stretch of computation."""
+    def count_from_now(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class Ring(Protocol):
     """What methods use of a `megakv.distributed.comm.Communicator`; destinations are context-parallel ranks."""
 
     @property
-    def mesh(self) -> Place: ...
+    def mesh(self) -> Any:
+        """Where a rank is in its ring or chain: `cp_rank`, `cp_size`."""
+
     @property
-    def ledger(self) -> Stopwatch: ...
+    def ledger(self) -> Any:
+        """Counts what ranks compute: ``with ledger.compute(name, layer)``."""
 
-    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer:
-        """Send to the next rank of the ring while receiving from the previous one."""
-
-    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer:
-        """Send a message that must not be written before its transfer is over."""
-
-    def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer:
-        """Say where the next message of a rank goes."""
-
+    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer: ...
+    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer: ...
+    def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer: ...
     def cp_all_gather(
         self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None
-    ) -> Tensor:
-        """``[N, ...]`` the equally large tensors of all ranks, in `receive` where it is given."""
-
+    ) -> Tensor: ...
     def cp_all_to_all(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
-    ) -> Tensor:
-        """What all ranks send to this one, one behind the other."""
+    ) -> Tensor: ...
 
 
 class PartElsewhere(Protocol):

@@ -17,8 +17,6 @@ from megakv.attention.reference import Scoring
 from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
 from megakv.device import upload
 
-__all__ = ["PartialAttention", "Scoring", "attend"]
-
 
 class PartialAttention:
     """Running output and log-sum-exp of one sequence's local queries ``[H, L, D]``, after rotary, at ascending slots.
@@ -120,18 +118,3 @@ class PartialAttention:
             lse = self.q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
             self._state = out.transpose(0, 1), lse.t()
         return self._state
-
-
-def attend(
-    q_HLD: Tensor,
-    k_KSD: Tensor,
-    v_KSD: Tensor,
-    q_slots: Slots,
-    k_slots: Slots,
-    scoring: Scoring,
-    k_positions: Slots | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence's queries over one set of keys: ``[H, L, Dv]`` and its log-sum-exp ``[H, L]``."""
-    partial = PartialAttention(q_HLD, q_slots, scoring, value_dim=v_KSD.shape[-1])
-    partial.add(k_KSD, v_KSD, k_slots, k_positions)
-    return partial.out, partial.lse

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megakv.attention.message import KVFormat, Scratch
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention, attend_here
-from megakv.attention.ring import pass_around
+from megakv.attention.ring import KVFormat, Scratch, pass_around
 from megakv.distributed.sharding import TokenBlock
 
 

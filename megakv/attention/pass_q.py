@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_parts
-from megakv.attention.message import QueryFormat, Scratch
 from megakv.attention.method import AttentionCall, attend_here
 from megakv.attention.part import Part
-from megakv.attention.ring import pass_around
+from megakv.attention.ring import QueryFormat, Scratch, pass_around
 
 
 class PassQ:

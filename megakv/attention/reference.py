@@ -9,8 +9,6 @@ from torch import Tensor
 
 from megakv.attention.visibility import Slots, visible_pairs
 
-__all__ = ["Scoring", "dense_attention", "difference", "reference_attention"]
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -71,7 +69,7 @@ def reference_attention(
     scoring: Scoring,
     k_positions: Slots | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`megakv.attention.partial.attend` in its dense form, float64."""
+    """What `megakv.attention.partial.PartialAttention` gives for one part, in its dense form, float64."""
     device = q_HLD.device
     visible = torch.from_numpy(visible_pairs(q_slots, k_slots, scoring.window)).to(device)
     bias = None

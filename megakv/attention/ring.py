@@ -1,16 +1,109 @@
-"""The ring that all methods run: one buffer is used while the next is on its way."""
+"""The ring that all methods run, and what travels in it.
+
+That is raw keys and values, or queries, of tokens that every rank knows: one buffer is used while the next is on its
+way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from megakv.attention.message import MessageFormat, Scratch
-from megakv.attention.method import AttentionCall
+from megakv.attention.method import AttentionCall, KVPart
+from megakv.distributed.sharding import TokenBlock
 
 T = TypeVar("T")
+Content = TypeVar("Content", contravariant=True)
+
+
+class Scratch:
+    """Byte buffers that are reused from layer to layer."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, nbytes: int, device: torch.device) -> Tensor:
+        """A contiguous byte buffer; its earlier content under this name is lost."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < nbytes or buffer.device != device:
+            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer[:nbytes]
+
+
+class MessageFormat(ABC, Generic[Content]):
+    """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are."""
+
+    def __init__(self, tokens: Sequence[TokenBlock], row_bytes: int):
+        self.tokens = tokens
+        self.row_bytes = row_bytes
+
+    def nbytes(self, index: int) -> int:
+        """Size of a message."""
+        return len(self.tokens[index]) * self.row_bytes
+
+    @abstractmethod
+    def pack(self, content: Content, buffer: Tensor) -> None:
+        """Write this rank's content into a message buffer."""
+
+
+class KVFormat(MessageFormat[Iterable[KVPart]]):
+    """Messages of keys and values, sequence after sequence."""
+
+    def __init__(self, call: AttentionCall, tokens: Sequence[TokenBlock]):
+        self._heads = call.kv_heads
+        self._dims = (call.key_dim, call.value_dim)
+        self._dtype = call.q_HLD.dtype
+        super().__init__(tokens, self._heads * sum(self._dims) * self._dtype.itemsize)
+
+    def pack(self, content: Iterable[KVPart], buffer: Tensor) -> None:
+        """Write parts into a message buffer, sequences ascending."""
+        rows, start = buffer.view(self._dtype), 0
+        for part in content:
+            for tensor, dim in zip((part.k_KSD, part.v_KSD), self._dims, strict=True):
+                shape = (self._heads, len(part.slots), dim)
+                assert (tensor.shape, tensor.dtype) == (shape, self._dtype), "keys and values of another shape or type"
+                rows[start : start + tensor.numel()].view(shape).copy_(tensor)
+                start += tensor.numel()
+        assert start == rows.numel(), "parts of other tokens than the message's"
+
+    def unpack(self, index: int, buffer: Tensor) -> list[KVPart]:
+        """The parts of a message, as views of its buffer."""
+        tokens, rows, start = self.tokens[index], buffer.view(self._dtype), 0
+        parts: list[KVPart] = []
+        for sequence in range(tokens.batch):
+            run = tokens.run(sequence)
+            if run.start == run.stop:
+                continue
+            tensors = []
+            for dim in self._dims:
+                shape = (self._heads, run.stop - run.start, dim)
+                stop = start + shape[0] * shape[1] * dim
+                tensors.append(rows[start:stop].view(shape))
+                start = stop
+            parts.append(KVPart(sequence, tensors[0], tensors[1], tokens.slot[run], tokens.position[run]))
+        return parts
+
+
+class QueryFormat(MessageFormat[Tensor]):
+    """Messages of every rank's packed queries."""
+
+    def __init__(self, call: AttentionCall):
+        self._heads, _, self._dim = call.q_HLD.shape
+        self._dtype = call.q_HLD.dtype
+        super().__init__(call.queries, self._heads * self._dim * self._dtype.itemsize)
+
+    def pack(self, content: Tensor, buffer: Tensor) -> None:
+        """Write this rank's queries into a message buffer."""
+        buffer.view(self._dtype).view(content.shape).copy_(content)
+
+    def unpack(self, rank: int, buffer: Tensor) -> tuple[Tensor, TokenBlock]:
+        """The queries of a rank's message, as a view of its buffer, with their tokens."""
+        tokens = self.tokens[rank]
+        return buffer.view(self._dtype).view(self._heads, len(tokens), self._dim), tokens
 
 
 def pass_around(

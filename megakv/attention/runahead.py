@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
-from megakv.attention.message import KVFormat, Scratch
 from megakv.attention.method import AttentionCall, PackedAttention
 from megakv.attention.part import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
+from megakv.attention.ring import KVFormat, Scratch
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.errors import MegaKVError
 
@@ -41,13 +41,6 @@ class Runahead:
         self._following = self._orders[0]
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """As `AttentionMethod` says.
-
-        Raises
-        ------
-        MegaKVError
-            If an earlier pass broke off half-way, or a peer is lost.
-        """
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         plan = self._planned(call)
         messages = KVFormat(call, plan.messages)

@@ -7,7 +7,7 @@ form, where scores are one dense product. `AllGatherKV` on the same layout is TS
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -49,16 +49,9 @@ def stretches(q_slots: Slots, k_slots: Slots, window: int | None) -> list[Stretc
     ends = pairwise((0, some0, every0, every1, some1, len(k_slots)))
     found = [Stretch(k0, k1, kind) for (k0, k1), kind in zip(ends, kinds, strict=True) if k0 < k1]
     if any(stretch.kind == "masked" for stretch in found):
-        found = [
-            stretch if stretch.k1 - stretch.k0 >= SHORT_STEP else stretch._replace(kind="masked") for stretch in found
-        ]
-    joined: list[Stretch] = []
-    for stretch in found:
-        if joined and joined[-1].kind == stretch.kind:
-            joined[-1] = joined[-1]._replace(k1=stretch.k1)
-        else:
-            joined.append(stretch)
-    return joined
+        found = [each if each.k1 - each.k0 >= SHORT_STEP else each._replace(kind="masked") for each in found]
+    groups = [list(group) for _, group in groupby(found, lambda stretch: stretch.kind)]
+    return [group[0]._replace(k1=group[-1].k1) for group in groups]
 
 
 class RectangleAttention(PartialAttention):

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Block", "Slots", "plan_blocks", "visible_pairs"]
-
 Slots = npt.NDArray[np.int64]
 AnySlots = TypeVar("AnySlots", npt.NDArray[Any], Tensor)
 Kind = Literal["full", "causal", "masked"]

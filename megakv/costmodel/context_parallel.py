@@ -14,7 +14,7 @@ import numpy as np
 
 from megakv.costmodel.dense import SUMS, all_reduce_bytes
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.distributed.sharding import chunk_bounds
+from megakv.distributed.sharding import balanced_tokens, chunk_bounds
 from megakv.runahead.partition import Partition
 
 
@@ -51,13 +51,6 @@ class Workload:
     def miss_rate(self) -> float:
         """T / (T + P)."""
         return self.total_new / self.total
-
-
-def balanced_tokens(tokens: int, size: int) -> list[int]:
-    """Tokens of each rank where rank i has chunks i and 2N-1-i of 2N (Section 3.5.1)."""
-    chunks = np.diff(chunk_bounds(tokens, 2 * size))
-    counts: list[int] = (chunks[:size] + chunks[: size - 1 : -1]).tolist()
-    return counts
 
 
 # Table 3

@@ -13,12 +13,13 @@ from megakv.attention.chain import HELD, OPERATION
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import RINGS, LayerTimes, RankSteps
 from megakv.costmodel.chain import Chain, ChainParts
-from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
+from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.dense import SUMS, TokenTimes, all_reduce_bytes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.simulation_program import Program
 from megakv.costmodel.timeline import LayerWork, in_step
+from megakv.distributed.sharding import balanced_tokens
 from megakv.runahead.partition import Partition, even
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal", "runahead")

@@ -34,10 +34,7 @@ class Agreement:
     def decide(self, action: Callable[[], T]) -> T:
         """What rank 0 makes of it, on every rank; the others do not call it. Every rank must come here.
 
-        Raises
-        ------
-        MegaKVError
-            On the others, if rank 0 failed; there its own error.
+        If rank 0 failed it raises its own error, and the others a `MegaKVError`.
         """
         failure: BaseException | None = None
         decided: T | None = None
@@ -55,13 +52,7 @@ class Agreement:
         return decided  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
-        """What every rank makes of it; if any fails, all do. Every rank must come here.
-
-        Raises
-        ------
-        MegaKVError
-            Where another rank failed; a rank that failed raises its own error.
-        """
+        """What every rank makes of it; if any fails, all do (`Communicator.agree`). Every rank must come here."""
         failure: BaseException | None = None
         result: T | None = None
         try:
@@ -73,13 +64,7 @@ class Agreement:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call that all ranks make: an error on any of them ends it on all, wherever they are in it.
-
-        Raises
-        ------
-        MegaKVError
-            With another rank's error, where that ended the call; or if another thread's call is under way.
-        """
+        """Around a call that all ranks make: an error on any of them ends it on all, wherever they are in it."""
         alone = not self.shared
         if not self._lock.acquire(blocking=alone):
             raise MegaKVError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from megakv.distributed.peers import Peer, PeerWatch
 from megakv.errors import MegaKVError, PeerLostError
 
 T = TypeVar("T")
+Over = Literal["cp", "tp", "world"]
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -54,15 +54,7 @@ class Transfer:
 
 
 class Communicator:
-    """Communication of one rank within its mesh.
-
-    Parameters
-    ----------
-    mesh : Mesh
-        This rank's groups.
-    ledger : Ledger
-        Where calls, bytes and times are counted.
-    """
+    """Communication of one rank within its mesh; calls, bytes and times are counted in the ledger."""
 
     def __init__(self, mesh: Mesh, ledger: Ledger):
         self.mesh = mesh
@@ -80,16 +72,12 @@ class Communicator:
     def renew(self) -> None:
         """Go on where every rank has given up: in new groups, if they did so at different places. Collective.
 
-        Raises
-        ------
-        PeerLostError
-            If a rank is gone.
+        A `PeerLostError` says that a rank is gone.
         """
         if missing := self.failures.missing:
-            named = ", ".join(map(self.watch.describe, missing))
             raise PeerLostError(
-                f"rank {self.mesh.rank}: {named} did not come back after an earlier failure; start all ranks again, or "
-                "make a new engine with megakv.init_inference on all of them"
+                f"rank {self.mesh.rank}: {self.watch.describe(*missing)} did not come back after an earlier failure; "
+                "start all ranks again, or make a new engine with megakv.init_inference on all of them"
             )
         apart = self.failures.apart
         # First: a rank that makes its next call later is waited for, whatever became of the groups before.
@@ -124,15 +112,16 @@ class Communicator:
         self.mesh.end()
 
     @contextmanager
-    def guard(self, peers: Sequence[int], operation: str, layer: int | None) -> Iterator[None]:
+    def guard(self, peers: Sequence[int], operation: str, layer: int | None, *, spins: bool = False) -> Iterator[None]:
         """Turn a broken connection or a time-out into an error that names the lost rank and what was going on.
 
-        Where another rank gave up, its error comes instead. Any other error stays what it is.
+        Where another rank gave up, its error comes instead. Any other error stays what it is. An operation that `spins`
+        would never end by itself.
         """
         where = operation if layer is None else f"{operation} of layer {layer}"
         try:
             self.watch.check(where)
-            with self.watch.waiting(where):
+            with self.watch.waiting(where, spins=spins):
                 yield
         except BaseException as error:
             # Others may hold half of what was exchanged.
@@ -141,25 +130,34 @@ class Communicator:
                 raise
             raise self.watch.explain(error, peers, where) from error
 
-    def _timed(self, operation: str, layer: int | None, peers: Sequence[int], sent: int, call: Callable[[], T]) -> T:
+    def _members(self, over: Over) -> tuple[dist.ProcessGroup | None, Sequence[int]]:
+        """A group, None where it has one rank, and its world ranks."""
+        mesh = self.mesh
+        if over == "world":
+            return mesh.all_group, range(mesh.world_size)
+        return (mesh.cp_group, mesh.cp_ranks) if over == "cp" else (mesh.tp_group, mesh.tp_ranks)
+
+    def _timed(
+        self, call: Callable[[], T], over: Over, operation: str, layer: int | None, sent: int, *, spins: bool = False
+    ) -> T:
+        """A collective, with the bytes that this rank sends in it."""
+        if over == "world":
+            self.failures.begin_step()
         self.ledger.leave_dense()
         posted = self.ledger.mark()
         self.ledger.sent(operation, layer, sent)
-        with self.guard(peers, operation, layer):
+        with self.guard(self._members(over)[1], operation, layer, spins=spins):
             result = call()
         self.ledger.transfer(operation, layer, posted, posted)
         self.ledger.enter_dense()
         return result
 
-    # Context-parallel group
+    # Between neighbours
 
     def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer:
         """Start passing a buffer to the next rank of the ring while receiving one from the previous rank.
 
-        Parameters
-        ----------
-        send, receive : Tensor
-            Contiguous; `receive` has the size of what the previous rank sends.
+        Both are contiguous; `receive` has the size of what the previous rank sends.
         """
         mesh = self.mesh
         following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
@@ -180,41 +178,29 @@ class Communicator:
         """Start receiving one message from the context-parallel rank before or behind this one.
 
         What `send` sends between two ranks arrives in that order, each message into the buffer posted in its turn,
-        whatever else they exchange: receives may be posted far ahead.
-
-        Parameters
-        ----------
-        buffer : Tensor
-            Contiguous and of the message's size; not to be read before the transfer was waited for.
-        source : int
-            Context-parallel rank.
+        whatever else they exchange: receives may be posted far ahead. The buffer is contiguous and of the message's
+        size, and not to be read before the transfer was waited for.
         """
-        mesh = self.mesh
-        peer = mesh.cp_ranks[source]
-        posted = self.ledger.mark()
-        with self.guard((peer,), operation, layer):
-            work = dist.irecv(buffer, peer, mesh.edge_group(source))
-        assert work is not None
-        return Transfer(self, [work], operation, layer, (peer,), posted)
+        return self._message(dist.irecv, buffer, source, operation, layer)
 
     def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer:
         """Start sending one message to the rank before or behind this one, without waiting for it to be received.
 
-        Parameters
-        ----------
-        buffer : Tensor
-            Contiguous; not to be written before the transfer was waited for.
-        destination : int
-            Context-parallel rank.
+        The buffer is contiguous, and not to be written before the transfer was waited for.
         """
-        mesh = self.mesh
-        peer = mesh.cp_ranks[destination]
-        posted = self.ledger.mark()
         self.ledger.sent(operation, layer, nbytes(buffer))
+        return self._message(dist.isend, buffer, destination, operation, layer)
+
+    def _message(
+        self, call: Callable[..., dist.Work | None], buffer: Tensor, other: int, operation: str, layer: int | None
+    ) -> Transfer:
+        peer, posted = self.mesh.cp_ranks[other], self.ledger.mark()
         with self.guard((peer,), operation, layer):
-            work = dist.isend(buffer, peer, mesh.edge_group(destination))
+            work = call(buffer, peer, self.mesh.edge_group(other))
         assert work is not None
         return Transfer(self, [work], operation, layer, (peer,), posted)
+
+    # Collectives
 
     def cp_all_gather(
         self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None
@@ -223,98 +209,63 @@ class Communicator:
 
         They come in `receive`, contiguous and as large, where it is given.
         """
-        mesh = self.mesh
-        gathered = tensor.new_empty((mesh.cp_size, *tensor.shape)) if receive is None else receive
-        if mesh.cp_group is None:
+        size, group = self.mesh.cp_size, self.mesh.cp_group
+        gathered = tensor.new_empty((size, *tensor.shape)) if receive is None else receive
+        if group is None:
             gathered[0] = tensor
             return gathered
-        sent = nbytes(tensor) * (mesh.cp_size - 1)
-        self._timed(
-            operation,
-            layer,
-            mesh.cp_ranks,
-            sent,
-            lambda: all_gather_single(gathered.view(-1), tensor.reshape(-1), mesh.cp_group),
-        )
+
+        def gather() -> None:
+            all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
+
+        self._timed(gather, "cp", operation, layer, nbytes(tensor) * (size - 1))
         return gathered
 
     def cp_all_to_all(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
     ) -> Tensor:
         """Exchange pieces of a flat tensor, each rank its own part, with all context-parallel ranks."""
-        mesh = self.mesh
-        received = send.new_empty(sum(receive_counts))
-        if mesh.cp_group is None:
+        received, group = send.new_empty(sum(receive_counts)), self.mesh.cp_group
+        if group is None:
             return received.copy_(send)
-        sent = (sum(send_counts) - send_counts[mesh.cp_rank]) * send.element_size()
-        self._timed(
-            operation,
-            layer,
-            mesh.cp_ranks,
-            sent,
-            lambda: dist.all_to_all_single(received, send, receive_counts, send_counts, mesh.cp_group),
-        )
+        sent = (sum(send_counts) - send_counts[self.mesh.cp_rank]) * send.element_size()
+
+        def exchange() -> None:
+            dist.all_to_all_single(received, send, receive_counts, send_counts, group)
+
+        self._timed(exchange, "cp", operation, layer, sent)
         return received
 
-    def cp_broadcast(self, tensor: Tensor, *, operation: str, layer: int | None) -> Tensor:
-        """Overwrite `tensor` on the ranks of the context-parallel group with that of the first."""
-        mesh = self.mesh
-        if mesh.cp_group is not None:
-            first, group = mesh.cp_ranks[0], mesh.cp_group
-            sent = nbytes(tensor) * (mesh.cp_size - 1) if mesh.cp_rank == 0 else 0
-            self._timed(operation, layer, mesh.cp_ranks, sent, lambda: dist.broadcast(tensor, first, group=group))
+    def all_reduce(
+        self, tensor: Tensor, over: Over, how: Literal["sum", "max"] = "sum", *, operation: str, layer: int | None
+    ) -> Tensor:
+        """``sum`` or ``max`` over the ranks of a group, in place."""
+        group, ranks = self._members(over)
+        if group is not None:
+            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+            sent = _all_reduce_bytes(tensor, len(ranks))
+            self._timed(lambda: dist.all_reduce(tensor, op=op, group=group), over, operation, layer, sent)
         return tensor
-
-    # Tensor-parallel group
 
     def tp_all_reduce(self, tensor: Tensor, *, operation: str = "tp_all_reduce", layer: int | None = None) -> Tensor:
-        """Sum over the tensor-parallel group, in place."""
-        mesh = self.mesh
-        if mesh.tp_group is None:
-            return tensor
-        # What a ring all-reduce puts on the wire per rank.
-        sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
-        if mesh.shared_memory:
-            with self.watch.spinning(operation):
-                self._timed(operation, layer, mesh.tp_ranks, sent, lambda: inference_all_reduce(tensor))
-        else:
-            self._timed(operation, layer, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, group=mesh.tp_group))
+        """Sum over the tensor-parallel group, in place; in shared memory where that can be."""
+        if not self.mesh.shared_memory:
+            return self.all_reduce(tensor, "tp", operation=operation, layer=layer)
+        sent = _all_reduce_bytes(tensor, self.mesh.tp_size)
+        self._timed(lambda: inference_all_reduce(tensor), "tp", operation, layer, sent, spins=True)
         return tensor
 
-    def tp_combine(self, tensor: Tensor, how: Literal["sum", "max"], *, operation: str, layer: int | None) -> Tensor:
-        """``sum`` or ``max`` over the tensor-parallel group, in place."""
-        mesh = self.mesh
-        if mesh.tp_group is not None:
-            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-            sent = math.ceil(2 * nbytes(tensor) * (mesh.tp_size - 1) / mesh.tp_size)
-            self._timed(
-                operation, layer, mesh.tp_ranks, sent, lambda: dist.all_reduce(tensor, op=op, group=mesh.tp_group)
-            )
+    def broadcast(
+        self, tensor: Tensor, source: int, over: Over = "world", *, operation: str, layer: int | None = None
+    ) -> Tensor:
+        """Overwrite `tensor` on every rank of a group with that of world rank `source`."""
+        group, ranks = self._members(over)
+        if group is not None:
+            sent = nbytes(tensor) * (len(ranks) - 1) if self.mesh.rank == source else 0
+            self._timed(lambda: dist.broadcast(tensor, source, group=group), over, operation, layer, sent)
         return tensor
 
-    # World
-
-    def add_counts(self, counts: Tensor, over: Literal["cp", "world"], *, operation: str, layer: int | None) -> Tensor:
-        """Sum an integer tensor, in place, over the context-parallel group or all ranks."""
-        mesh = self.mesh
-        group, ranks = (mesh.all_group, range(mesh.world_size)) if over == "world" else (mesh.cp_group, mesh.cp_ranks)
-        if over == "world":
-            self.failures.begin_step()
-        if len(ranks) > 1:
-            sent = math.ceil(2 * nbytes(counts) * (len(ranks) - 1) / len(ranks))
-            self._timed(operation, layer, ranks, sent, lambda: dist.all_reduce(counts, group=group))
-        return counts
-
-    def broadcast(self, tensor: Tensor, source: int, *, operation: str) -> Tensor:
-        """Overwrite `tensor` on every rank with that of world rank `source`."""
-        mesh = self.mesh
-        if mesh.world_size > 1:
-            self.failures.begin_step()
-            sent = nbytes(tensor) * (mesh.world_size - 1) if mesh.rank == source else 0
-            everyone = range(mesh.world_size)
-            group = mesh.all_group
-            self._timed(operation, None, everyone, sent, lambda: dist.broadcast(tensor, source, group=group))
-        return tensor
+    # Small objects, among all ranks
 
     def broadcast_object(self, value: T) -> T:
         """Rank 0's small object, on every rank."""
@@ -332,12 +283,9 @@ class Communicator:
             return self._gathered(value)
 
     def agree(self, error: BaseException | None) -> None:
-        """Let every rank fail if any does, with the same message, so that nobody waits for a rank that gave up.
+        """Let every rank fail if any does, so that nobody waits for a rank that gave up.
 
-        Raises
-        ------
-        MegaKVError
-            With the first failing rank's message; on the failing rank itself the error it passed.
+        A failing rank raises its own error, the others a `MegaKVError` with the first failing rank's message.
         """
         messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
@@ -353,3 +301,8 @@ class Communicator:
     def device_tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """A small tensor where collectives can reach it."""
         return torch.tensor(values, dtype=dtype, device=self.mesh.device)
+
+
+def _all_reduce_bytes(tensor: Tensor, ranks: int) -> int:
+    """What a ring all-reduce puts on the wire per rank."""
+    return -(-2 * nbytes(tensor) * (ranks - 1) // ranks)

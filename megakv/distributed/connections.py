@@ -49,16 +49,9 @@ def shut(names: Collection[str]) -> None:
 
 
 class PeerConnections:
-    """Connections to other ranks, of all that stand or of some.
+    """Those of the connections `names` that lead to other ranks.
 
-    Parameters
-    ----------
-    names : collection of str
-        Those that are looked at, of `open_connections`.
-    rank : int
-        This rank.
-    endpoints : sequence of sequence of Endpoint
-        What `own_endpoints` gave on every rank, once all connections stood.
+    `endpoints` are what `own_endpoints` gave on every rank, once all connections stood.
     """
 
     def __init__(self, names: Collection[str], rank: int, endpoints: Sequence[Sequence[Endpoint]]):

@@ -22,33 +22,19 @@ TEXT = 4000
 
 @dataclass(frozen=True)
 class Failure:
-    """That a rank gave up a call.
-
-    Parameters
-    ----------
-    rank : int
-        Who.
-    life : int
-        Of the mesh's groups, which are made anew after a failure.
-    step : int
-        At which of the steps that all ranks take alike.
-    inside : bool
-        Whether it had begun that step: others may hold half of what it exchanged.
-    text : str
-        The error's type and message.
-    cause : int, optional
-        The rank whose failure made it give up; None if it failed by itself.
-    absent : tuple of int
-        Ranks that it takes for lost.
-    """
+    """That a rank gave up a call."""
 
     rank: int
     life: int
+    """Of the mesh's groups, which are made anew after a failure."""
     step: int
     inside: bool
+    """Whether it had begun that step: others may hold half of what it exchanged."""
     text: str
     cause: int | None = None
+    """The rank whose failure made it give up; None if it failed by itself."""
     absent: tuple[int, ...] = ()
+    """Ranks that it takes for lost."""
 
     @property
     def says(self) -> str:
@@ -59,16 +45,9 @@ class Failure:
 class Failures:
     """The failures that one rank knows of. Safe to use from several threads.
 
-    Attributes
-    ----------
-    life : int
-        How often the groups were made anew.
-    step : int
-        The last step of this life that this rank has begun.
-    inside : bool
-        Whether this rank is in the middle of a step.
-    cause : int, optional
-        The rank on whose account this one is giving up.
+    `life` is how often the groups were made anew, `step` the last step of this life that this rank has begun, `inside`
+    whether it is in the middle of it, `cause` the rank on whose account it is giving up, and `own` its own failure, if
+    it gave up its last call.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -78,7 +57,7 @@ class Failures:
         self.cause: int | None = None
         self._absent: tuple[int, ...] = ()
         self._others = frozenset(range(world_size)) - {rank}
-        self._own: Failure | None = None
+        self.own: Failure | None = None
         self._told: list[Failure] = []
         self._lost: set[int] = set()
         self._ended: set[int] = set()
@@ -111,10 +90,7 @@ class Failures:
     def verdict(self, *, broken: bool = False) -> Failure | None:
         """The failure on whose account this rank has to give up; None if it can go on.
 
-        Parameters
-        ----------
-        broken : bool
-            Whether a connection broke: then whoever failed broke it, though it was a step ahead.
+        Where a connection is `broken`, whoever failed broke it, though it was a step ahead.
         """
         with self._changed:
             ours = [told for told in self._told if told.life == self.life and self._concerns(told, broken)]
@@ -131,7 +107,7 @@ class Failures:
         return MegaKVError(failure.says)
 
     def _concerns(self, told: Failure, broken: bool) -> bool:
-        alike = self._own is not None and not (told.inside or self._own.inside) and self._own.step == told.step
+        alike = self.own is not None and not (told.inside or self.own.inside) and self.own.step == told.step
         return (broken or told.step <= self.step) and not alike
 
     def wait(self, seconds: float) -> Failure | None:
@@ -166,8 +142,8 @@ class Failures:
             text = f"{type(error).__name__}: {text}"
         text = text.removeprefix(f"rank {self.rank}: ")[:TEXT]
         with self._changed:
-            self._own = Failure(self.rank, self.life, self.step, self.inside, text, self.cause, self._absent)
-        return {"kind": "failed", **asdict(self._own)}
+            self.own = Failure(self.rank, self.life, self.step, self.inside, text, self.cause, self._absent)
+        return {"kind": "failed", **asdict(self.own)}
 
     def settle(self, seconds: float) -> bool:
         """Wait until every other rank has given up too, or is gone; returns whether that is so."""
@@ -187,11 +163,6 @@ class Failures:
     # What follows
 
     @property
-    def own(self) -> Failure | None:
-        """That of this rank, if it gave up its last call."""
-        return self._own
-
-    @property
     def missing(self) -> list[int]:
         """Ranks that are gone, or do not answer: nothing can be done together any more."""
         return sorted(self._lost | self._ended | self._missed())
@@ -206,14 +177,14 @@ class Failures:
         with self._changed:
             # A rank may have gone on, and failed again, already.
             self._told = [told for told in self._told if (told.life, told.step) > (self.life, self.step)]
-            self._own, self.cause, self.inside = None, None, False
+            self.own, self.cause, self.inside = None, None, False
             if life:
                 self.life, self.step = self.life + 1, 0
                 self._told = [told for told in self._told if told.life >= self.life]
 
     def _firsts(self) -> dict[int, Failure]:
         """The first failure of each rank in this life that has not been gone on from."""
-        firsts: dict[int, Failure] = {} if self._own is None else {self.rank: self._own}
+        firsts: dict[int, Failure] = {} if self.own is None else {self.rank: self.own}
         for told in self._told:
             if told.life == self.life:
                 firsts.setdefault(told.rank, told)

@@ -29,12 +29,8 @@ Message = dict[str, Any]
 class HealthChannel:
     """One rank's connections for word of failures.
 
-    Parameters
-    ----------
-    links : mapping of int to socket
-        On rank 0 to every other rank, elsewhere to rank 0; empty where they could not be had.
-    deaf : bool
-        Whether some rank, this one or another, could not be connected.
+    On rank 0 there are `links` to every other rank, elsewhere to rank 0, but for those that could not be had. It is
+    `deaf` if some rank, this one or another, could not be connected.
     """
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], *, deaf: bool = False):
@@ -111,12 +107,7 @@ def connect(
 ) -> HealthChannel:
     """Connect all ranks with rank 0. Every rank must call it.
 
-    Parameters
-    ----------
-    gather : callable
-        Gives every rank what all ranks passed to it.
-    hosts : iterable of str
-        Under which this rank may reach rank 0's host, beside its name.
+    `gather` gives every rank what all ranks passed to it. Under `hosts` this rank may reach rank 0's, beside its name.
     """
     listener = _listen(world_size) if rank == 0 else None
     offer = None if listener is None else (listener.getsockname()[1], secrets.token_hex(16), socket.gethostname())

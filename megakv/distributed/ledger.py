@@ -21,51 +21,31 @@ Kind = Literal["compute", "communication", "wait"]
 
 @dataclass
 class Tally:
-    """Totals of one operation.
-
-    Parameters
-    ----------
-    calls : int
-        Number of calls.
-    bytes_sent : int
-        Bytes this rank put on the wire.
-    seconds : float
-        From posting to completion, summed over calls.
-    seconds_exposed : float
-        Part of `seconds` in which this rank did nothing but wait.
-    """
+    """Totals of one operation."""
 
     calls: int = 0
     bytes_sent: int = 0
+    """What this rank put on the wire."""
     seconds: float = 0.0
+    """From posting to completion, summed over calls."""
     seconds_exposed: float = 0.0
+    """Part of `seconds` in which this rank did nothing but wait."""
 
 
 @dataclass
 class Ledger:
-    """Counts of one rank since the last `reset`.
-
-    Parameters
-    ----------
-    timeline : bool
-        Whether to keep every span, for drawing; totals are always kept.
-    clock : Clock
-        Of the device that computes.
-
-    Attributes
-    ----------
-    decoding : bool
-        Whether the pass under way computes single tokens.
-    computed : dict
-        Seconds of computation by name, layer and `decoding`.
-    """
+    """Counts of one rank since the last `reset`."""
 
     timeline: bool = False
+    """Whether to keep every span, for drawing; totals are always kept."""
     clock: Clock = field(default_factory=HostClock)
     tallies: dict[tuple[str, int | None], Tally] = field(default_factory=dict)
+    """By operation and layer (None: outside the layers)."""
     spans: list[Event] = field(default_factory=list)
     decoding: bool = False
+    """Whether the pass under way computes single tokens."""
     computed: dict[tuple[str, int | None, bool], float] = field(default_factory=dict)
+    """Seconds of computation by name, layer and `decoding`."""
     _dense_since: Any = None
     # Moments that are not known to have passed, with what then is to be counted.
     _coming: deque[tuple[Any, Callable[[], None]]] = field(default_factory=deque)
@@ -104,19 +84,18 @@ class Ledger:
             begin, end = (self.clock.seconds(self._zero, mark) for mark in (first, last))
             self.spans.append(Event(name, kind, begin, end, layer))
 
-    def tally(self, operation: str, layer: int | None) -> Tally:
-        """The totals of an operation in a layer (None: outside the layers)."""
+    def _tally(self, operation: str, layer: int | None) -> Tally:
         return self.tallies.setdefault((operation, layer), Tally())
 
     def sent(self, operation: str, layer: int | None, nbytes: int) -> None:
         """Count one call that puts `nbytes` on the wire."""
-        tally = self.tally(operation, layer)
+        tally = self._tally(operation, layer)
         tally.calls += 1
         tally.bytes_sent += nbytes
 
     def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any) -> None:
         """Count the time of a transfer that was posted and waited for at these moments and has just ended."""
-        end, tally = self.mark(), self.tally(operation, layer)
+        end, tally = self.mark(), self._tally(operation, layer)
 
         def count() -> None:
             tally.seconds += self.clock.seconds(posted, end)
@@ -171,8 +150,6 @@ class Ledger:
         totals: dict[str, Tally] = {}
         for (operation, _), tally in self.tallies.items():
             total = totals.setdefault(operation, Tally())
-            total.calls += tally.calls
-            total.bytes_sent += tally.bytes_sent
-            total.seconds += tally.seconds
-            total.seconds_exposed += tally.seconds_exposed
+            for name, value in vars(tally).items():
+                setattr(total, name, getattr(total, name) + value)
         return totals

@@ -27,27 +27,6 @@ class Mesh:
     Rank ``r`` has tensor-parallel index ``r % tp_size`` and context-parallel index ``r // tp_size``: neighbours in rank
     order, which launchers put on one host, share a TP group. Every TP index has a CP group of its own, so a ring passes
     the KV heads of one shard.
-
-    Parameters
-    ----------
-    rank, world_size : int
-        In the whole world.
-    cp_size, cp_rank, tp_size, tp_rank : int
-        Degrees and indices.
-    cp_ranks, tp_ranks : tuple of int
-        World ranks of this rank's groups, by index.
-    groups : dict
-        This rank's process groups, for `all_group`, `cp_group`, `tp_group` and `edge_group`. Torch alone holds them:
-        ending them ends their threads and connections, whoever still holds the mesh.
-    device : torch.device
-        Where this rank computes.
-    shared_memory : bool
-        Whether DeepSpeed's shared-memory all-reduce may serve the TP group. It ignores its group and works on one host
-        only, so it is right exactly when the TP group is the whole world on one host.
-    timeout_s : float
-        How long a silent peer is waited for.
-    connections : set of str
-        The groups' TCP connections, as `open_connections` names them.
     """
 
     rank: int
@@ -57,12 +36,18 @@ class Mesh:
     tp_size: int
     tp_rank: int
     cp_ranks: tuple[int, ...]
+    """World ranks of this rank's groups, by index, as are `tp_ranks`."""
     tp_ranks: tuple[int, ...]
     groups: dict[GroupName, ReferenceType[dist.ProcessGroup]]
+    """Torch alone holds them: ending them ends their threads and connections, whoever still holds the mesh."""
     device: torch.device
     shared_memory: bool
+    """Whether DeepSpeed's shared-memory all-reduce may serve the TP group. It ignores its group and works on one host
+    only, so it is right exactly when the TP group is the whole world on one host."""
     timeout_s: float
+    """How long a silent peer is waited for."""
     connections: set[str] = field(default_factory=set)
+    """The groups' TCP connections, as `open_connections` names them."""
 
     @property
     def all_group(self) -> dist.ProcessGroup | None:
@@ -105,20 +90,22 @@ class Mesh:
 
     def end(self) -> None:
         """End this rank's groups: their threads are joined and their connections closed. The world stands."""
-        for reference in self.groups.values():
-            group = reference()
-            # A world that has ended has ended them, though somebody may hold them.
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        for group in self._standing():
+            dist.destroy_process_group(group)
 
     def sever(self) -> None:
         """Break this rank's groups: whatever waits in them fails, here and on the ranks that wait for this one."""
         shut(self.connections)
-        for reference in self.groups.values():
-            group = reference()
+        for group in self._standing():
             # Gloo's own abort leaves those who wait where they are.
-            if group is not None and dist.is_initialized() and dist.get_backend(group) != "gloo":
+            if dist.get_backend(group) != "gloo":
                 group.abort()
+
+    def _standing(self) -> Iterator[dist.ProcessGroup]:
+        for reference in self.groups.values():
+            # A world that has ended has ended them, though somebody may hold them.
+            if (group := reference()) is not None and dist.is_initialized():
+                yield group
 
     def renew(self) -> None:
         """Make all groups anew, where ranks gave up at different places. Every rank must call it."""
@@ -130,13 +117,7 @@ class Mesh:
 
 
 def check_mesh(cp_size: int, tp_size: int, world_size: int) -> None:
-    """Refuse degrees whose product is not the world size.
-
-    Raises
-    ------
-    ValueError
-        Naming both settings and the products that would work.
-    """
+    """Refuse degrees whose product is not the world size, naming those that would work."""
     if cp_size * tp_size != world_size:
         fits = ", ".join(f"{world_size // tp} x {tp}" for tp in range(1, world_size + 1) if world_size % tp == 0)
         raise ValueError(
@@ -159,38 +140,14 @@ def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
 
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse ranks of one world that were given different settings, which would wait for each other. Collective.
-
-    Parameters
-    ----------
-    settings : mapping of str to anything
-        By key, nested ones as mappings.
-
-    Raises
-    ------
-    ValueError
-        On every rank, naming the first key that differs and its values.
-    """
+    """Refuse ranks of one world that were given different settings, which would wait for each other. Collective."""
     everywhere: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, dict(settings))
     refuse_difference(everywhere, "configuration")
 
 
 def refuse_difference(everywhere: Sequence[Mapping[str, Any]], what: str) -> None:
-    """Refuse what ranks were given where it differs.
-
-    Parameters
-    ----------
-    everywhere : sequence of mapping
-        Per rank, what it was given, nested mappings included.
-    what : str
-        What every rank should be given the same of.
-
-    Raises
-    ------
-    ValueError
-        Naming the first key that differs and its values.
-    """
+    """Refuse what ranks were given, nested mappings included, where it differs: a `ValueError` names the first key."""
     first, *others = (dict(_flat(settings)) for settings in everywhere)
     for rank, own in enumerate(others, start=1):
         for key in sorted(first.keys() | own.keys()):
@@ -223,13 +180,7 @@ def stop_distributed() -> None:
 
 
 def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
-    """Create the groups of a mesh. Every rank must call it.
-
-    Raises
-    ------
-    ValueError
-        If CP x TP is not the world size.
-    """
+    """Create the groups of a mesh. Every rank must call it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_mesh(cp_size, tp_size, world_size)
     timeout = timedelta(seconds=timeout_s)

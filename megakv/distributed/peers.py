@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -23,15 +23,11 @@ from megakv.errors import MegaKVError, PeerLostError
 
 GRACE_SECONDS = 2.0
 """How long to look for a dead process after a connection broke: the kernel may report the break first."""
-
 POLL_SECONDS = 0.5
-
 UNHEARD_SECONDS = 5.0
 """How long an operation may go on after a connection was seen to be over: most fail at once."""
-
 DRAIN_SECONDS = 0.2
 """How long the connections of a call that failed stay: what was sent before may still be on its way to ranks behind."""
-
 LOST_SECONDS = 2.0
 """How long the connections stay where a process is gone: gloo's own ends of them say more, and say it at once."""
 
@@ -65,35 +61,22 @@ def _gone(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """An operation under way that may never fail by itself."""
+class _Wait:
+    """An operation under way, which fails when a connection to a peer is over as a rule; one that `spins` never does.
+
+    Gloo closes a broken connection, but a receive that begins just then may never hear of it, and would wait for
+    `timeout_s`. A sum in shared memory waits for ever, in C++, deaf to signals and errors.
+    """
 
     operation: str
     since: float
+    spins: bool
 
 
 class PeerWatch:
-    """Names the ranks whose processes are gone, as far as this host can see them.
+    """Names the ranks whose processes are gone, and ends the waits for them that would not end by themselves.
 
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    peers : list of Peer
-        All ranks, this one included.
-    timeout_s : float
-        How long a silent peer is waited for.
-    sever : callable, optional
-        Ends the connections of the mesh's groups, and with them whatever waits for its peers.
-
-    Attributes
-    ----------
-    failures : Failures
-        What is known of ranks that gave up or are gone.
-    channel : HealthChannel or None
-        Where that is heard of, once it is there.
-    connections : PeerConnections or None
-        To the other ranks, where they are watched.
+    `sever` ends the connections of the mesh's groups, and with them whatever waits for its peers.
     """
 
     def __init__(self, rank: int, peers: list[Peer], timeout_s: float, sever: Callable[[], None] = lambda: None):
@@ -105,13 +88,12 @@ class PeerWatch:
         self.channel: HealthChannel | None = None
         self.connections: PeerConnections | None = None
         self._previous: Any = None
-        self._spin: _Operation | None = None
-        self._wait: _Operation | None = None
+        self._wait: _Wait | None = None
+        # Of which wait the end of a peer was seen first, and when.
+        self._since: tuple[_Wait | None, float] | None = None
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._severed = False
-        self._suspect: _Operation | None = None
-        self._since: tuple[_Operation | None, float] | None = None
         self._farewell: Callable[[], object] | None = None
 
     def listen(self, channel: HealthChannel) -> None:
@@ -143,10 +125,9 @@ class PeerWatch:
                 return dead
             time.sleep(0.05)
 
-    def describe(self, rank: int) -> str:
-        """A rank with its host and process, for messages."""
-        peer = self._peers[rank]
-        return f"rank {rank} (host {peer.host}, pid {peer.pid})"
+    def describe(self, *ranks: int) -> str:
+        """Ranks with their hosts and processes, for messages."""
+        return ", ".join(f"rank {rank} (host {self._peers[rank].host}, pid {self._peers[rank].pid})" for rank in ranks)
 
     def install(self) -> None:
         """Say which peer was lost before a launcher's SIGTERM ends this process.
@@ -177,21 +158,14 @@ class PeerWatch:
     # What others do
 
     def check(self, where: str) -> None:
-        """Refuse to exchange anything with ranks of which one gave up, or is gone.
-
-        Raises
-        ------
-        MegaKVError
-            With the failure of the rank that gave up.
-        """
+        """Refuse to exchange anything with ranks of which one gave up, or is gone."""
         if self.failures.quiet:
             return
         if (told := self.failures.verdict()) is not None:
             raise self.failures.follow(told)
         if lost := self.failures.lost:
             self.failures.miss(lost)
-            named = ", ".join(map(self.describe, lost))
-            raise PeerLostError(f"rank {self.rank}: {named} was lost before {where}")
+            raise PeerLostError(f"rank {self.rank}: {self.describe(*lost)} was lost before {where}")
 
     def explain(self, error: BaseException, peers: Sequence[int], where: str) -> MegaKVError:
         """Why a connection broke, or nobody answered."""
@@ -202,7 +176,7 @@ class PeerWatch:
         missing = dead or sorted({rank for rank in peers if rank != self.rank})
         self.failures.miss(missing)
         return PeerLostError(
-            f"rank {self.rank}: {', '.join(map(self.describe, missing))} {'was lost' if dead else 'did not answer'} "
+            f"rank {self.rank}: {self.describe(*missing)} {'was lost' if dead else 'did not answer'} "
             f"during {where} (megakv.timeout_s = {self._timeout_s:g}): {str(error).splitlines()[0]}"
         )
 
@@ -237,32 +211,16 @@ class PeerWatch:
         """Watch over the connections of new groups."""
         self.connections, self._severed = connections, False
 
-    def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
-        if (own := self.failures.own) is not None:
-            # The others leave on account of it: nobody was lost.
-            self._say(f"it failed: {own.text}")
-        elif dead := self.dead():
-            # One message: some of them may have ended because of the first, which nobody can tell any more.
-            self._say(f"{', '.join(map(self.describe, dead))} was lost")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def _say(self, reason: str) -> None:
-        # Not by sys.stderr: a signal may have come in the middle of a write to it.
-        os.write(2, f"megakv: rank {self.rank} ends because {reason}\n".encode())
+    # Waits
 
     @contextmanager
-    def waiting(self, operation: str) -> Iterator[None]:
-        """Watch over an operation that fails when a connection to a peer is over, as a rule.
-
-        Gloo closes a broken connection, but a receive that begins just then may never hear of it, and would wait for
-        `timeout_s`. Once that is seen, the process ends, with a word about why.
-        """
+    def waiting(self, operation: str, *, spins: bool = False) -> Iterator[None]:
+        """Watch over an operation: if it never hears that a peer is gone, the process ends, with a word about why."""
         if len(self._peers) == 1:
             yield
             return
         self._watch()
-        before, self._wait = self._wait, _Operation(operation, time.monotonic())
+        before, self._wait = self._wait, _Wait(operation, time.monotonic(), spins)
         try:
             yield
         finally:
@@ -276,19 +234,6 @@ class PeerWatch:
             )
             self._thread.start()
 
-    @contextmanager
-    def spinning(self, operation: str) -> Iterator[None]:
-        """Watch over an operation that waits for its peers for ever, in C++, deaf to signals and errors.
-
-        Nothing but the end of the process ends it when a peer is lost, so that is what happens, with a word about why.
-        """
-        self._watch()
-        self._spin = _Operation(operation, time.monotonic())
-        try:
-            yield
-        finally:
-            self._spin = None
-
     def look(self, stop: threading.Event) -> None:
         """Hear what there is to hear for a moment, and end waits that would not end by themselves."""
         seconds = POLL_SECONDS if self.failures.quiet else DRAIN_SECONDS
@@ -297,17 +242,20 @@ class PeerWatch:
         else:
             for message in self.channel.poll(seconds):
                 self.failures.take(message)
-        if stop.is_set():
-            return
-        self._end_wait()
-        if (spin := self._spin) is not None:
-            self._end_spin(spin)
+        if not stop.is_set():
+            self._end_wait()
 
     def _end_wait(self) -> None:
         now, wait, life = time.monotonic(), self._wait, self.failures.life
-        verdict, lost = self.failures.verdict(), self.failures.lost
-        # Whatever does hear of it ends the wait, and says more.
-        over = self.connections.over() if wait is not None and self.connections else []
+        verdict, lost, over = self.failures.verdict(), self.failures.lost, list[int]()
+        if wait is not None and wait.spins:
+            lost = self.dead()
+            if now - wait.since > self._timeout_s:
+                others = self.describe(*(peer.rank for peer in self._peers if peer.rank != self.rank))
+                limit = f"megakv.timeout_s = {self._timeout_s:g}"
+                self._leave(wait, f"{others} did not answer during {wait.operation} ({limit})")
+        elif wait is not None and self.connections is not None:
+            over = self.connections.over()
         if verdict is None and not lost and not over:
             self._since = None
             return
@@ -316,28 +264,32 @@ class PeerWatch:
         after = now - self._since[1]
         if after >= DRAIN_SECONDS and verdict is not None or after >= LOST_SECONDS and lost:
             self.sever(life)
-        if wait is not None and after > UNHEARD_SECONDS and wait is self._wait:
+        # A spinning one ends at the second sight: a peer may have ended in good order just after this very operation.
+        # Of others, whatever does hear of it ends the wait, and says more.
+        if wait is not None and after > (0.0 if wait.spins else UNHEARD_SECONDS):
             if verdict is not None:
-                self._leave(verdict.says)
-            missing = ", ".join(map(self.describe, lost))
-            gone = missing or f"the connection to {', '.join(map(self.describe, over))}"
-            self._leave(f"{gone} was lost during {wait.operation}")
+                self._leave(wait, verdict.says)
+            gone = self.describe(*lost) or f"the connection to {self.describe(*over)}"
+            self._leave(wait, f"{gone} was lost during {wait.operation}")
 
-    def _end_spin(self, spin: _Operation) -> None:
-        if (verdict := self.failures.verdict()) is not None and spin is self._spin:
-            self._leave(verdict.says)
-        dead = self.dead()
-        # Only at the second sight: a peer may have ended in good order just after this very operation.
-        if dead and spin is self._suspect and spin is self._spin:
-            self._leave(f"{', '.join(map(self.describe, dead))} was lost during {spin.operation}")
-        self._suspect = spin if dead else None
-        if time.monotonic() - spin.since > self._timeout_s and spin is self._spin:
-            others = ", ".join(self.describe(peer.rank) for peer in self._peers if peer.rank != self.rank)
-            self._leave(f"{others} did not answer during {spin.operation} (megakv.timeout_s = {self._timeout_s:g})")
+    def _leave(self, wait: _Wait, reason: str) -> None:
+        if wait is self._wait:
+            self._say(reason)
+            os._exit(1)
 
-    def _leave(self, reason: str) -> NoReturn:
-        self._say(reason)
-        os._exit(1)
+    def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
+        if (own := self.failures.own) is not None:
+            # The others leave on account of it: nobody was lost.
+            self._say(f"it failed: {own.text}")
+        elif dead := self.dead():
+            # One message: some of them may have ended because of the first, which nobody can tell any more.
+            self._say(f"{self.describe(*dead)} was lost")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say(self, reason: str) -> None:
+        # Not by sys.stderr: a signal may have come in the middle of a write to it.
+        os.write(2, f"megakv: rank {self.rank} ends because {reason}\n".encode())
 
 
 def _watch_all(reference: weakref.ref[PeerWatch], stop: threading.Event) -> None:

@@ -6,7 +6,7 @@ is what rotary embeddings see. They differ where a row is padded. Padded slots a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -19,20 +19,14 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Tokens of several sequences packed in one row: sequence-major, slots ascending.
-
-    Parameters
-    ----------
-    sequence, slot, position : IntArray
-        ``[L]`` batch row, slot and rotary position of each token.
-    batch : int
-        Number of sequences of the batch (some may have no token here).
-    """
+    """Tokens of several sequences packed in one row: sequence-major, slots ascending."""
 
     sequence: IntArray
+    """``[L]`` batch row of each token, as are its slot and its rotary position."""
     slot: IntArray
     position: IntArray
     batch: int
+    """Number of sequences of the batch (some may have no token here)."""
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -56,6 +50,10 @@ class TokenBlock:
         """Where the tokens of one sequence lie in the packed row."""
         return slice(int(self.bounds[sequence]), int(self.bounds[sequence + 1]))
 
+    def keys(self, width: int) -> IntArray:
+        """Numbers that tell the tokens apart, where slots are below `width`; they ascend."""
+        return self.sequence * width + self.slot
+
     @classmethod
     def joined(cls, blocks: Sequence[TokenBlock]) -> tuple[TokenBlock, IntArray]:
         """The tokens of several blocks in one, and where each of them is in the blocks' rows behind one another."""
@@ -76,27 +74,18 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class Layout:
-    """The new tokens of one forward pass on every context-parallel rank.
-
-    Parameters
-    ----------
-    tokens : tuple of TokenBlock
-        Per rank, the tokens it computes.
-    stored : tuple of TokenBlock
-        Per rank, the tokens whose KV it keeps. Equal to `tokens` but where every rank computes every token.
-    replicated : bool
-        Whether every rank computes every token.
-    gathered : bool
-        Whether the last rank keeps what other ranks compute: the method must bring it there.
-    wanted : tuple of IntArray, optional
-        Per rank, the rows of its tokens whose results the last layer is asked for; None for all of them.
-    """
+    """The new tokens of one forward pass on every context-parallel rank."""
 
     tokens: tuple[TokenBlock, ...]
+    """Per rank, the tokens it computes."""
     stored: tuple[TokenBlock, ...]
-    replicated: bool
+    """Per rank, the tokens whose KV it keeps. Equal to `tokens` but where every rank computes every token."""
+    replicated: bool = False
+    """Whether every rank computes every token."""
     gathered: bool = False
+    """Whether the last rank keeps what other ranks compute: the method must bring it there."""
     wanted: tuple[IntArray, ...] | None = None
+    """Per rank, the rows of its tokens whose results the last layer is asked for; None for all of them."""
 
     @property
     def size(self) -> int:
@@ -119,15 +108,14 @@ class Layout:
         """Of the tokens that a rank computes, the rows of those that it keeps; None where they are the same."""
         if not self.replicated:
             return None
-        tokens, stored = self.tokens[rank], self.stored[rank]
-        width = 1 + int(tokens.slot.max(initial=0))
-        return np.searchsorted(tokens.sequence * width + tokens.slot, stored.sequence * width + stored.slot)
+        width = 1 + int(self.tokens[rank].slot.max(initial=0))
+        return np.searchsorted(self.tokens[rank].keys(width), self.stored[rank].keys(width))
 
     def narrowed(self, wanted: TokenBlock) -> Layout:
         """The same with a last layer that computes no more than these tokens."""
         width = 1 + max(int(block.slot.max(initial=0)) for block in (*self.tokens, wanted))
-        keys = wanted.sequence * width + wanted.slot
-        rows = tuple(np.flatnonzero(np.isin(block.sequence * width + block.slot, keys)) for block in self.tokens)
+        keys = wanted.keys(width)
+        rows = tuple(np.flatnonzero(np.isin(block.keys(width), keys)) for block in self.tokens)
         if all(len(found) == len(block) for found, block in zip(rows, self.tokens, strict=True)):
             return self
         return replace(self, wanted=rows)
@@ -137,26 +125,26 @@ COLUMN_GROWTH = 16
 
 
 class TokenColumn:
-    """A growing 1-D integer array."""
+    """A growing integer array, in its last dimension."""
 
-    def __init__(self) -> None:
-        self._buffer = np.empty(COLUMN_GROWTH, dtype=np.int64)
+    def __init__(self, *shape: int) -> None:
+        self._buffer = np.empty((*shape, COLUMN_GROWTH), dtype=np.int64)
         self.length = 0
 
     def extend(self, values: IntArray) -> None:
-        needed = self.length + len(values)
-        if needed > len(self._buffer):
-            grown = np.empty(needed + needed // 4 + COLUMN_GROWTH, dtype=np.int64)
-            grown[: self.length] = self._buffer[: self.length]
+        needed = self.length + values.shape[-1]
+        if needed > self._buffer.shape[-1]:
+            grown = np.empty((*self._buffer.shape[:-1], needed + needed // 4 + COLUMN_GROWTH), dtype=np.int64)
+            grown[..., : self.length] = self.view()
             self._buffer = grown
-        self._buffer[self.length : needed] = values
+        self._buffer[..., self.length : needed] = values
         self.length = needed
 
     def view(self) -> IntArray:
-        return self._buffer[: self.length]
+        return self._buffer[..., : self.length]
 
     def copy(self) -> TokenColumn:
-        column = TokenColumn()
+        column = TokenColumn(*self._buffer.shape[:-1])
         column.extend(self.view())
         return column
 
@@ -167,82 +155,67 @@ class TokenTable:
     def __init__(self, size: int, batch: int):
         self.size = size
         self.batch = batch
-        self._slots = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
-        self._positions = [[TokenColumn() for _ in range(batch)] for _ in range(size)]
+        self._columns = [[TokenColumn(2) for _ in range(batch)] for _ in range(size)]
         self._tokens: tuple[TokenBlock, ...] | None = None
 
     def extend(self, layout: Layout) -> None:
         self._tokens = None
-        for rank, block in enumerate(layout.stored):
-            for sequence in range(self.batch):
-                run = block.run(sequence)
-                if run.stop > run.start:
-                    self._slots[rank][sequence].extend(block.slot[run])
-                    self._positions[rank][sequence].extend(block.position[run])
+        for row, block in zip(self._columns, layout.stored, strict=True):
+            both = np.stack([block.slot, block.position])
+            for sequence, column in enumerate(row):
+                column.extend(both[:, block.run(sequence)])
 
     def slots(self, rank: int, sequence: int) -> IntArray:
-        return self._slots[rank][sequence].view()
+        slots: IntArray = self._columns[rank][sequence].view()[0]
+        return slots
 
     def positions(self, rank: int, sequence: int) -> IntArray:
-        return self._positions[rank][sequence].view()
+        positions: IntArray = self._columns[rank][sequence].view()[1]
+        return positions
 
     def tokens(self) -> tuple[TokenBlock, ...]:
         """Per rank, all that it holds, packed; made once for all layers of a pass."""
         if self._tokens is None:
             found = []
-            for counts, *columns in zip(self.counts(), self._slots, self._positions, strict=True):
-                slots, positions = (np.concatenate([column.view() for column in row]) for row in columns)
+            for counts, row in zip(self.counts(), self._columns, strict=True):
+                slots, positions = np.concatenate([column.view() for column in row], axis=1)
                 found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
             self._tokens = tuple(found)
         return self._tokens
 
     def next_positions(self) -> IntArray:
         """``[B]`` the position behind the last token of every sequence."""
-        found = np.zeros(self.batch, dtype=np.int64)
-        for row in self._positions:
-            for sequence, column in enumerate(row):
-                if column.length:
-                    found[sequence] = max(found[sequence], column.view()[-1] + 1)
-        return found
+        return self._each(lambda column: int(column.view()[1, -1]) + 1 if column.length else 0).max(0)
 
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> IntArray:
         """``[N, B]`` tokens held by each rank of each sequence."""
-        return np.array([[column.length for column in row] for row in self._slots], dtype=np.int64).reshape(
-            self.size, self.batch
-        )
+        return self._each(lambda column: column.length)
 
-    def since(self, slot: int) -> NDArray[np.int64]:
+    def since(self, slot: int) -> IntArray:
         """``[B]`` tokens at `slot` and beyond, on all ranks together."""
-        found = [[len(column.view()) - np.searchsorted(column.view(), slot) for column in row] for row in self._slots]
-        return np.array(found, dtype=np.int64).reshape(self.size, self.batch).sum(0)
+        return self._each(lambda column: column.length - int(np.searchsorted(column.view()[0], slot))).sum(0)
+
+    def _each(self, number: Callable[[TokenColumn], int]) -> IntArray:
+        found = [[number(column) for column in row] for row in self._columns]
+        return np.array(found, dtype=np.int64).reshape(self.size, self.batch)
 
     def crop(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond."""
         self._tokens = None
-        for rank in range(self.size):
-            for sequence in range(self.batch):
-                length = int(np.searchsorted(self.slots(rank, sequence), slots))
-                self._slots[rank][sequence].length = length
-                self._positions[rank][sequence].length = length
+        for row in self._columns:
+            for column in row:
+                column.length = int(np.searchsorted(column.view()[0], slots))
 
     def fork(self) -> TokenTable:
         """A copy."""
-        twin = TokenTable(self.size, 0)
-        twin.batch = self.batch
-        twin._slots = [[column.copy() for column in row] for row in self._slots]
-        twin._positions = [[column.copy() for column in row] for row in self._positions]
+        twin = TokenTable(self.size, self.batch)
+        twin._columns = [[column.copy() for column in row] for row in self._columns]
         return twin
 
     def reorder(self, index: list[int]) -> None:
         """Row b becomes the present row ``index[b]``."""
         self.batch, self._tokens = len(index), None
-        for columns in (self._slots, self._positions):
-            for rank in range(self.size):
-                columns[rank] = [columns[rank][source].copy() for source in index]
-
-
-def _counts(held: NDArray[np.int64] | None, batch: int, size: int) -> NDArray[np.int64]:
-    return np.zeros((size, batch), dtype=np.int64) if held is None else held
+        self._columns = [[row[source].copy() for source in index] for row in self._columns]
 
 
 def chunk_bounds(length: int, chunks: int) -> IntArray:
@@ -262,54 +235,43 @@ def _select(new: TokenBlock, owner: IntArray, size: int) -> tuple[TokenBlock, ..
     return tuple(new.take(owner == rank) for rank in range(size))
 
 
-def balanced(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> Layout:
-    """Load-balanced shards (context parallelism, Section 3.5.1): 2N chunks, rank i takes chunks i and 2N-1-i.
+def _chunk_owners(tokens: int, size: int, held_N: IntArray) -> tuple[IntArray, IntArray]:
+    """The rank of each of a sequence's 2N chunks, and their sizes.
 
-    Every sequence is balanced by itself. Pairs with more tokens go to the ranks that hold fewest of the sequence, so
-    that ranks differ by at most one token per sequence however many turns there were.
-
-    Parameters
-    ----------
-    new : TokenBlock
-        The new tokens of all sequences.
-    size : int
-        Context-parallel degree N.
-    held : IntArray, optional
-        ``[N, B]`` tokens already held by each rank.
+    Pairs i and 2N-1-i with more tokens go to the ranks that hold fewest of the sequence, so that ranks differ by at
+    most one token however many turns there were.
     """
-    held = _counts(held, new.batch, size)
+    sizes = np.diff(chunk_bounds(tokens, 2 * size))
+    owners = np.empty(size, dtype=np.int64)
+    pairs = np.argsort(-(sizes[:size] + sizes[: size - 1 : -1]), kind="stable")
+    owners[pairs] = np.argsort(held_N, kind="stable")
+    return np.concatenate([owners, owners[::-1]]), sizes
+
+
+def balanced_tokens(tokens: int, size: int) -> list[int]:
+    """How many tokens of a new sequence `balanced` gives to each rank."""
+    owners, sizes = _chunk_owners(tokens, size, np.zeros(size, dtype=np.int64))
+    return [int(sizes[owners == rank].sum()) for rank in range(size)]
+
+
+def balanced(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
+    """Load-balanced shards (context parallelism, Section 3.5.1): 2N chunks, a rank takes chunks i and 2N-1-i.
+
+    Every sequence is balanced by itself; `held` are the ``[N, B]`` tokens that each rank holds already.
+    """
+    held = np.zeros((size, new.batch), dtype=np.int64) if held is None else held
     owner = np.empty(len(new), dtype=np.int64)
     for sequence in range(new.batch):
         run = new.run(sequence)
-        bounds = chunk_bounds(run.stop - run.start, 2 * size)
-        sizes = np.diff(bounds)
-        pair_sizes = sizes[:size] + sizes[: size - 1 : -1]
-        pairs = np.argsort(-pair_sizes, kind="stable")
-        ranks = np.argsort(held[:, sequence], kind="stable")
-        rank_of_pair = np.empty(size, dtype=np.int64)
-        rank_of_pair[pairs] = ranks
-        rank_of_chunk = np.concatenate([rank_of_pair, rank_of_pair[::-1]])
-        owner[run] = np.repeat(rank_of_chunk, sizes)
+        owner[run] = np.repeat(*_chunk_owners(run.stop - run.start, size, held[:, sequence]))
     shards = _select(new, owner, size)
-    return Layout(tokens=shards, stored=shards, replicated=False)
+    return Layout(shards, shards)
 
 
 def contiguous(new: TokenBlock, partitions: Sequence[Sequence[int]], *, gathered: bool = False) -> Layout:
-    """Contiguous shards of given sizes, in rank order (KV-Runahead, Section 4).
+    """Contiguous shards in rank order (KV-Runahead, Section 4), given each sequence's tokens of each rank.
 
-    Parameters
-    ----------
-    new : TokenBlock
-        The new tokens of all sequences.
-    partitions : sequence of sequence of int
-        Per sequence, the number of tokens of each rank; sums to the sequence's new tokens.
-    gathered : bool
-        Whether the last rank keeps the keys and values of all of them, instead of each rank its own.
-
-    Raises
-    ------
-    ValueError
-        If the sizes of a sequence are negative or do not sum to its new tokens.
+    With `gathered` the last rank keeps the keys and values of all of them, instead of each rank its own.
     """
     size = len(partitions[0])
     owner = np.empty(len(new), dtype=np.int64)
@@ -323,55 +285,38 @@ def contiguous(new: TokenBlock, partitions: Sequence[Sequence[int]], *, gathered
         owner[run] = np.repeat(np.arange(size), sizes)
     shards = _select(new, owner, size)
     stored = _select(new, np.full(len(new), size - 1), size) if gathered else shards
-    return Layout(tokens=shards, stored=stored, replicated=False, gathered=gathered)
+    return Layout(shards, stored, gathered=gathered)
 
 
 def on_last_rank(new: TokenBlock, size: int) -> Layout:
     """All tokens on the last rank, which computes and keeps them."""
     shards = _select(new, np.full(len(new), size - 1), size)
-    return Layout(tokens=shards, stored=shards, replicated=False)
+    return Layout(shards, shards)
 
 
-def round_robin_owners(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> IntArray:
-    """Owner of each decoded token: the rank that holds fewest tokens of its sequence (Algorithm 4's rotation).
+def round_robin(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
+    """Decoded tokens dealt out one by one; each rank computes and keeps its own.
 
-    Ties rotate with slot and batch row, so that the tokens of one step spread over the ranks.
+    A token goes to the rank that holds fewest of its sequence (Algorithm 4's rotation). Ties rotate with slot and batch
+    row, so that the tokens of one step spread over the ranks.
     """
-    counts = _counts(held, new.batch, size).copy()
+    counts = np.zeros((size, new.batch), dtype=np.int64) if held is None else held.copy()
     owner = np.empty(len(new), dtype=np.int64)
     for index, (sequence, slot) in enumerate(zip(new.sequence, new.slot, strict=True)):
         first = int(sequence + slot) % size
-        rotated = np.roll(counts[:, sequence], -first)
-        rank = (first + int(np.argmin(rotated))) % size
-        owner[index] = rank
+        owner[index] = rank = (first + int(np.argmin(np.roll(counts[:, sequence], -first)))) % size
         counts[rank, sequence] += 1
-    return owner
+    shards = _select(new, owner, size)
+    return Layout(shards, shards)
 
 
-def round_robin(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> Layout:
-    """Decoded tokens dealt out one by one; each rank computes and keeps its own."""
-    shards = _select(new, round_robin_owners(new, size, held), size)
-    return Layout(tokens=shards, stored=shards, replicated=False)
-
-
-def replicated(new: TokenBlock, size: int, held: NDArray[np.int64] | None = None) -> Layout:
+def replicated(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
     """Every rank computes every token; the KV is dealt out as by `round_robin`."""
-    stored = _select(new, round_robin_owners(new, size, held), size)
-    return Layout(tokens=(new,) * size, stored=stored, replicated=True)
+    return replace(round_robin(new, size, held), tokens=(new,) * size, replicated=True)
 
 
-def new_tokens(mask: NDArray[np.bool_], positions: NDArray[np.int64], first_slot: int) -> TokenBlock:
-    """Pack the real tokens of a padded batch.
-
-    Parameters
-    ----------
-    mask : array of bool
-        ``[B, T]`` which of the new slots hold a real token.
-    positions : array of int
-        ``[B, T]`` their rotary positions.
-    first_slot : int
-        Slot of the first column.
-    """
+def new_tokens(mask: NDArray[np.bool_], positions: IntArray, first_slot: int) -> TokenBlock:
+    """Pack the tokens of a padded batch: ``[B, T]`` which are real, and their positions; a column is a slot."""
     sequence, column = np.nonzero(mask)
     return TokenBlock(
         sequence=sequence.astype(np.int64),

@@ -121,7 +121,7 @@ class Compressor:
         return masses
 
     def _adder(self, over: Literal["cp", "world"], layer: int) -> AddUp:
-        return lambda counts: self._comm.add_counts(counts, over, operation="compression", layer=layer)
+        return lambda counts: self._comm.all_reduce(counts, over, operation="compression", layer=layer)
 
     def _segment(self, call: AttentionCall, turn: Turn, sequence: int) -> Segment:
         """A sequence's tokens of a turn, those of earlier passes included: they are dense, and the last ones."""
@@ -189,7 +189,7 @@ class Compressor:
             if head in copied and (index in counted or head not in same):
                 everyone[copied[head]] = mass_KS[index]
         how: Literal["sum", "max"] = "max" if self.method.peaks else "sum"
-        everyone = self._comm.tp_combine(everyone, how, operation="compression", layer=layer)
+        everyone = self._comm.all_reduce(everyone, "tp", how, operation="compression", layer=layer)
         mass_KS = mass_KS.clone()
         for index, head in enumerate(own):
             if head in copied:

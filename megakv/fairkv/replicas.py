@@ -86,7 +86,7 @@ class HeadReplicas:
         counts = torch.zeros((len(keep), self._heads.n_kv_heads), dtype=torch.int64, device=mesh.device)
         for row, mask in enumerate(keep):
             counts[row, view.counted_heads] = mask.sum(1).to(counts.device)[view.counted]
-        budgets = self._comm.tp_combine(counts, "sum", operation="compression", layer=layer).tolist()
+        budgets = self._comm.all_reduce(counts, "tp", operation="compression", layer=layer).tolist()
         return [self._own(view, mask, row) for mask, row in zip(keep, budgets, strict=True)]
 
     def _own(self, view: _LayerView, keep_KS: Tensor, budgets: list[int]) -> Tensor:

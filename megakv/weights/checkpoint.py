@@ -20,22 +20,8 @@ class CheckpointWeights:
     """A safetensors checkpoint, seen under the parameter names of a model.
 
     Stored names and layouts are translated by transformers' own rules (renamings, and conversions such as the merging
-    of separately stored experts), traced without reading anything.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The whole model, on the meta device.
-
-    Attributes
-    ----------
-    unexpected : list of str
-        Stored keys that the model has no use for.
-
-    Raises
-    ------
-    MegaKVError
-        If a file is broken or missing, or a parameter is missing or of another shape: names file, key, expected, found.
+    of separately stored experts), traced without reading anything. The model is whole, on the meta device; it has no
+    use for the stored keys in `unexpected`.
     """
 
     owned = False

@@ -29,18 +29,7 @@ ADVICE = (
 
 
 def local_directory(model: str | Path, *, weights: bool = True) -> Path:
-    """The directory of a model: itself, or its copy in the hub's cache.
-
-    Parameters
-    ----------
-    weights : bool
-        Whether weights are needed, too; otherwise only configs and the tokenizer are fetched.
-
-    Raises
-    ------
-    MegaKVError
-        If there is neither.
-    """
+    """The directory of a model: itself, or its copy in the hub's cache, of small files alone without `weights`."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -83,11 +72,6 @@ class StoredTensors:
     """All tensors of a checkpoint directory, to be read by parts.
 
     Files are mapped, and closed again whenever `MAPPED_BYTES` of them have been touched.
-
-    Raises
-    ------
-    MegaKVError
-        If a file is missing, cut short or not safetensors, or a key is not where the index says.
     """
 
     def __init__(self, directory: Path):
@@ -116,13 +100,7 @@ class StoredTensors:
         return self._open[name]
 
     def open(self, key: str) -> LazyTensor:
-        """The tensor stored under `key`.
-
-        Raises
-        ------
-        MegaKVError
-            If it is not of a floating-point type that transformers computes in.
-        """
+        """The tensor stored under `key`."""
         name = self.file_of[key]
         stored = self._file(name).get_slice(key)
         shape, kind = stored.get_shape(), stored.get_dtype()

@@ -31,13 +31,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_same_config(model: PreTrainedModel, comm: Communicator) -> None:
-    """Refuse ranks whose models have different configs: with equal weights they compute different things. Collective.
-
-    Raises
-    ------
-    ValueError
-        On every rank, naming the first key that differs, its values and the ranks.
-    """
+    """Refuse ranks whose models have different configs: with equal weights they compute other things. Collective."""
     # Values as text: a config may hold what cannot be sent or compared.
     own = json.loads(json.dumps({"the model's config": settings_of(model.config)}, default=str))
     refuse_difference(comm.gather_objects(own), "config.json")
@@ -47,16 +41,7 @@ def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:
     """Refuse ranks that were given different weights, whose results would be meaningless. Collective.
 
     Context-parallel ranks of one tensor-parallel index must hold the same, and all ranks the same of what is not cut.
-
-    Returns
-    -------
-    str
-        A digest of the weights of all tensor-parallel ranks: of the model, this degree, and this placement of heads.
-
-    Raises
-    ------
-    ValueError
-        On every rank, naming the first tensor that differs, and the ranks.
+    Returns a digest of the weights of all tensor-parallel ranks: of the model, the degree, and the placement of heads.
     """
     own, whole, size = _digests(loaded), _whole_names(loaded), comm.mesh.tp_size
     digests = comm.gather_objects((_joined(own.values()), _joined(own[name] for name in own if name in whole)))

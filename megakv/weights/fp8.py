@@ -14,17 +14,6 @@ from transformers import PreTrainedModel
 from megakv.weights.placement.plan import ROUTERS, decoder_layers
 from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 
-__all__ = [
-    "FP8",
-    "Fp8Linear",
-    "check_device",
-    "cpu_product",
-    "feed_forward_linears",
-    "quantise_rows",
-    "scaled_product",
-    "use_fp8",
-]
-
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 # What `torch._scaled_mm` wants both dimensions of a weight to be multiples of.
@@ -37,20 +26,9 @@ TOLERANCE = 1e-2
 
 
 def quantise_rows(x_RC: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Rows in FP8, each with a scale of its own.
+    """Rows of any floating type in FP8, and their float32 scales ``[R, 1]``: values times scale is x.
 
-    Parameters
-    ----------
-    x_RC : Tensor
-        ``[R, C]`` of any floating type.
-    multiple : int
-        Rows of zeros are added up to a multiple of this.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor]
-        FP8 values with zeros added up to a multiple of 16 columns, and float32 scales ``[R, 1]``: values times scale
-        is x. Both with the added rows.
+    Zeros are added up to a multiple of 16 columns and `multiple` rows.
     """
     rows, columns = x_RC.shape
     shape = (_up(rows, multiple), _up(columns, MULTIPLE))
@@ -106,18 +84,9 @@ def _decoded(values: Tensor) -> Tensor:
 class Fp8Linear(nn.Module):
     """A linear, whole or spread over ranks, whose weight is FP8 with a scale for each output.
 
-    Parameters
-    ----------
-    linear : nn.Linear or RowParallelLinear
-        What it takes the place of; its weight is not looked at but for the shape. The bias stays in its type, and is
-        added once, after the sum over ranks of a row-parallel linear.
-
-    Attributes
-    ----------
-    weight : Parameter
-        FP8; ``[out, in]`` without memory at first, then with zeros added up to multiples of 16.
-    weight_scale : Tensor
-        ``[1, out]`` float32, as many as `weight` has rows.
+    The weight ``[out, in]`` has no memory at first, then zeros added up to multiples of 16; there are as many scales
+    ``[1, out]`` as it has rows. The bias of the linear that it takes the place of stays in its type, and is added once,
+    after the sum over ranks of a row-parallel one.
     """
 
     weight_scale: Tensor
@@ -171,10 +140,7 @@ def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 def use_fp8(model: PreTrainedModel) -> None:
     """Put an `Fp8Linear` without memory in the place of every feed-forward linear of every decoder layer.
 
-    Raises
-    ------
-    ValueError
-        If the model has none, or experts: three-dimensional weights, which `torch._scaled_mm` does not take.
+    Refused where there is none, or experts: three-dimensional weights, which `torch._scaled_mm` does not take.
     """
     try:
         _, layers = decoder_layers(model)
@@ -198,13 +164,7 @@ def _refusal(model: PreTrainedModel, why: str) -> ValueError:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device on which FP8 products are missing or wrong, before anything is loaded.
-
-    Raises
-    ------
-    ValueError
-        Naming the device and what is wrong with it.
-    """
+    """Refuse a device on which FP8 products are missing or wrong, before anything is loaded."""
     problem = ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))

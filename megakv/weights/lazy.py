@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megakv.weights.placement.slices import Ranges
 
@@ -19,13 +20,7 @@ Read = Callable[[int, Ranges], Tensor]
 
 
 class LazyTensor:
-    """A tensor of known shape whose parts can be read.
-
-    Parameters
-    ----------
-    read : callable
-        ``read(dim, ranges)`` returns the tensor cut to `ranges` along `dim`.
-    """
+    """A tensor of known shape whose parts can be read: ``read(dim, ranges)`` is it, cut to `ranges` along `dim`."""
 
     def __init__(self, shape: Sequence[int], read: Read):
         self.shape = torch.Size(shape)
@@ -57,20 +52,10 @@ class LazyTensor:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        traced = TRACED.get(function)
-        if traced is not None:
+        if (traced := TRACED.get(function)) is not None:
             return traced(*args, **(kwargs or {}))
-        return function(*_values(args), **_values(kwargs or {}))
-
-
-def _values(thing: Any) -> Any:
-    if isinstance(thing, LazyTensor):
-        return thing.whole()
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(_values(item) for item in thing)
-    if isinstance(thing, dict):
-        return {key: _values(value) for key, value in thing.items()}
-    return thing
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def from_tensor(tensor: Tensor) -> LazyTensor:

@@ -11,24 +11,20 @@ from typing import Literal
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from megakv.errors import MegaKVError
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.weights import HostWeights
-from megakv.weights import CheckpointWeights, ModuleWeights, RandomWeights, WeightSource
+from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.files import local_directory
-from megakv.weights.fp8 import check_device, use_fp8
-from megakv.weights.materialisation import materialise
-from megakv.weights.placement import (
-    HeadMap,
-    SliceSpec,
-    contiguous_head_map,
-    head_counts,
-    plan_placement,
-)
+from megakv.weights.fp8 import Fp8Linear, check_device, use_fp8
+from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
+from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
 
 logger = logging.getLogger(__name__)
@@ -36,43 +32,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with one rank's weights.
-
-    Parameters
-    ----------
-    module : PreTrainedModel
-        In evaluation mode, without gradients.
-    config : PreTrainedConfig
-        The whole model's.
-    head_map : HeadMap
-        Which heads are where.
-    placement : dict
-        The part kept of each parameter of the whole model, by name.
-    bytes_read : int
-        Bytes read from the checkpoint by this rank.
-    bytes_kept : int
-        Bytes of parameters and buffers on this rank.
-    host_weights : HostWeights, optional
-        Those of the decoder layers, where they lie in host memory; the module's parameters have none then.
-    """
+    """A model with one rank's weights, in evaluation mode, without gradients."""
 
     module: PreTrainedModel
     config: PreTrainedConfig
+    """The whole model's."""
     head_map: HeadMap
     placement: dict[str, SliceSpec]
+    """The part kept of each parameter of the whole model, by name."""
     bytes_read: int
+    """Bytes of the checkpoint that this rank has read."""
     bytes_kept: int
+    """Bytes of parameters and buffers on this rank."""
     host_weights: HostWeights | None = None
+    """Those of the decoder layers, where they lie in host memory; the module's parameters have none then."""
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """The config of a checkpoint directory.
-
-    Raises
-    ------
-    MegaKVError
-        If there is none, or none that this transformers knows.
-    """
+    """The config of a checkpoint directory."""
     if not (directory / "config.json").is_file():
         raise MegaKVError(f"{directory} has no config.json, so it is no Hugging Face model")
     try:
@@ -84,11 +61,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model without memory: parameters on the meta device, buffers (rotary frequencies) real on the CPU.
 
-    Raises
-    ------
-    ValueError
-        If transformers has no causal language model for this config, the config asks for quantised weights, or MegaKV
-        cannot serve the model.
+    A model that transformers does not know, that is quantised or that MegaKV cannot serve is a `ValueError`.
     """
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -99,7 +72,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
             f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
             "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
         )
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     check_support(type(model), config)
     model.tie_weights()
@@ -129,15 +102,6 @@ def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     return types
 
 
-def _bytes_kept(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _load_generation_config(model: PreTrainedModel, directory: Path) -> None:
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-
-
 def build_model(
     model_or_path: str | Path | nn.Module,
     *,
@@ -157,35 +121,22 @@ def build_model(
 
     Parameters
     ----------
-    model_or_path : path, hub id or PreTrainedModel
-        A model given as a module is sharded in place; its weights are freed as they are cut.
-    dtype : torch.dtype, optional
+    model_or_path
+        A path, a hub id, or a model: that is sharded in place; its weights are freed as they are cut.
+    dtype
         Of the weights; what the config or the module given says where None.
-    load : {"checkpoint", "random"}
+    load
         Whether values come from safetensors, or from `seed` (only config.json is needed then). Ignored for a module.
-    feed_forward : {"dtype", "fp8"}
+    feed_forward
         Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.weights.fp8`).
-    head_map : HeadMap or callable, optional
+    head_map
         Which heads live on which rank, or what tells it from the model's config; contiguous runs by default.
-    all_reduce : callable
+    all_reduce
         Sums a tensor over the tensor-parallel ranks and returns the sum.
-    seed : int
-        Of random weights.
-    host_bytes : int, optional
+    host_bytes
         Where the weights of decoder layers are to lie in host memory: how much there is of it.
-    progress : bool
+    progress
         Whether to show a progress bar, and say so when the checkpoint holds more than the model takes; for one rank.
-
-    Returns
-    -------
-    LoadedModel
-
-    Raises
-    ------
-    ValueError
-        If the model cannot be split or quantised as asked, or is of a kind that is not supported.
-    MegaKVError
-        If the checkpoint is missing, broken, or of another model.
     """
     device = torch.device(device)
     if feed_forward == "fp8":
@@ -211,7 +162,9 @@ def build_model(
     elif load == "random":
         source = RandomWeights(model, seed, device)
     else:
-        source = _open_checkpoint(directory, model, progress=progress)
+        source = checkpoint = CheckpointWeights(directory, model)
+        if (found := checkpoint.unexpected) and progress:
+            logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
     if tp_size > 1 or feed_forward == "fp8":
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
         setattr(model, SPENT_ATTRIBUTE, setting)
@@ -221,21 +174,82 @@ def build_model(
     host = None
     if host_bytes is not None:
         host = HostWeights(model, dtypes, budget=host_bytes, pin=device.type == "cuda")
-    materialise(model, source, placement, dtypes, device, host=host, progress=progress)
+    _materialise(model, source, placement, dtypes, device, host, progress=progress)
     if host is not None:
         host.withdraw(model, device)
-    if directory is not None:
-        _load_generation_config(model, directory)
+    if directory is not None and (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     model.eval()
-    return LoadedModel(model, model.config, heads, placement, source.bytes_read, _bytes_kept(model), host)
+    kept = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return LoadedModel(model, model.config, heads, placement, source.bytes_read, kept, host)
 
 
-def _open_checkpoint(directory: Path, model: PreTrainedModel, *, progress: bool) -> CheckpointWeights:
-    checkpoint = CheckpointWeights(directory, model)
-    found = checkpoint.unexpected
-    if found and progress:
-        logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
-    return checkpoint
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _local(
+    source: WeightSource,
+    name: str,
+    spec: SliceSpec,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    home: Tensor | None = None,
+) -> Tensor:
+    """Memory of this rank's own with its part of a parameter; the very memory of the source where that has given it."""
+    if home is not None:
+        return home.zero_() if spec.zero else home.copy_(source.read(name, spec))
+    if spec.zero:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    value = source.read(name, spec)
+    if source.owned and spec.ranges is None and value.dtype == dtype and value.device == device:
+        return value
+    return torch.empty(shape, dtype=dtype, device=device).copy_(value)
+
+
+def _materialise(
+    model: PreTrainedModel,
+    source: WeightSource,
+    placement: dict[str, SliceSpec],
+    dtypes: dict[str, torch.dtype],
+    device: torch.device,
+    host: HostWeights | None,
+    *,
+    progress: bool,
+) -> None:
+    """Fill a model's parameters, of local shapes, from a source, one at a time, and move its buffers.
+
+    Tied ones stay so. Each weight of an `Fp8Linear` is quantised as it comes.
+    """
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    total = sum(parameters[tied[0]].numel() * dtypes[tied[0]].itemsize for tied in names.values())
+    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
+        for tied in names.values():
+            stored = next((name for name in tied if source.has(name)), tied[0])
+            spec = placement.get(stored, WHOLE)
+            home = None if host is None else host.home(tied[0])
+            local = _local(source, stored, spec, parameters[tied[0]].shape, dtypes[stored], device, home)
+            filled = nn.Parameter(local, requires_grad=False)
+            for name in tied:
+                module, leaf = _owner(model, name)
+                if isinstance(module, Fp8Linear) and leaf == "weight":
+                    module.quantise(local)
+                else:
+                    setattr(module, leaf, filled)
+            bar.update(local.nbytes)
+            # What was quantised goes before the next is read.
+            del local, filled
+    for name, buffer in model.named_buffers():
+        module, leaf = _owner(model, name)
+        stored_too = name in dtypes and source.has(name)
+        module._buffers[leaf] = (
+            _local(source, name, WHOLE, buffer.shape, dtypes[name], device) if stored_too else buffer.to(device)
+        )
 
 
 def _checked_map(config: PreTrainedConfig, head_map: HeadMap | None, tp_rank: int, tp_size: int) -> HeadMap:

@@ -23,16 +23,9 @@ WIDTHS = ("intermediate_dim", "intermediate_size")
 
 
 class RowParallelLinear(nn.Module):
-    """A linear whose input dimension is spread over ranks; their outputs are summed.
+    """A linear ``[out, in_local]`` whose input dimension is spread over ranks.
 
-    Parameters
-    ----------
-    weight : Tensor
-        ``[out, in_local]``.
-    bias : Tensor, optional
-        ``[out]``, whole on every rank and added once, after the sum.
-    all_reduce : callable
-        Sums a tensor over the tensor-parallel ranks, in place or not, and returns the sum.
+    Their outputs are summed by `all_reduce`, in place or not. The bias is whole on every rank and added after the sum.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: AllReduce):
@@ -122,14 +115,7 @@ def shard_structure(
 
     Row-parallel linears become `RowParallelLinear`, column-parallel ones stay what they are with fewer outputs, experts
     get a hook that sums their output, and each attention module learns its local head counts and gets the attribute
-    `head_shard` (`HeadShard`). Values must be filled in afterwards.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Changed in place.
-    placement : dict
-        From `plan_placement` of the same model, map and rank.
+    `head_shard` (`HeadShard`). Values must be filled in afterwards. `placement` is that of this map and rank.
     """
     if head_map.tp_size == 1:
         return

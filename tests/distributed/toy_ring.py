@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megakv.attention.message import KVFormat, Scratch
 from megakv.attention.method import AttentionCall, PackedAttention
-from megakv.attention.ring import pass_around
+from megakv.attention.ring import KVFormat, Scratch, pass_around
 
 
 class ToyRing:

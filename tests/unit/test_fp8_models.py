@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv.weights import materialisation
+from megakv.weights import loading
 from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears
 from megakv.weights.loading import build_model
 from megakv.weights.placement.plan import decoder_layers
@@ -93,7 +93,7 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
     AutoModelForCausalLM.from_config(llama()).save_pretrained(tmp_path)
     read: list[weakref.ref[Tensor]] = []
     most = 0
-    local = materialisation._local
+    local = loading._local
 
     def watched(source: Any, name: str, *arguments: Any) -> Tensor:
         nonlocal most
@@ -104,7 +104,7 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
         read.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(materialisation, "_local", watched)
+    monkeypatch.setattr(loading, "_local", watched)
     model = AutoModelForCausalLM.from_pretrained(tmp_path) if given else tmp_path
     build_model(model, dtype=torch.bfloat16, feed_forward="fp8", all_reduce=unused)
     assert len(read) == 6 and most == 0

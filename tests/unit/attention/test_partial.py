@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.attention.partial import PartialAttention, Scoring, attend
+from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import reference_attention
 
 
@@ -79,7 +79,9 @@ def test_long_windows(window):
     q, k, v = qkv(rng, 2500, heads=2, kv_heads=1)
     slots = np.arange(2500)
     expected = reference_attention(q, k, v, slots, slots, Scoring(0.25, window=window))
-    assert_agrees(attend(q, k, v, slots, slots, Scoring(0.25, window=window)), expected)
+    partial = PartialAttention(q, slots, Scoring(0.25, window=window))
+    partial.add(k, v, slots)
+    assert_agrees((partial.out, partial.lse), expected)
 
 
 def test_nothing_to_attend():

@@ -20,7 +20,7 @@ from benchmarks.harness.runahead_charts import charts
 from benchmarks.harness.runahead_plan import METHODS, Group, groups, is_done
 from benchmarks.harness.runahead_report import losses, show, summarise, table_1, table_3
 from megakv.attention.chain import ChainPlan
-from megakv.attention.message import KVFormat
+from megakv.attention.ring import KVFormat
 from megakv.distributed.sharding import contiguous, new_tokens
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.attention.message import KVFormat, QueryFormat
+from megakv.attention.ring import KVFormat, QueryFormat
 from megakv.costmodel.context_parallel import (
     Workload,
     attention_flops,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megakv.costmodel.context_parallel import Workload, balanced_tokens, sent_bytes
+from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
@@ -17,6 +17,7 @@ from megakv.costmodel.simulation import Sharing, simulate
 from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import METHODS, PrefillProgram
 from megakv.costmodel.simulation_program import Disturbances, Program
+from megakv.distributed.sharding import balanced_tokens
 from tests.unit.costmodel.profiles import ideal
 
 

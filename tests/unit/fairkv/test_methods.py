@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megakv.attention.method import AttentionCall
-from megakv.attention.partial import Scoring, attend
+from megakv.attention.partial import PartialAttention, Scoring
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
 from megakv.config import load_config
@@ -38,7 +38,7 @@ class Alone:
         return tensor[None]
 
     @staticmethod
-    def add_counts(counts: torch.Tensor, over: str, **_: Any) -> torch.Tensor:
+    def all_reduce(counts: torch.Tensor, over: str, **_: Any) -> torch.Tensor:
         return counts
 
 
@@ -59,7 +59,9 @@ def keep(section: dict[str, Any], lengths: list[int], layer: int, scoring: Scori
         run = tokens.run(sequence)
         slots = tokens.slot[run]
         store.append(sequence, k[:, run], k[:, run])
-        lse[:, run] = attend(q[:, run], k[:, run], k[:, run], slots, slots, scoring)[1]
+        partial = PartialAttention(q[:, run], slots, scoring)
+        partial.add(k[:, run], k[:, run], slots)
+        lse[:, run] = partial.lse
         scores = q[:, run] @ k[:, run].repeat_interleave(2, 0).transpose(1, 2) * scoring.scale
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         if scoring.window is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from megakv.attention.partial import Scoring, attend
+from megakv.attention.partial import PartialAttention, Scoring
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock, new_tokens
 from megakv.injection.ownership import attach
@@ -76,16 +76,9 @@ class DenseRuntime:
             seen = np.flatnonzero(sequence == row)
             seen = seen[np.argsort(slot[seen])]
             if len(rows):
-                out, _ = attend(
-                    q_BHSD[0][:, rows],
-                    keys[:, seen],
-                    values[:, seen],
-                    new.slot[rows],
-                    slot[seen],
-                    scoring,
-                    position[seen],
-                )
-                result[:, rows] = out.to(result.dtype)
+                partial = PartialAttention(q_BHSD[0][:, rows], new.slot[rows], scoring, values.shape[-1])
+                partial.add(keys[:, seen], values[:, seen], slot[seen], position[seen])
+                result[:, rows] = partial.out.to(result.dtype)
         return result.transpose(0, 1)[None]
 
 

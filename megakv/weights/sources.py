@@ -1,13 +1,16 @@
-"""Weights made from a seed, for benchmarks without a checkpoint."""
+"""Where weights come from but for a checkpoint: a module that is loaded already, or a seed, for benchmarks."""
 
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.errors import MegaKVError
 from megakv.weights.placement.slices import SliceSpec
 
 BLOCK_ELEMENTS = 1 << 20
@@ -16,19 +19,49 @@ DEFAULT_STD = 0.02
 ZERO_CENTRED = ("Gemma", "RecurrentGemma", "VaultGemma", "Qwen3Next", "Qwen3_5")
 
 
+class WeightSource(Protocol):
+    """Gives any part of any parameter of a model."""
+
+    owned: bool
+    """Whether whole parameters may be used where they lie, because the source gives them away."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes taken from storage so far."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value for a parameter."""
+
+    def read(self, name: str, spec: SliceSpec) -> Tensor:
+        """A part of a parameter, in the source's type; may share memory with the source."""
+
+
+class ModuleWeights:
+    """The weights of a module that is loaded already; each is given away when it is read, so that its memory can go."""
+
+    owned = True
+    bytes_read = 0
+
+    def __init__(self, module: nn.Module):
+        self._tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        self._tensors |= dict(module.named_buffers(remove_duplicate=False))
+        empty = [name for name, tensor in self._tensors.items() if tensor.is_meta]
+        if empty:
+            raise MegaKVError(f"the model given has no value for {empty[0]} and {len(empty) - 1} more: load it first")
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def read(self, name: str, spec: SliceSpec) -> Tensor:
+        return spec.take(self._tensors.pop(name).detach())
+
+
 class RandomWeights:
-    """The same random model for every tensor-parallel degree.
+    """The same random model for every tensor-parallel degree, drawn on a device: values differ between their kinds.
 
     Each parameter is normal with the config's initialiser standard deviation, norms are neutral, biases zero. Values
     are drawn in blocks of rows, each from a generator seeded by (seed, name, block), so that a rank draws only the
     blocks that hold rows of its part.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The whole model, on the meta device.
-    device : torch.device
-        Where values are drawn. They differ between kinds of devices.
     """
 
     owned = True
@@ -74,19 +107,14 @@ class RandomWeights:
         width = spec.size if by_columns else columns
         out = torch.empty(len(kept_rows), width, device=self._device)
         per_block = max(1, BLOCK_ELEMENTS // columns)
-        block_of = kept_rows // per_block
-        for block in block_of.unique().tolist():
-            first = block * per_block
-            drawn = self._block(name, block, min(per_block, rows - first), columns)
-            mine = (block_of == block).nonzero().squeeze(1)
-            begin, count = int(mine[0]), len(mine)
-            inside = kept_rows[mine] - first
-            picked = drawn if count == len(drawn) and not inside.diff().ne(1).any() else drawn[inside.to(drawn.device)]
-            picked = SliceSpec(1, spec.ranges).take(picked) if by_columns else picked
-            if int(mine[-1]) == begin + count - 1:
-                out[begin : begin + count] = picked
-            else:
-                out[mine.to(out.device)] = picked
+        block_of, last, drawn = kept_rows // per_block, -1, out
+        ends = (kept_rows.diff().ne(1) | block_of.diff().ne(0)).nonzero().squeeze(1) + 1
+        for start, stop in pairwise([0, *ends.tolist(), len(kept_rows)]):
+            block = int(block_of[start])
+            if block != last:
+                last, drawn = block, self._block(name, block, min(per_block, rows - block * per_block), columns)
+            picked = drawn.narrow(0, int(kept_rows[start]) - block * per_block, stop - start)
+            out[start:stop] = SliceSpec(1, spec.ranges).take(picked) if by_columns else picked
         return out
 
     def _block(self, name: str, block: int, rows: int, columns: int) -> Tensor:
