@@ -148,13 +148,13 @@ class Case:
 
     def host_bytes(self, shape: Shape, element_bytes: int) -> int:
         """Host memory that any of its methods needs: keys, values, activations, and weights if they are offloaded."""
-        from megakv.costmodel.offload_time import paged_bytes
+        from megakv.offload.pages import page_bytes
 
         page = PAGE_KIB << 10
         needed = 0
         for elements in (shape.row_elements, shape.hidden):
             # One page more for each sequence: while it grows, and for what the link is measured with.
-            paged = paged_bytes(self.prompt + self.new, elements * element_bytes, page) + page
+            paged = page_bytes(self.prompt + self.new, elements * element_bytes, page) + page
             needed += paged * self.batch * shape.layers
         weights = shape.layers * shape.layer_elements * element_bytes if self.weights else 0
         return needed + int(1.02 * weights) + (64 << 20)

@@ -37,7 +37,6 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """All terms together."""
         return sum(self.terms.values())
 
 
@@ -243,7 +242,6 @@ class LayerTimes:
 
     @property
     def _computed(self) -> int:
-        """Tokens that the fullest rank computes."""
         return math.ceil(self.workload.total_new / self.size)
 
     @property

@@ -64,12 +64,7 @@ class ChainParts:
 
 
 class Chain:
-    """Predictions for all partitions of one model on one machine.
-
-    tp_size: tensor-parallel degree of every link of the chain.
-    kv: ``sharded`` or ``last``, as ``megakv.runahead.kv``.
-    chunk_tokens: tokens that are forwarded at a time.
-    """
+    """Predictions for all partitions of one model on one machine; `kv` and `chunk_tokens` as in ``megakv.runahead``."""
 
     def __init__(
         self,
@@ -94,11 +89,7 @@ class Chain:
         self._visits_s: dict[Workload, float] = {}
 
     def predict(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainPrediction:
-        """The timeline of one prompt.
-
-        partitions: per sequence of the batch, the new tokens of every rank.
-        cached: per sequence, the tokens that the ranks hold already, evenly spread.
-        """
+        """The timeline of one prompt: tokens of every rank, and those cached evenly, per sequence of the batch."""
         parts = self.parts(partitions, cached)
         if parts.visits is None:
             ends, waited = self._chained(parts, parts.works, cached)
@@ -112,7 +103,6 @@ class Chain:
         return ChainPrediction(float(ends[:, -1].max()) + end, ends, waited)
 
     def parts(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainParts:
-        """What the ranks and links of one prompt's chain have to do; parameters as `predict`."""
         counts = np.asarray(partitions, dtype=np.int64)
         ranks = counts.shape[1]
         totals = counts.sum(axis=0)

@@ -33,25 +33,18 @@ def best_partition(
 ) -> Partition:
     """The partition of a sequence's new tokens over `size` context-parallel ranks that is predicted to be fastest.
 
-    Fewer ranks than all are tried too: on slow links, or for a short prompt, the first ranks get nothing.
-
-    cached: tokens that the ranks hold of the sequence already.
-    options: of `megakv.costmodel.chain.Chain`.
+    Fewer ranks than all are tried too: on slow links, or for a short prompt, the first ranks get nothing. `options` are
+    those of `megakv.costmodel.chain.Chain`.
     """
     return _Descent(Chain(profile, model, **options), tokens, cached, size).run()
 
 
 def balanced_partition(chain: Chain, tokens: int, size: int, *, cached: int = 0) -> Partition:
-    """A good partition over all ranks in few predictions: cuts that balance work, and none moved by trial.
-
-    tokens, size, cached: as `best_partition`.
-    """
+    """A good partition over all ranks in few predictions: cuts that balance work, and none moved by trial."""
     return _Descent(chain, tokens, cached, size).balanced()
 
 
 class _Descent:
-    """The search for one length of prompt."""
-
     def __init__(self, chain: Chain, tokens: int, cached: int, size: int):
         self._chain = chain
         self._tokens = tokens
@@ -61,7 +54,6 @@ class _Descent:
         self._known: dict[Partition, ChainPrediction] = {}
 
     def run(self) -> Partition:
-        """Search."""
         starts = [(0,) * (self._size - 1) + (self._tokens,)]
         active = self._size
         while active > 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megakv.costmodel.memory import RankMemory
+from megakv.costmodel.memory import GIB, RankMemory
 from megakv.costmodel.offload_time import recomputes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -17,15 +17,11 @@ from megakv.weights.placement.heads import contiguous_head_map
 MOST_TOKENS = 10**9
 MOST_GPUS = 10**6
 MOST_SEQUENCES = 10**5
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked of the machines.
-
-    Raises ValueError, naming the size, its value and what is allowed.
-    """
+    """What is asked of the machines. Raises ValueError, naming the size, its value and what is allowed."""
 
     context: int  # New tokens T of every sequence.
     gpus: int  # Accelerators there are.
@@ -52,17 +48,14 @@ class Demand:
 
     @property
     def fp8(self) -> bool:
-        """Whether FP8 weights may be chosen."""
         return self.lossy or self.fp8_given
 
     @property
     def total(self) -> int:
-        """Tokens of a sequence behind the prompt."""
         return self.context + self.cached
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at its end."""
         return self.total + self.new_tokens
 
 
@@ -76,7 +69,6 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """Of one replica."""
         return self.cp_size * self.tp_size
 
     def __str__(self) -> str:
@@ -93,7 +85,6 @@ class Fit:
 
     @property
     def exact(self) -> bool:
-        """Whether tokens equal those of the plain model."""
         return not self.fp8 and self.kept_share == 1.0
 
     def __str__(self) -> str:
@@ -119,11 +110,10 @@ class Choice:
     chunk_tokens: int = 0  # Of ``runahead``.
 
     def prompt_tokens_per_s(self, demand: Demand) -> float:
-        """New tokens that all replicas together read per second."""
+        """Of all replicas together, as `new_tokens_per_s`."""
         return self.mesh.replicas * demand.batch * demand.context / self.ttft_s
 
     def new_tokens_per_s(self, demand: Demand) -> float:
-        """Tokens that all replicas together generate per second."""
         return self.mesh.replicas * demand.batch / self.ttit_s
 
     def __str__(self) -> str:
@@ -133,8 +123,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A choice that was not made, and why."""
-
     what: str
     why: str
 

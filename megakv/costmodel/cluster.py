@@ -43,10 +43,7 @@ class Plan:
 
 
 class ClusterPlanner:
-    """Plans for one model on one kind of machine.
-
-    progress: told after every mesh how many of how many are done.
-    """
+    """Plans for one model on one kind of machine; `progress` is told how many of how many meshes are done."""
 
     def __init__(self, hardware: Hardware, model: ModelShape, *, progress: Callable[[int, int], object] | None = None):
         self._fitting = Fitting(hardware.spec, model)
@@ -56,14 +53,10 @@ class ClusterPlanner:
 
     @property
     def room(self) -> int:
-        """Bytes of one accelerator that may be used."""
         return self._fitting.room
 
     def plan(self, demand: Demand) -> Plan:
-        """Rank what can be run.
-
-        With a longest time to first token, what serves most prompts per second within it comes first; without one, what
-        is fastest.
+        """Rank what can be run: what is fastest, or what serves most prompts per second within a longest time.
 
         Raises MegaKVError if nothing fits, or nothing is fast enough: says what is missing.
         """
@@ -220,5 +213,4 @@ class ClusterPlanner:
 
 
 def _sharers(mesh: Mesh, profile: HardwareProfile) -> int:
-    """Ranks on a host."""
     return min(mesh.ranks * mesh.replicas, profile.devices_per_host or 1)

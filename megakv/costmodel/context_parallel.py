@@ -20,10 +20,7 @@ from megakv.runahead.partition import Partition
 
 @dataclass(frozen=True)
 class Workload:
-    """The tokens of one pass over all ranks.
-
-    Raises ValueError if a length is negative, no token is new, or the degree is not positive.
-    """
+    """The tokens of one pass over all ranks. Raises ValueError for lengths and degrees that no pass has."""
 
     new: tuple[int, ...]  # T and P of every sequence of the batch.
     cached: tuple[int, ...]
@@ -39,7 +36,6 @@ class Workload:
 
     @property
     def total_new(self) -> int:
-        """T, summed over the batch."""
         return sum(self.new)
 
     @property
@@ -49,21 +45,15 @@ class Workload:
 
     @property
     def miss_rate(self) -> float:
-        """T / (T + P)."""
         return self.total_new / self.total
 
 
+def rank_totals(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each rank, over sequences."""
+    return [sum(each) for each in zip(*counts, strict=True)]
+
+
 # Table 3
-
-
-def query_bytes(shape: AttentionShape, tokens: float) -> float:
-    """``T D e``."""
-    return tokens * shape.query_row_bytes
-
-
-def kv_bytes(shape: AttentionShape, tokens: float) -> float:
-    """``2 (T + P) D e N_KV / N_H`` for T + P tokens."""
-    return tokens * shape.kv_row_bytes
 
 
 def flops_per_pair(shape: AttentionShape) -> int:
@@ -142,7 +132,6 @@ def sent_bytes(
     cached: per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
     wanted: per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they
         travel instead of keys and values, but for a collective, or a chain whose last rank keeps all keys and values.
-    An all-gather's messages are of equal size, the largest one's.
     """
     size = len(kept)
     if size == 1:
@@ -201,16 +190,12 @@ def chain_tokens(partition: Sequence[int]) -> int:
 
 
 def dense_bound(single_s: float, ranks: int) -> float:
-    """Equation 3: ``TTFT*(p) = alpha C^2 (p + 1) / (2 p^2)`` with ``alpha C^2 = TTFT(1)``.
-
-    For attention that computes masked scores too, on one rank the whole square: p ranks cover the lower triangle by p
-    rectangles and leave out what lies above, so that the speed-up can exceed p.
-    """
+    """Equation 3: ``TTFT*(p) = alpha C^2 (p + 1) / (2 p^2)``, alpha C^2 = TTFT(1), masked scores computed too."""
     return single_s * (ranks + 1) / (2 * ranks**2)
 
 
 def causal_bound(single_s: float, ranks: int) -> float:
-    """``TTFT(1) / p``, for kernels that skip masked scores: all ranks work all the time, and on nothing twice."""
+    """``TTFT(1) / p``, for kernels that skip masked scores."""
     return single_s / ranks
 
 
@@ -225,15 +210,13 @@ def pass_bytes(
     tp_size: int = 1,
     partitions: Sequence[Partition] | None = None,
 ) -> dict[str, int]:
-    """Bytes by operation of the rank that sends most, all layers together.
+    """Bytes by operation of the rank that sends most, all layers together; `partitions` are the chain's, per sequence.
 
-    workload: cached tokens are spread evenly; so are new ones unless `partitions` says otherwise. With fewer than 2N of
-        each sequence it is a step of decoding.
-    method: as `sent_bytes`.
-    partitions: for ``runahead``, the tokens of every rank, per sequence.
+    Cached tokens are spread evenly; so are new ones unless `partitions` says otherwise. With fewer than 2N of each
+    sequence it is a step of decoding.
     """
     size, sequences = workload.size, len(workload.new)
-    held = _sums([balanced_tokens(count, size) for count in workload.cached])
+    held = balanced_tokens(workload.cached, size)
     stored = _new_tokens(workload, partitions)
     new = [workload.total_new] * size if method == "replicated" else stored
     kept = [fresh + old for fresh, old in zip(stored, held, strict=True)]
@@ -260,15 +243,10 @@ def pass_bytes(
 
 
 def _new_tokens(workload: Workload, partitions: Sequence[Partition] | None) -> list[int]:
-    """New tokens that every rank computes, and keeps."""
     size = workload.size
     if partitions is not None:
-        return _sums(partitions)
+        return rank_totals(partitions)
     if max(workload.new) < 2 * size:
         counts: list[int] = np.diff(chunk_bounds(workload.total_new, size)).tolist()
         return counts
-    return _sums([balanced_tokens(count, size) for count in workload.new])
-
-
-def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(each) for each in zip(*counts, strict=True)]
+    return balanced_tokens(workload.new, size)

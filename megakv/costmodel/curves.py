@@ -32,11 +32,7 @@ def _bracket(axis: Sequence[float], x: float) -> tuple[int, int, float]:
 
 
 class Curve(BaseModel):
-    """Seconds over a size, through measured points.
-
-    Below the first point the first time holds (latency); beyond the last, the slope of the last two points goes on
-    (bandwidth).
-    """
+    """Seconds over a size, through measured points; beyond them latency and bandwidth stay the same."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,7 +67,6 @@ class Curve(BaseModel):
 
     @property
     def latency(self) -> float:
-        """Seconds of the smallest size measured."""
         return self.seconds[0]
 
     @property
@@ -136,7 +131,6 @@ class AttentionTable(BaseModel):
         return self._scaled(seconds * max(1.0, rows / self.rows[-1]), heads)
 
     def square(self, heads: float, rows: float) -> float:
-        """Seconds of a call with a causal mask over as many keys as rows."""
         return self._scaled(self.causal.at(rows * rows), heads) if rows > 0 else 0.0
 
     def _scaled(self, seconds: float, heads: float) -> float:

@@ -26,8 +26,7 @@ def ttit_seconds(
     attend with while others' are on their way, a ring hides what the one before it is late by.
 
     workload: one new token of each sequence, behind what is cached.
-    method: ``pass_q``, where the sequences' tokens are spread over the ring, or ``replicated``, where all ranks compute
-        all of them.
+    method: ``pass_q``, where the sequences' tokens are spread over the ring, or ``replicated``: all ranks compute all.
     """
     replicated, sequences = method == "replicated", len(workload.new)
     tokens = workload.total_new if replicated else -(-workload.total_new // workload.size)
@@ -50,12 +49,7 @@ def ttit_seconds(
 
 
 class RaggedTimes:
-    """Predictions for tensor-parallel ranks that hold whole KV heads, or parts of their tokens.
-
-    profile: with sums over so many ranks.
-    shape: of the whole model.
-    shared_memory: whether they sum by DeepSpeed's shared-memory operation.
-    """
+    """Predictions for tensor-parallel ranks that hold whole KV heads, or parts of their tokens."""
 
     def __init__(
         self, profile: HardwareProfile, shape: AttentionShape, *, batch: int, ranks: int, shared_memory: bool = False
@@ -87,7 +81,7 @@ class RaggedTimes:
         )
 
     def step(self, model: ModelShape, loads: Sequence[Sequence[int]], divided: Sequence[bool]) -> float:
-        """TTIT of a whole model, whose output head every rank computes; parameters as `attention`."""
+        """TTIT of a whole model, whose output head every rank computes."""
         tokens = TokenTimes(self._profile, model, tp_size=self._ranks, shared_memory=self._shared_memory)
         whole = TokenTimes(self._profile, model)
         late = self._profile.lag

@@ -43,12 +43,8 @@ def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *,
 
 
 class TokenTimes:
-    """Seconds of one rank outside attention, in a pass over a prompt.
+    """Seconds of one rank outside attention, sums over tensor-parallel ranks included, in a pass over a prompt.
 
-    Sums over tensor-parallel ranks are in it as far as the profile knows their links, see
-    `megakv.costmodel.dense`.
-
-    tp_size: ranks that share a layer's weights.
     shared_memory: whether they sum by DeepSpeed's shared-memory operation.
     plain: whether the model runs without MegaKV.
     """
@@ -72,8 +68,7 @@ class TokenTimes:
     def before(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Norm, projections to queries, keys and values, and their rotary embedding: what precedes attention.
 
-        wanted: as for `after`: the last layer projects no other queries (where one projection makes all three, it
-            does).
+        With `wanted` as for `after`, the last layer projects no other queries.
         """
         queries, kv = self._query_width / self._tp_size, self._kv_width / self._tp_size
         asked = round(self._inputs * self._query_width / (self._query_width + self._kv_width))
@@ -114,16 +109,14 @@ class TokenTimes:
         return seconds + self._pages(tokens, model.hidden) + self._pages(between, model.hidden + gates * gate)
 
     def sums(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
-        """What of `after` is sums over tensor-parallel ranks; parameters as there."""
+        """What of `after` is sums over tensor-parallel ranks."""
         asked = self._rows(layer, tokens, wanted)
         return self._summed(asked) + self._summed(tokens if self._model.layers[layer].experts else asked)
 
     def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
-        """All of a layer but its attention."""
         return self.before(layer, tokens, wanted=wanted) + self.after(layer, tokens, wanted=wanted)
 
     def head(self, sequences: int) -> float:
-        """The logits of one token of every sequence."""
         model = self._model
         return model.vocab * model.hidden / self._tp_size * self._profile.matmul.at(sequences)
 
@@ -196,7 +189,7 @@ class TokenTimes:
     def _pages(self, tokens: float, width: float) -> float:
         """What it costs that results are written to memory newly asked for.
 
-        That grows with all that a layer holds at a time: once a C library has handed so much back to the system, every
+        It grows with all that a layer holds at a time: once a C library has handed so much back to the system, every
         page of the next tensor is new, however small the tensor.
         """
         return self._new(self._held(tokens)) * width / self._widths
@@ -215,17 +208,11 @@ class TokenTimes:
 
 
 def all_reduce_seconds(profile: HardwareProfile, nbytes: float, ranks: int, *, shared_memory: bool = False) -> float:
-    """Seconds of summing a tensor over ranks: as they were measured, if they were.
+    """Seconds of summing a tensor over ranks, as they were measured, if they were; neighbours fill hosts one by one.
 
     Worked out, over several hosts each rank first sums its part inside its host, then with the same part of the others,
     each over its own link, and gathers inside again; large tensors go in pieces, so that both kinds of links are busy
-    at once.
-
-    profile: one measured on several hosts does not know the links inside them: nothing is counted then.
-    nbytes: of the tensor.
-    ranks: neighbours: they fill hosts one by one.
-    shared_memory: whether DeepSpeed's shared-memory operation sums. Where that was not measured, other sums stand in
-        for it.
+    at once. A profile measured on several hosts does not know the links inside them: nothing is counted then.
     """
     if ranks < 2 or nbytes <= 0:
         return 0.0

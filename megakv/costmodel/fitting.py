@@ -9,7 +9,6 @@ from functools import cached_property
 from megakv.costmodel.choices import MOST_GPUS, Demand, Fit, Mesh, Rejection, meshes
 from megakv.costmodel.machine_spec import MachineSpec
 from megakv.costmodel.memory import RankMemory, rank_memory
-from megakv.costmodel.offload_time import host_bytes
 from megakv.costmodel.shape import ModelShape
 
 RESERVE = 0.05
@@ -30,7 +29,6 @@ class Fitting:
 
     @property
     def room(self) -> int:
-        """Bytes of one accelerator that may be used."""
         return int(self._spec.memory_bytes * (1 - RESERVE))
 
     def host_room(self, gpus: int) -> int | None:
@@ -39,14 +37,10 @@ class Fitting:
         return None if share is None else int(share * (1 - HOST_RESERVE))
 
     def shape(self, fit: Fit) -> ModelShape:
-        """The model as it is made to fit."""
         return self._fp8_model if fit.fp8 else self._model
 
     def memory(self, demand: Demand, mesh: Mesh, fit: Fit, *, longest: int | None = None) -> RankMemory:
-        """Memory of the fullest rank.
-
-        longest: new tokens of a sequence on the rank with most; None: they are spread evenly.
-        """
+        """Memory of the fullest rank; `longest` new tokens of a sequence are on it, or all ranks have as many."""
         new = -(-demand.context // mesh.cp_size) if longest is None else longest
         memory = rank_memory(
             self.shape(fit),
@@ -60,13 +54,11 @@ class Fitting:
         )
         if not fit.offload:
             return memory
-        tokens = -(-demand.longest // mesh.cp_size)
-        needed = host_bytes(self._model, tokens, batch=demand.batch, tp_size=mesh.tp_size)
         room = self.host_room(demand.gpus)
         # Without an accelerator there is no room in memory: what it works with and what it offloads are in the same.
         if room is None or self._spec.disk_bandwidth is None or self._spec.accelerator == "cpu":
-            return replace(memory, host=needed)
-        return replace(memory, host=min(needed, room), disk=max(0, needed - room))
+            return memory
+        return replace(memory, host=min(memory.host, room), disk=max(0, memory.host - room))
 
     def candidates(self, demand: Demand) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
         """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps."""
@@ -149,19 +141,16 @@ class Fitting:
         return f"needs {memory.total / GB:.1f} GB a rank ({parts}), there are {self.room / GB:.1f}"
 
     def _enough(self, demand: Demand) -> str:
-        """How many ranks would do."""
         more = demand.gpus
         while more < MOST_GPUS:
             more = min(2 * more, MOST_GPUS)
             larger = replace(demand, gpus=more)
-            enough = [mesh for mesh in meshes(self._model, larger) if self._has_room(larger, mesh)]
+            found = meshes(self._model, larger)
+            enough = [mesh for mesh in found if self.memory(larger, mesh, Fit()).total <= self.room]
             if enough:
                 least = min(enough, key=lambda mesh: mesh.ranks)
                 return f"{least.ranks} ranks would do ({least})"
         return "more ranks would not help: one rank's share of the weights is too large"
-
-    def _has_room(self, demand: Demand, mesh: Mesh) -> bool:
-        return self.memory(demand, mesh, Fit()).total <= self.room
 
     def _least_host(self, demand: Demand, tried: Sequence[Mesh]) -> str | None:
         """What offloading lacks where only host memory is short; None where it would not help."""

@@ -35,7 +35,6 @@ class Fingerprint(BaseModel):
 
     @classmethod
     def of_this_process(cls, *, hosts: int, ranks: int, dtype: torch.dtype) -> Fingerprint:
-        """The machine that this process runs on, and the world it is in."""
         machine = machine_info()
         devices = machine["devices"]
         return cls(
@@ -156,8 +155,7 @@ class HardwareProfile(Record):
     def overlapped(self, compute_s: float, transfer_s: float) -> float:
         """Seconds until a computation and an exchange that start together have both ended.
 
-        While both run each goes slower by a constant factor, and what is left of the longer one goes on at full speed:
-        the maximum of two lines, which for perfect overlap is the longer of the two times.
+        While both run each goes slower by a constant factor, and what is left of the longer one goes on at full speed.
         """
         return max(compute_s + self.exposed_transfer * transfer_s, transfer_s + self.exposed_compute * compute_s)
 
@@ -167,7 +165,6 @@ class HardwareProfile(Record):
         return self.model_copy(update={**instant, "exposed_transfer": 0.0, "exposed_compute": 0.0})
 
     def sum_times(self, ranks: int, *, shared_memory: bool = False) -> SumTimes | None:
-        """Sums over so many ranks, if they were measured."""
         found = (entry for entry in self.sums if (entry.ranks, entry.shared_memory) == (ranks, shared_memory))
         return next(found, None)
 
@@ -177,10 +174,7 @@ class HardwareProfile(Record):
 
     @property
     def page_s(self) -> float:
-        """Seconds a byte of memory costs that the system gives anew, as it does for every large tensor of a new size.
-
-        Now and then a large block is reused all the same: the most that was seen counts.
-        """
+        """Seconds for a byte of memory that the system gives anew: the most seen, as some blocks are used again."""
         fresh = self.copy_fresh
         sizes = [size for size in fresh.sizes if size > LARGEST_REUSED_BYTES]
         return max((max(0.0, fresh.at(size) - self.copy_bytes.at(size)) / size for size in sizes), default=0.0)
@@ -192,16 +186,12 @@ class HardwareProfile(Record):
 
     @property
     def matmul_flops(self) -> float:
-        """Operations per second of a large matrix product."""
+        """Operations per second."""
         return 2 * self.matmul.sizes[-1] / self.matmul.seconds[-1]
 
 
 def load_profile(path: str | Path, *, setting: str = "profile") -> HardwareProfile:
-    """Read and check a profile.
-
-    Raises ValueError if it cannot be read, is not a profile, or holds an impossible value: names the setting, the file
-        and the field.
-    """
+    """Read and check a profile. Raises ValueError naming the setting, the file and the field."""
     return load_record(HardwareProfile, path, setting=setting, remedy="write a new one with megakv profile --json FILE")
 
 

@@ -12,10 +12,7 @@ from megakv.costmodel.shape import AttentionShape
 
 
 class Kernels:
-    """Kernel calls of one layer on one rank.
-
-    shape: of the rank with the most heads.
-    """
+    """Kernel calls of one layer on the rank with the most heads."""
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape):
         self.shape = shape
@@ -36,13 +33,12 @@ class Kernels:
         return self._scaled(self._table, self.shape.heads, rows, keys)
 
     def square(self, rows: float) -> float:
-        """Seconds of a causal square."""
         return self._table.square(self.shape.heads * self._dim / self._table.head_dim, rows)
 
     def windowed(self, rows: float, keys: float, *, parts: int = 1) -> float:
         """Seconds of rows that each see a window of at most `keys` keys: tiles of rows, each with its own keys.
 
-        parts: ranks that the keys are spread over, each of which has about an N-th of every window.
+        Of every window, each of the `parts` ranks that keys are spread over has about an N-th.
         """
         window = self.shape.window
         assert window is not None

@@ -27,7 +27,6 @@ class Line:
     r_squared: float
 
     def at(self, x: float) -> float:
-        """Seconds at x."""
         return self.slope * x + self.intercept
 
 
@@ -57,11 +56,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
 
 
 def fit_latency(samples: Iterable[LatencySample]) -> LatencyModel:
-    """Fit the model to measurements.
-
-    Budgets measured at one batch only have no line over the batch, and the other way round. A ValueError where a sample
-    is impossible, or no batch was measured at two budgets and no budget at two batches.
-    """
+    """Fit the model; a ValueError where a sample is impossible, or there is nothing to fit a line to."""
     found = list(samples)
     by_budget, by_batch = defaultdict(list), defaultdict(list)
     for sample in found:

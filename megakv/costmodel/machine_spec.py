@@ -92,7 +92,6 @@ class MachineSpec(Record):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of weights and cache."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype.itemsize
 
@@ -103,16 +102,13 @@ class MachineSpec(Record):
         return self.host_memory_bytes // min(self.devices_per_host, accelerators)
 
     def hosts(self, ranks: int) -> int:
-        """Hosts that so many ranks fill."""
         return -(-ranks // self.devices_per_host)
 
     def profile(self, *, cp_size: int = 2, tp_size: int = 1, captured: bool = False) -> HardwareProfile:
-        """The profile that these numbers make.
+        """The profile that these numbers make of a mesh. Raises ValueError if a degree is not positive.
 
-        cp_size, tp_size: the mesh. Tensor-parallel ranks are neighbours, so that the ring of the context-parallel ones
-            stays inside a host only where the whole mesh does.
-        captured: whether a pass is replayed as one CUDA graph, so that the host issues nothing.
-        Raises ValueError if a degree is not positive.
+        Tensor-parallel ranks are neighbours: the ring of the context-parallel ones stays inside a host only where the
+        whole mesh does. `captured` says whether a pass is replayed as one CUDA graph, so that the host issues nothing.
         """
         if cp_size < 1 or tp_size < 1:
             raise ValueError(f"cp_size = {cp_size} and tp_size = {tp_size}: allowed: 1 or more")
@@ -204,14 +200,10 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         )
     table = next(table for table in profile.attention if table.kernel == "flash")
     peak = max(profile.matmul_flops, table.flops, profile.recompute_flops or 0.0)
-    links = [
-        Link(bandwidth=curve.bandwidth, latency_s=curve.latency)
-        for curve in (
-            profile.exchange_inside or profile.exchange,
-            profile.exchange,
-            profile.host_link or profile.copy_bytes,
-        )
-    ]
+
+    def link(curve: Curve) -> Link:
+        return Link(bandwidth=curve.bandwidth, latency_s=curve.latency)
+
     return MachineSpec(
         name=profile.fingerprint.processor,
         accelerator=profile.fingerprint.accelerator,
@@ -221,9 +213,9 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
         host_memory_bytes=profile.host_memory_bytes,
         memory_bandwidth=profile.memory_bandwidth,
         peak_flops=peak,
-        inside=links[0],
-        between=links[1],
-        host=links[2],
+        inside=link(profile.exchange_inside or profile.exchange),
+        between=link(profile.exchange),
+        host=link(profile.host_link or profile.copy_bytes),
         host_memory_bandwidth=profile.host_memory_bandwidth,
         disk_bandwidth=profile.disk_bandwidth,
         matmul_efficiency=profile.matmul_flops / peak,

@@ -1,11 +1,14 @@
-"""Bytes that a rank holds: weights, keys and values, and what a layer works with."""
+"""Bytes that a rank holds, for the planner and the dry run: weights, keys and values, and what a layer works with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakv.costmodel.offload import may_pay
 from megakv.costmodel.shape import ModelShape
+from megakv.offload.config import OffloadConfig
+from megakv.offload.pages import page_bytes
+from megakv.offload.quantization import group_size, packed_bytes
 
 HIDDEN_WIDTHS = 4
 """Tensors of the hidden width at a time: embeddings, a layer's input, its residual, and what was normed."""
@@ -14,8 +17,10 @@ QUERY_WIDTHS = 6
 STAGING_SLACK = 16
 """A staging buffer that is too small grows by this fraction more than needed."""
 STAGED_LAYERS = 2
+"""Layers whose keys and values are on the accelerator at a time: the one at work, and the next."""
 RING_SHARDS = 2
 """Shards of one layer that a ring keeps on their way."""
+GIB = 1 << 30
 
 
 def grown_bytes(nbytes: int) -> int:
@@ -34,11 +39,7 @@ def working_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
 def activation_bytes(
     model: ModelShape, *, computed: int, held: int, row_bytes: int, cp_size: int = 1, tp_size: int = 1
 ) -> int:
-    """Bytes that a rank works with at a layer's peak: the layer's tensors, and the shards of a ring on their way.
-
-    computed, held: tokens that it computes, and those whose keys and values travel.
-    row_bytes: keys and values of a token in one layer.
-    """
+    """Bytes at a layer's peak: tensors of the tokens that a rank computes, and a ring's shards of those held."""
     ring = RING_SHARDS * held * row_bytes if cp_size > 1 else 0
     return computed * working_bytes(model, tp_size=tp_size) + ring
 
@@ -47,6 +48,28 @@ def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     """Bytes that one token of a prompt takes on a rank that reads it alone: keys, values, and tensors of one layer."""
     kept = len(model.layers) * model.attention(tp_size=tp_size).kv_row_bytes
     return kept + working_bytes(model, tp_size=tp_size)
+
+
+def offloaded_bytes(
+    model: ModelShape, rows: Sequence[int], tokens: int, *, batch: int, offload: OffloadConfig
+) -> tuple[int, int]:
+    """Bytes on the accelerator and off it of tokens of all sequences; `rows` are the bytes of one in each layer."""
+    inputs = model.hidden * model.element_bytes
+    each, page = -(-tokens // batch), offload.page_kib << 10
+    host = staged = 0
+    for row in rows:
+        stored = row
+        if offload.kv_bits is not None:
+            group = group_size(model.key_dim, model.value_dim, offload.kv_group)
+            stored = packed_bytes(row // model.element_bytes, group, model.dtype)
+        kept = offload.keeps_inputs(inputs, stored) * inputs
+        # Every sequence has its own pages in every layer.
+        host += batch * sum(page_bytes(each, width, page) for width in (stored, kept) if width)
+        # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
+        staged = max(staged, row + kept + (0 if offload.kv_bits is None else stored))
+    together = -(-tokens // min(offload.num_gpu_batches, batch))
+    resident = min(int(offload.device_gb * GIB), sum(rows) * tokens)
+    return STAGED_LAYERS * grown_bytes(staged * together) + resident, host
 
 
 @dataclass(frozen=True)
@@ -77,17 +100,13 @@ def rank_memory(
     kept_share: float = 1.0,
     offloaded: bool = False,
 ) -> RankMemory:
-    """Memory of a rank of a mesh.
+    """Memory of a rank of a mesh, whose ranks hold equal shares of heads and tokens.
 
     Weights of layers are cut over the tensor-parallel ranks, embeddings and the output head are whole on each of them.
-    Keys and values are cut over all: their heads over the tensor-parallel
-    ranks, as far as there are any to cut, their tokens over the context-parallel ones.
 
     context: tokens of a sequence at the end.
-    batch: sequences.
     new: tokens of a sequence that are computed at a time; None: all.
     kept_share: what part of keys and values compression keeps.
-    offloaded: whether those lie off the accelerator.
     Raises ValueError if a size is not positive, or the share not in 0 to 1.
     """
     sizes = {"context": context, "batch": batch, "new": context if new is None else new}
@@ -98,16 +117,16 @@ def rank_memory(
     if not 0 <= kept_share <= 1:
         raise ValueError(f"kept_share = {kept_share}: allowed: 0 to 1")
     row = model.attention(tp_size=tp_size).kv_row_bytes
+    rows = [row] * len(model.layers)
     kept, computed = -(-context // cp_size) * batch, -(-sizes["new"] // cp_size) * batch
-    cache = len(model.layers) * kept * row * kept_share
+    cache, host = round(sum(rows) * kept * kept_share), 0
     if offloaded:
-        # Two layers' worth is on the accelerator: the one at work, and the next; with activations that are recomputed.
-        inputs = model.hidden * model.element_bytes
-        staged = kept * (row * kept_share + (inputs if may_pay(inputs, row) else 0))
-        cache = min(cache, STAGED_LAYERS * grown_bytes(round(staged)))
+        staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig())
+        cache = min(cache, staged)
     whole = model.embedding * model.element_bytes
     return RankMemory(
         weights=whole + -(-(model.weight_bytes - whole) // tp_size),
-        cache=round(cache),
+        cache=cache,
         working=activation_bytes(model, computed=computed, held=kept, row_bytes=row, cp_size=cp_size, tp_size=tp_size),
+        host=host,
     )

@@ -19,51 +19,32 @@ Counts = Any
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one layer's work costs at one step, in seconds; per token means per cached token of all sequences.
+    """What one layer's work costs at one step, in seconds; per token means per cached token of all sequences."""
 
-    Parameters
-    ----------
-    kv_s, activation_s : float
-        Sending a token's keys and values, ``2 kv_dim p / v_com``, and its activations, ``h p / v_com`` (Equation 6 with
-        kv_dim in place of h where it is narrower).
-    recompute_s : float
-        Recomputing a token's keys and values: ``4 h kv_dim / v_gpu`` (Equations 8 and 9).
-    transfer_s, launch_s : float
-        What each transfer and each recomputation costs whatever its size.
-    device_s, attend_s : float
-        All other work of the layer on the accelerator, but for attending to cached tokens; and that, for each.
-    host_attend_s, host_fixed_s : float
-        Attending to a token on the host, and what doing so at all costs.
-    disk_kv_s, disk_activation_s : float
-        As `kv_s` and `activation_s`, of a token whose rows lie on disk.
-    head_s, tail_s : float
-        Sending weights before the activations, and weights beside the keys and values, where weights are offloaded.
-    """
-
+    # Sending a token's keys and values, ``2 kv_dim p / v_com``, and its activations, ``h p / v_com`` (Equation 6 with
+    # kv_dim in place of h where it is narrower).
     kv_s: float
     activation_s: float
-    recompute_s: float
+    recompute_s: float  # A token's keys and values: ``4 h kv_dim / v_gpu`` (Equations 8 and 9).
+    # What each transfer and each recomputation costs whatever its size.
     transfer_s: float = 0.0
     launch_s: float = 0.0
+    # All other work of the layer on the accelerator, but for attending to cached tokens; and that, for each.
     device_s: float = 0.0
     attend_s: float = 0.0
+    # Attending to a token on the host, and what doing so at all costs.
     host_attend_s: float = 0.0
     host_fixed_s: float = 0.0
+    # As `kv_s` and `activation_s`, of a token whose rows lie on disk.
     disk_kv_s: float = 0.0
     disk_activation_s: float = 0.0
+    # Sending weights before the activations, and weights beside the keys and values, where weights are offloaded.
     head_s: float = 0.0
     tail_s: float = 0.0
 
     @classmethod
     def of_machine(
-        cls,
-        *,
-        hidden: int,
-        kv_dim: int,
-        element_bytes: int,
-        link_bytes_s: float,
-        flops_s: float,
-        batch: int = 1,
+        cls, *, hidden: int, kv_dim: int, element_bytes: int, link_bytes_s: float, flops_s: float, batch: int = 1
     ) -> Self:
         """The paper's form: by v_com and v_gpu alone, `l` counting tokens of each of `batch` equal sequences."""
         return cls(

@@ -20,35 +20,19 @@ PERIODS = (1, 2)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one layer takes, in seconds.
+    """What one layer takes, in seconds."""
 
-    Parameters
-    ----------
-    sent_s : float
-        The link's work.
-    landed_s, first_s : float
-        Of it, what comes before the last activations are there, and before the first ones.
-    recompute_s, layer_s : float
-        The accelerator's work: recomputation, and all else but `attend_s`.
-    last_s : float
-        Of recomputation, what can only begin with the last activations: all of it, where they come whole.
-    host_s : float
-        Attention on the host, from when the layer's queries are there.
-    outside_s : float
-        The accelerator's work between the last layer of a step and the first of the next.
-    attend_s : float
-        Its attention to cached tokens, once all of them are there; the host attends meanwhile.
-    """
-
-    sent_s: float
+    sent_s: float  # The link's work; of it, what comes before the last activations are there.
     landed_s: float
+    # The accelerator's work: recomputation, and all else but `attend_s`. Of recomputation, what can only begin with the
+    # last activations: all of it, where they come whole.
     recompute_s: float
     layer_s: float
     last_s: float
-    host_s: float = 0.0
-    outside_s: float = 0.0
-    first_s: float = 0.0
-    attend_s: float = 0.0
+    host_s: float = 0.0  # Attention on the host, from when the layer's queries are there.
+    outside_s: float = 0.0  # The accelerator's work between the last layer of a step and the first of the next.
+    first_s: float = 0.0  # Of the link's work, what comes before the first activations are there.
+    attend_s: float = 0.0  # Attention to cached tokens, once all of them are there; the host attends meanwhile.
 
 
 def layer_times(group: GroupCosts, split: Split, *, outside_s: float = 0.0) -> StepTimes:
@@ -117,7 +101,6 @@ class _Pipeline:
         return self.device - begun
 
     def state(self) -> tuple[float, ...]:
-        """All that decides about the following layers, as seen from now."""
         now = self.device
         return tuple(at - now for at in (self._link, *self._released, *self._ended, *self._pieces))
 
@@ -153,7 +136,6 @@ class _Pipeline:
 
 
 def _same(one: Sequence[float], other: Sequence[float], scale: float) -> bool:
-    """Whether two states differ by next to nothing of some time."""
     return all(abs(a - b) <= EQUAL * scale for a, b in zip(one, other, strict=True))
 
 
@@ -165,10 +147,9 @@ def step_seconds(
     ahead: bool = True,
     rounds: int = 4,
 ) -> float:
-    """Seconds from step to step once the pipeline is full; the last of at most `rounds` steps counts.
+    """Seconds from step to step once the pipeline is full; `outside_s` of the first group counts.
 
-    Each group's `layer_s` is its part of the layer's other work, and `outside_s` of the first counts. `ahead` says
-    whether the first transfers of a step come while the step before ends; with beams, say, they cannot.
+    `ahead`: whether the first transfers of a step come while the step before ends; with beams, say, they cannot.
     """
     pipeline = _Pipeline(groups, weights, ahead)
     took, state = pipeline.step(layers), pipeline.state()

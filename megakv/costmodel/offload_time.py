@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megakv.costmodel.context_parallel import Workload
@@ -20,10 +20,10 @@ from megakv.costmodel.offload import (
     placed,
     shared_attend_seconds,
 )
-from megakv.costmodel.offload_pipeline import layer_times, step_seconds
+from megakv.costmodel.offload_pipeline import StepTimes, layer_times, step_seconds
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.config import OffloadConfig
-from megakv.offload.methods import AUTO, methods_of
+from megakv.offload.methods import AUTO, METHODS, methods_of
+from megakv.offload.split import Split
 
 CHUNK_TOKENS = 256
 """Tokens of a chunk of activations, as ``megakv.offload.chunk_tokens``."""
@@ -76,25 +76,11 @@ def offloaded_ttit(
     sharers: int = 1,
     memory_bytes: int | None = None,
 ) -> float:
-    """Seconds of one decoding step whose layers split their tokens as the engine would.
+    """Seconds of one decoding step, as `ttit_seconds`, whose layers split their tokens as the engine would.
 
-    Parameters
-    ----------
-    profile, model, workload, method, tp_size
-        As `ttit_seconds`.
-    link : Curve
-        Seconds over bytes, from host memory to the accelerator.
-    plan : str
-        As ``megakv.offload.method``; ``auto`` is the fastest. The host's own attention is among them where the
-        profile knows the bandwidth of its memory.
-    weights : bool
-        Whether the layers' weights come over the link, too.
-    groups : int
-        Groups of sequences that a layer's weights serve, as ``megakv.offload.num_gpu_batches``.
-    sharers : int
-        As for `layer_costs`.
-    memory_bytes : int, optional
-        Of the host, for a rank's rows: those beyond lie on disk. None: there is room for all.
+    plan, groups: as ``megakv.offload.method`` and ``num_gpu_batches``.
+    weights: whether the layers' weights come over the link, too.
+    memory_bytes: of the host, for a rank's rows: those beyond lie on disk. None: there is room for all.
     """
     layers, groups = len(model.layers), min(groups, len(workload.new))
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
@@ -107,15 +93,16 @@ def offloaded_ttit(
     lots: list[tuple[Lot, ...]] = [()]
     if memory_bytes is not None:
         lots = placements(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
-    found = []
-    for each in lots:
-        group = group_costs(planned, tokens, each)
-        for way in methods_of(plan).values():
-            split = way.split(group) or methods_of("stream")["stream"].split(group)
-            assert split is not None
-            times = layer_times(replace(group, layer=costs), split)
-            found.append(step_seconds([times] * groups, layers, sent))
-    return min(found)
+    ways = (way for each in lots for way in layer_ways(costs, group_costs(planned, tokens, each), plan))
+    return min(step_seconds([times] * groups, layers, sent) for times, _ in ways)
+
+
+def layer_ways(costs: LayerCosts, group: GroupCosts, plan: str = "auto") -> Iterator[tuple[StepTimes, Split]]:
+    """What a layer takes, and how its tokens are split, by every method of a plan that can; or streaming them all."""
+    for way in methods_of(plan).values():
+        split = way.split(group) or METHODS["stream"].split(group)
+        assert split is not None
+        yield layer_times(replace(group, layer=costs), split), split
 
 
 def group_costs(costs: LayerCosts, tokens: int, lots: Sequence[Lot] = (), *, chunk: int = CHUNK_TOKENS) -> GroupCosts:
@@ -173,17 +160,3 @@ def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int =
 def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:
     """Whether a token's activations are smaller than its keys and values: else recomputing them cannot pay."""
     return may_pay(model.hidden * model.element_bytes, model.attention(tp_size=tp_size).kv_row_bytes)
-
-
-def host_bytes(model: ModelShape, tokens: int, *, batch: int = 1, tp_size: int = 1) -> int:
-    """Host memory of a rank for so many tokens of each sequence: keys and values, and activations if of use."""
-    rows = [model.attention(tp_size=tp_size).kv_row_bytes]
-    if recomputes(model, tp_size=tp_size):
-        rows.append(model.hidden * model.element_bytes)
-    return len(model.layers) * batch * sum(paged_bytes(tokens, row, OffloadConfig().page_kib << 10) for row in rows)
-
-
-def paged_bytes(tokens: int, row_bytes: int, page_bytes: int) -> int:
-    """Bytes of the pages that a sequence's rows of one layer take, room in the last one included."""
-    page = max(row_bytes, page_bytes)
-    return page * -(-tokens // (page // row_bytes))

@@ -19,11 +19,7 @@ from megakv.device import LARGEST_REUSED_BYTES
 
 
 class PlainTimes:
-    """Predictions for one model.
-
-    tp_size: ranks of DeepSpeed's tensor parallelism; 1: transformers' own model.
-    shared_memory: whether they sum by DeepSpeed's shared-memory operation.
-    """
+    """Predictions for one model: transformers' own, or on `tp_size` ranks of DeepSpeed's tensor parallelism."""
 
     def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
         self._profile = profile
@@ -33,11 +29,7 @@ class PlainTimes:
         self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory, plain=True)
 
     def prefill(self, new: int, *, masked: bool = False, generating: bool = False) -> float:
-        """TTFT of a prompt of so many tokens.
-
-        generating: whether `generate` reads it, or the model is called.
-        masked: whether all scores are computed and half of them hidden, as if nobody knew of causality.
-        """
+        """TTFT of a prompt that `generate` reads, or the model; `masked`: hidden scores are computed, too."""
         seconds = self._end(1) + (self._tokens.begin_s if generating else 0.0)
         for index, count in self._model.layer_kinds:
             shape = self._shape(index)
@@ -49,10 +41,7 @@ class PlainTimes:
         return seconds + (self._tokens.late_s(1) if self._tp_size > 1 else 0.0)
 
     def decode(self, context: int, batch: int = 1, *, copied: bool = False) -> float:
-        """TTIT of `generate` behind so many cached tokens of each sequence.
-
-        copied: whether the cache grows by being copied.
-        """
+        """TTIT of `generate` behind so many tokens of each sequence; `copied`: the cache grows by being copied."""
         work = Workload((1,) * batch, (context,) * batch, 1)
         late = 1 + self._profile.lag if self._tp_size > 1 else 1.0
         seconds = self._end(batch) + (late - 1) * self._tokens.head(batch) + self._tokens.step_s

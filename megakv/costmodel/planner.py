@@ -65,7 +65,6 @@ class PrefillPlanner:
         return {"tp_size": self.tp_size, "kv": self.kv, "chunk_tokens": self.chunk_tokens}
 
     def partition(self, new: int, cached: int = 0) -> Partition:
-        """The fastest partition of a sequence, as far as the cost model knows."""
         tokens, held = rounded(new), rounded(cached)
         if (tokens, held) not in self._partitions:
             _make_room(self._partitions)
@@ -74,10 +73,7 @@ class PrefillPlanner:
         return from_fractions(self._partitions[tokens, held], new)
 
     def seconds(self, workload: Workload, sizes: Callable[[int, int], Sequence[int]]) -> dict[str, float]:
-        """TTFT of a pass by every method that may serve it.
-
-        sizes: the partition of so many new tokens behind so many cached ones that runahead would use.
-        """
+        """TTFT of a pass by every method that may serve it; `sizes` is the partition of new behind cached tokens."""
         similar = Workload(tuple(map(rounded, workload.new)), tuple(map(rounded, workload.cached)), workload.size)
         if similar not in self._seconds:
             partitions = tuple(

@@ -19,8 +19,6 @@ from megakv.costmodel.records import Record, load_record
 
 
 class FitPoint(BaseModel):
-    """Both methods timed at one (T, P)."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     new: int = Field(ge=1)  # T and P of one sequence.
@@ -64,8 +62,4 @@ def empirical_rule(constants: Sequence[float], new: int, cached: int) -> float:
 
 
 def load_fit(path: str, *, setting: str = "fit") -> PolicyFit:
-    """Read and check a fit.
-
-    Raises ValueError as `megakv.costmodel.records.load_record`.
-    """
     return load_record(PolicyFit, path, setting=setting, remedy="write a new one with megakv fit-policy --json FILE")

@@ -24,12 +24,7 @@ def alone(workload: Workload) -> tuple[Partition, ...]:
 
 
 class PrefillTimes:
-    """Predictions for one pass over new tokens of one model.
-
-    tp_size: tensor-parallel degree of every context-parallel rank.
-    kv: ``sharded`` or ``last``, as ``megakv.runahead.kv``.
-    chunk_tokens: as ``megakv.runahead.chunk_tokens``.
-    """
+    """Predictions for one pass over new tokens of one model; `kv` and `chunk_tokens` as in ``megakv.runahead``."""
 
     def __init__(
         self,
@@ -59,11 +54,7 @@ class PrefillTimes:
         self._chains: dict[tuple[Partition, ...], ChainPrediction] = {}
 
     def seconds(self, method: str, partitions: Sequence[Partition] | None = None) -> float:
-        """TTFT of a method.
-
-        method: ``single``, ``runahead``, ``pass_kv``, ``pass_q``, ``all_gather``, ``tsp`` or ``tsp_causal``.
-        partitions: for ``runahead``, the tokens of every rank, per sequence.
-        """
+        """TTFT by ``single``, a ring method or ``runahead`` (`partitions`: tokens of every rank, per sequence)."""
         if method == "single":
             return self.chain(alone(self.workload)).seconds
         if method == "runahead":
@@ -72,7 +63,7 @@ class PrefillTimes:
         return self._rings(method) + self._late_s
 
     def terms(self, method: str, partitions: Sequence[Partition] | None = None) -> dict[str, float]:
-        """Where a method's seconds go; parameters as `seconds`, which they sum to.
+        """Where a method's `seconds` go; they sum to them.
 
         ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens, and
         ``all_reduce`` for sums over tensor-parallel ranks.
@@ -97,7 +88,6 @@ class PrefillTimes:
         return terms
 
     def chain(self, partitions: Sequence[Partition]) -> ChainPrediction:
-        """The timeline of the runahead chain."""
         key = tuple(partitions)
         if key not in self._chains:
             self._chains[key] = self._chain.predict(key, self.workload.cached)

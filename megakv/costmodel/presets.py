@@ -115,8 +115,7 @@ class Hardware:
 def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware:
     """A preset by name; or the machine of a file: a measured profile, or a machine's own data sheet.
 
-    Raises ValueError if it is neither a preset's name nor a file that holds one of the two: names the setting and the
-        nearest names.
+    Raises ValueError if it is neither, naming the setting and the nearest names.
     """
     text = str(name_or_path)
     if text in PRESETS:
@@ -134,7 +133,6 @@ def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware
 
 
 def _format(path: str) -> object:
-    """What a file says it is; None where it says nothing."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -20,14 +20,10 @@ class Record(BaseModel):
     format: str
 
     def digest(self) -> str:
-        """Equal for equal contents."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON, whole or not at all.
-
-        Raises OSError if the file cannot be written.
-        """
+        """Write the JSON, whole or not at all."""
         write_whole(path, (self.model_dump_json(indent=1) + "\n").encode())
 
 
@@ -37,9 +33,7 @@ R = TypeVar("R", bound=Record)
 def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, by_hand: bool = False) -> R:
     """Read and check a record.
 
-    kind: what the file must hold.
-    setting: the setting that named the file, for messages.
-    remedy: what makes a good file.
+    setting, remedy: for messages: the setting that named the file, and what makes a good one.
     by_hand: people write such files too, and may leave the format out.
     Raises ValueError if it cannot be read, is cut short, is something else or holds an impossible value: names the
         setting, the file, the field and the remedy.

@@ -42,12 +42,10 @@ class AttentionShape:
 
     @property
     def query_row_bytes(self) -> int:
-        """Bytes of one token's queries."""
         return self.heads * self.key_dim * self.element_bytes
 
     @property
     def kv_row_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
 
     @property
@@ -68,7 +66,6 @@ class LayerShape:
     fp8: int = 0  # How many of `dense` are row-wise FP8, one byte each.
 
     def multiplied(self, tokens: float) -> float:
-        """Multiplications of `tokens` tokens through the layer's weights."""
         return tokens * (self.dense + self.experts * self.active_experts / self.n_experts)
 
     def touched(self, tokens: float) -> float:
@@ -99,9 +96,8 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
-        """Sizes of the model that a config describes.
+        """Sizes of the model that a config describes; `dtype`, of weights and cache, is the config's own unless given.
 
-        dtype: of weights and cache; the config's own if None, float32 if that has none.
         Raises ValueError if the config describes no causal language model that transformers knows.
         """
         n_layers, heads, kv_heads = head_counts(config)
@@ -128,10 +124,7 @@ class ModelShape:
 
     @classmethod
     def from_path(cls, path: str | Path, *, dtype: torch.dtype | None = None) -> ModelShape:
-        """Sizes of the model in a directory, of a hub id, or of a config file.
-
-        Raises ValueError if there is no such config, or it describes no causal language model.
-        """
+        """Sizes of the model of a directory, hub id or config file; a ValueError if there is no such config."""
         try:
             if Path(path).is_file():
                 values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -146,17 +139,14 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of weights and cache."""
         return self.dtype.itemsize
 
     @cached_property
     def parameters(self) -> int:
-        """All elements of all weights."""
         return self.embedding + sum(layer.dense + layer.experts for layer in self.layers)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.parameters * self.element_bytes - sum(layer.fp8 for layer in self.layers) * (self.element_bytes - 1)
 
     @cached_property
@@ -227,7 +217,6 @@ def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerS
 
 
 def _head_dims(text: Any, heads: int) -> tuple[int, int]:
-    """Head dimensions of keys and values."""
     if getattr(text, "qk_nope_head_dim", None) is not None:
         return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -251,7 +240,6 @@ def _biased(text: Any) -> bool:
 
 
 def _windows(text: Any, n_layers: int) -> list[int | None]:
-    """The attention window of every layer; None where it sees everything."""
     window = getattr(text, "sliding_window", None)
     if not isinstance(window, int) or getattr(text, "use_sliding_window", True) is False:
         return [None] * n_layers

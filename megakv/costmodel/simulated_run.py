@@ -16,8 +16,6 @@ from megakv.tracking.report import RankReport, RunReport
 
 @dataclass(frozen=True)
 class SimulatedRanks:
-    """What is known of the ranks beside their events."""
-
     cp_size: int
     tp_size: int
     hosts: Sequence[str]  # Per rank.
@@ -28,8 +26,6 @@ class SimulatedRanks:
 
 @dataclass
 class _Count:
-    """Totals of one operation in one layer."""
-
     calls: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -38,14 +34,11 @@ class _Count:
 
 @dataclass
 class _Rank:
-    """What one rank did so far."""
-
     events: list[Event] = field(default_factory=list)
     counts: dict[tuple[str, int | None], _Count] = field(default_factory=lambda: defaultdict(_Count))
     computed: float = 0.0
 
     def transfer(self, task: Task, start: float, end: float, *, sends: bool) -> None:
-        """Count something in flight."""
         self.events.append(Event(task.name, "communication", start, end, task.layer))
         count = self.counts[task.name, task.layer]
         count.seconds += end - start

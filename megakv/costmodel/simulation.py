@@ -35,8 +35,6 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When tasks run."""
-
     tasks: Sequence[Task]
     waits: Sequence[tuple[int, int]]  # As in the program.
     ready: list[float]  # Per task, when all that it waits for had ended, when it began and when it ended.
@@ -45,7 +43,6 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """When the last one ended."""
         return max(self.ends, default=0.0)
 
 
@@ -55,10 +52,7 @@ ALONE = Sharing()
 def simulate(
     program: Program, sharing: Sharing = ALONE, *, progress: Callable[[int], object] | None = None
 ) -> Schedule:
-    """Run a program.
-
-    progress: told the number of tasks that have ended, now and then.
-    """
+    """Run a program; `progress` is told the number of tasks that have ended, now and then."""
     return _Run(program, sharing, progress).schedule()
 
 
@@ -89,7 +83,6 @@ class _Run:
         self._moving: list[list[int]] = [[] for _ in range(program.ranks)]
 
     def schedule(self) -> Schedule:
-        """Play everything through."""
         for index, missing in enumerate(self._missing):
             if not missing:
                 self._enqueue(index, 0.0)

@@ -13,7 +13,7 @@ from megakv.attention.chain import HELD, OPERATION
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import RINGS, LayerTimes, RankSteps
 from megakv.costmodel.chain import Chain, ChainParts
-from megakv.costmodel.context_parallel import Workload, sent_bytes
+from megakv.costmodel.context_parallel import Workload, rank_totals, sent_bytes
 from megakv.costmodel.dense import SUMS, TokenTimes, all_reduce_bytes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import AttentionShape, ModelShape
@@ -47,11 +47,7 @@ class PrefillProgram:
         self._kinds = [kinds[layer] for layer in model.layers]
 
     def build(self, method: str, partitions: Sequence[Partition] | None = None) -> Program:
-        """The program of one of `METHODS`.
-
-        partitions: for ``runahead``, the tokens of every rank, per sequence; even ones if left out.
-        Raises ValueError for a ring over fewer than 2N tokens.
-        """
+        """The program of one of `METHODS`; a ValueError for a ring over fewer than 2N tokens."""
         building = _Building(self._workload.size, self._tp_size)
         if method == "runahead":
             self._add_chain(building, partitions or self.even())
@@ -64,19 +60,16 @@ class PrefillProgram:
         return building.program
 
     def even(self) -> tuple[Partition, ...]:
-        """Even cuts of every sequence."""
         return tuple(even(tokens, self._workload.size) for tokens in self._workload.new)
 
     def tokens(self, method: str, partitions: Sequence[Partition] | None = None) -> list[int]:
-        """New tokens of every rank of the world."""
         if method == "runahead":
-            counts = _sums(partitions or self.even())
+            counts = rank_totals(partitions or self.even())
+        elif method in ("tsp", "tsp_causal"):
+            counts = rank_totals(self.even())
         else:
-            counts = _sums(self.even()) if method in ("tsp", "tsp_causal") else self._balanced(self._workload.new)
+            counts = balanced_tokens(self._workload.new, self._workload.size)
         return [count for count in counts for _ in range(self._tp_size)]
-
-    def _balanced(self, lengths: Sequence[int]) -> list[int]:
-        return _sums([balanced_tokens(length, self._workload.size) for length in lengths])
 
     def _shape(self, kind: int) -> AttentionShape:
         return self._model.attention(tp_size=self._tp_size, layer=kind)
@@ -85,8 +78,8 @@ class PrefillProgram:
         workload, times = self._workload, self._times
         size, asked = workload.size, len(workload.new)
         tokens = -(-workload.total_new // size)
-        new = self._balanced(workload.new)
-        kept = [a + b for a, b in zip(new, self._balanced(workload.cached), strict=True)]
+        new = balanced_tokens(workload.new, size)
+        kept = [a + b for a, b in zip(new, balanced_tokens(workload.cached, size), strict=True)]
         layers = {kind: LayerTimes(self._profile, self._shape(kind), workload) for kind, _ in self._model.layer_kinds}
         rings = {kind: _Ring(layer, method, new, kept) for kind, layer in layers.items()}
         for layer, kind in enumerate(self._kinds[:-1]):
@@ -115,7 +108,7 @@ class PrefillProgram:
         works = [work.first(last) for work in parts.works]
         if sum(self._workload.cached):
             works = in_step(works)
-        new = _sums(partitions)
+        new = rank_totals(partitions)
         # A rank without tokens computes one that stands in for them.
         rows = [max(1, count) for count in new]
         columns = [_Chain(building, ranks, parts, works) for ranks in building.columns]
@@ -147,8 +140,7 @@ class PrefillProgram:
     ) -> None:
         """A last layer of which one token of each sequence is wanted: its query goes round all ranks.
 
-        before_s, after_s, tokens, sent: per context-parallel rank.
-        visits: seconds of attention, and of all that is waited for.
+        `visits` are seconds of attention, and of all that is waited for; the others are per context-parallel rank.
         """
         layer, count = len(self._kinds) - 1, len(self._workload.new)
         for ranks, seconds in zip(building.places, before_s, strict=True):
@@ -184,7 +176,6 @@ class _Building:
         self.columns = [range(column, world, tp_size) for column in range(tp_size)]
 
     def compute(self, name: str, rank: int, seconds: float, layer: int) -> int:
-        """The next task of a rank."""
         self.last[rank] = [self.program.compute(name, rank, seconds, self.last[rank], layer=layer)]
         return self.last[rank][0]
 
@@ -195,7 +186,6 @@ class _Building:
                 self.compute(name, rank, each, layer)
 
     def meet(self, name: str, ranks: Sequence[int], seconds: float, nbytes: Sequence[int], layer: int) -> None:
-        """A collective of some ranks."""
         ready = [index for rank in ranks for index in self.last[rank]]
         parts = self.program.collective(name, ranks, seconds, ready, nbytes=nbytes, layer=layer)
         for rank, index in zip(ranks, parts, strict=True):
@@ -282,10 +272,7 @@ class _Chain:
         self._attended: list[list[int]] = [[] for _ in ranks]
 
     def add_layer(self, layer: int, row_bytes: int, sums_s: Sequence[float]) -> None:
-        """A layer of all links.
-
-        sums_s: per link, what part of the work behind attention is sums over tensor-parallel ranks, left to the caller.
-        """
+        """A layer of all links but its sums over tensor-parallel ranks, whose seconds are given."""
         for place, (rank, work) in enumerate(zip(self._ranks, self._works, strict=True)):
             projected = self._building.compute("dense", rank, float(work.before[layer]), layer)
             incoming = [sum(tokens) for _, tokens in self._parts.incoming[place]]
@@ -321,8 +308,3 @@ class _Chain:
         self._attended[place].append(done)
         if coming < len(self._messages[place]):
             self._program.waits.append((self._messages[place][coming], done))
-
-
-def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Over sequences, for each rank."""
-    return [sum(each) for each in zip(*counts, strict=True)]

@@ -14,8 +14,6 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing that happens."""
-
     name: str  # As the timeline of a real run calls it: ``attention``, ``dense``, or the operation of a transfer.
     kind: Literal["compute", "communication"]
     rank: int  # Who computes, or sends.
@@ -29,7 +27,6 @@ class Task:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ranks that it concerns."""
         return (self.rank,) if self.peer is None or self.peer == self.rank else (self.rank, self.peer)
 
 
@@ -47,17 +44,15 @@ class Program:
         return self._add(Task(name, "compute", rank, seconds, tuple(after), ("processor", rank), **more))
 
     def send(self, name: str, rank: int, peer: int, seconds: float, after: Sequence[int] = (), **more: Any) -> int:
-        """Add a message over the link from `rank` to `peer`; returns its index."""
         link = ("link", rank, peer)
         return self._add(Task(name, "communication", rank, seconds, tuple(after), link, peer, **more))
 
     def load(self, name: str, rank: int, seconds: float, after: Sequence[int], nbytes: int, **more: Any) -> int:
-        """Add a transfer from host memory; all of a rank's share one link. Returns its index."""
+        """Add a transfer from host memory; all of a rank's share one link."""
         link = ("host link", rank)
         return self._add(Task(name, "communication", rank, seconds, tuple(after), link, nbytes=nbytes, **more))
 
     def attend_on_host(self, rank: int, seconds: float, after: Sequence[int], **more: Any) -> int:
-        """Add what a rank's host computes meanwhile; returns its index."""
         return self._add(Task("host attention", "communication", rank, seconds, tuple(after), ("host", rank), **more))
 
     def collective(
@@ -70,11 +65,7 @@ class Program:
         nbytes: Sequence[int],
         **more: Any,
     ) -> list[int]:
-        """Add what a group of ranks does together, which begins when all of `after` have ended.
-
-        nbytes: what each of them sends.
-        Returns the index of every rank's part.
-        """
+        """Add what ranks do together once all of `after` have ended; returns the index of every rank's part."""
         common = {"seconds": seconds, "after": tuple(after), "group": tuple(group), **more}
         return [
             self._add(
@@ -90,10 +81,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Disturbances:
-    """Factors on the times of a program's tasks.
-
-    Raises ValueError if a factor is not above 0, sigma is not between 0 and 5, or a link has one end only.
-    """
+    """Factors on the times of a program's tasks; a ValueError where one is impossible."""
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict)  # Computation of a rank takes so many times longer.
     # Messages between two ranks, both ways, take so many times longer; a collective as long as its slowest link.
@@ -112,10 +100,6 @@ class Disturbances:
             raise ValueError(f"noise {self.noise}: allowed: a sigma from 0 to 5")
 
     def check(self, ranks: int) -> None:
-        """Refuse ranks that a world of this size has not.
-
-        Raises ValueError, naming the rank and what there is.
-        """
         named = {*self.slow_ranks, *(rank for link in self.slow_links for rank in link)}
         for rank in sorted(named):
             if not 0 <= rank < ranks:

@@ -26,7 +26,6 @@ class LayerWork:
         return whole
 
     def first(self, layers: int) -> LayerWork:
-        """That of the first layers."""
         return LayerWork(self.before[:layers], self.local[:layers], self.chunks[:layers], self.after[:layers])
 
     def slower(self, factor: float) -> LayerWork:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,29 +12,32 @@ from megakv.costmodel.chain_search import balanced_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.memory import rank_memory
-from megakv.costmodel.offload import GroupCosts, Lot
-from megakv.costmodel.offload_pipeline import StepTimes, layer_times, step_seconds
-from megakv.costmodel.offload_time import group_costs, layer_costs, layer_weight_bytes, placements, seen_tokens
+from megakv.costmodel.memory import GIB, STAGED_LAYERS, rank_memory
+from megakv.costmodel.offload import Lot
+from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
+from megakv.costmodel.offload_time import (
+    group_costs,
+    layer_costs,
+    layer_ways,
+    layer_weight_bytes,
+    placements,
+    seen_tokens,
+)
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
 from megakv.costmodel.simulation import Schedule
-from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import PrefillProgram
 from megakv.costmodel.simulation_program import Program
-from megakv.offload.methods import METHODS
-from megakv.offload.split import Split
 from megakv.runahead.partition import Partition, check_partition, from_fractions
 from megakv.tracking.report import RunReport
 
-GIB = 1 << 30
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 """New tokens of every sequence, and cached ones."""
 
 
-class VirtualRun(ABC):
+class _Run:
     """What is simulated, on which machine: new tokens of every sequence, and cached ones."""
 
     def __init__(self, machine: Hardware, model: ModelShape, lengths: Lengths, *, cp_size: int, tp_size: int):
@@ -44,19 +46,6 @@ class VirtualRun(ABC):
         self.workload = Workload(*lengths, cp_size)
         self.cp_size, self.tp_size = cp_size, tp_size
         self.profile: HardwareProfile = machine.on_mesh(cp_size=cp_size, tp_size=tp_size)
-
-    @property
-    @abstractmethod
-    def closed_form_s(self) -> float:
-        """What the closed forms say of it, undisturbed."""
-
-    @abstractmethod
-    def program(self) -> Program:
-        """Its tasks."""
-
-    @abstractmethod
-    def report(self, schedule: Schedule, **values: Any) -> RunReport:
-        """The report of the run, once it was played through; `values` are its model, config and machine."""
 
     def _ranks(self, tokens: Sequence[int]) -> SimulatedRanks:
         world = self.cp_size * self.tp_size
@@ -76,12 +65,8 @@ class VirtualRun(ABC):
         return SimulatedRanks(self.cp_size, self.tp_size, hosts, tokens, kept, [memory.total] * world)
 
 
-class PrefillRun(VirtualRun):
-    """A prompt that is read.
-
-    method: one of `megakv.costmodel.simulation_prefill.METHODS`.
-    fractions: for ``runahead``, the share of every rank; None: balanced work.
-    """
+class PrefillRun(_Run):
+    """A prompt that is read; `fractions` are the ranks' shares in ``runahead``, which are balanced if left out."""
 
     def __init__(
         self,
@@ -113,24 +98,22 @@ class PrefillRun(VirtualRun):
 
     @property
     def closed_form_s(self) -> float:
-        """TTFT without disturbances."""
+        """TTFT by the closed forms, without disturbances."""
         return self._times.seconds(self.method, self._partitions)
 
     def program(self) -> Program:
-        """Layers of all ranks, and the logits."""
         return self._program.build(self.method, self._partitions)
 
     def report(self, schedule: Schedule, **values: Any) -> RunReport:
-        """A run that generates one token."""
+        """A run that generates one token; `values` are its model, config and machine."""
         ranks = self._ranks(self._program.tokens(self.method, self._partitions))
         new_tokens = len(self.workload.new)
         return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=schedule.seconds, ttit_s=None, **values)
 
 
-class DecodingRun(VirtualRun):
-    """Decoding steps over keys and values in host memory, each rank over its own link.
+class DecodingRun(_Run):
+    """Decoding steps over keys and values in host memory, each rank over its own link; all tokens are cached.
 
-    machine, model, lengths, cp_size, tp_size: as `VirtualRun`; what is new counts as cached, too.
     weights_too: whether weights come over the same link.
     host_bytes: host memory of a rank; what has no room there lies on disk. None: there is room for all.
     Raises ValueError if the machine's link to host memory is not known, or its disk where that is needed.
@@ -173,12 +156,12 @@ class DecodingRun(VirtualRun):
                     f"{host_bytes / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has "
                     "no disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
                 )
-        found = [_layer_of(group_costs(costs, tokens, each)) for each in lots]
-        self._times, split = min(found, key=lambda pair: step_seconds([pair[0]], layers))
+        ways = (way for each in lots for way in layer_ways(costs, group_costs(costs, tokens, each)))
+        self._times, split = min(ways, key=lambda way: step_seconds([way[0]], layers))
         row = model.attention(tp_size=tp_size).kv_row_bytes
         inputs = model.hidden * model.element_bytes
         weights = layer_weight_bytes(model, tp_size=tp_size) * weights_too
-        self._sent = LinkBytes(row * split.streamed + inputs * split.recomputed, weights)
+        self._sent = row * split.streamed + inputs * split.recomputed, weights
         self._weights_s = link.at(weights)
 
     @property
@@ -188,7 +171,6 @@ class DecodingRun(VirtualRun):
         return step_seconds([times], len(self.model.layers))
 
     def program(self) -> Program:
-        """All steps of all ranks."""
         return offload_program(
             self._times,
             len(self.model.layers),
@@ -207,7 +189,59 @@ class DecodingRun(VirtualRun):
         return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=None, ttit_s=steps_s, **values)
 
 
-def _layer_of(group: GroupCosts) -> tuple[StepTimes, Split]:
-    """What a layer takes, and how its tokens are split."""
-    split = next(found for name in ("all", "cpu_rank", "chunked", "stream") if (found := METHODS[name].split(group)))
-    return layer_times(group, split), split
+VirtualRun = PrefillRun | DecodingRun
+
+
+def offload_program(
+    times: StepTimes,
+    layers: int,
+    *,
+    steps: int,
+    ranks: int = 1,
+    weights_s: float = 0.0,
+    sent: tuple[int, int] = (0, 0),
+) -> Program:
+    """Steps of decoding, each rank for itself, with keys and values behind one host link (KVPR).
+
+    `times` are one layer's, `weights_s` those of its weights, and `sent` the bytes of both on the link. A layer's
+    transfers begin when one of two buffers is free. Its recomputation waits for the activations, its attention for
+    everything. Weights come behind the layer's keys and values, and what follows attention waits for them.
+    """
+    program = Program(ranks)
+    for rank in range(ranks):
+        _add_rank(program, rank, times, layers, steps, weights_s, sent)
+    return program
+
+
+def _add_rank(
+    program: Program, rank: int, times: StepTimes, layers: int, steps: int, weights_s: float, sent: tuple[int, int]
+) -> None:
+    cache_bytes, weight_bytes = sent
+    first_bytes, landed_bytes = (
+        round(cache_bytes * seconds / times.sent_s) if times.sent_s else 0
+        for seconds in (times.first_s, times.landed_s)
+    )
+    attended: list[int] = []
+    busy: list[int] = []
+    carried: list[int] = []
+    for _ in range(steps):
+        for layer in range(layers):
+            free = attended[-STAGED_LAYERS:][: len(attended) >= STAGED_LAYERS]
+            first = program.load("activations", rank, times.first_s, [*carried, *free], first_bytes, layer=layer)
+            others, nbytes = times.landed_s - times.first_s, landed_bytes - first_bytes
+            landed = program.load("activations", rank, others, [first], nbytes, layer=layer)
+            rest = times.sent_s - times.landed_s
+            there = program.load("kv", rank, rest, [landed], cache_bytes - landed_bytes, layer=layer)
+            carried = [there]
+            if weights_s:
+                carried = [program.load("weights", rank, weights_s, carried, weight_bytes, layer=layer)]
+            # All but the last activations are recomputed as they land.
+            early = program.compute("recompute", rank, times.recompute_s - times.last_s, [*busy, first], layer=layer)
+            queries = program.compute("recompute", rank, times.last_s, [early, landed], layer=layer)
+            parts = [program.compute("attention", rank, times.attend_s, [queries, there], layer=layer)]
+            if times.host_s:
+                parts.append(program.attend_on_host(rank, times.host_s, [queries], layer=layer))
+            attended.append(program.compute("attention", rank, 0.0, parts, layer=layer))
+            needed = [attended[-1], *(carried if weights_s else [])]
+            busy = [program.compute("dense", rank, times.layer_s, needed, layer=layer)]
+        busy = [program.compute("dense", rank, times.outside_s, busy)]

@@ -248,10 +248,13 @@ def _chunk_owners(tokens: int, size: int, held_N: IntArray) -> tuple[IntArray, I
     return np.concatenate([owners, owners[::-1]]), sizes
 
 
-def balanced_tokens(tokens: int, size: int) -> list[int]:
-    """How many tokens of a new sequence `balanced` gives to each rank."""
-    owners, sizes = _chunk_owners(tokens, size, np.zeros(size, dtype=np.int64))
-    return [int(sizes[owners == rank].sum()) for rank in range(size)]
+def balanced_tokens(lengths: Sequence[int], size: int) -> list[int]:
+    """How many tokens of new sequences `balanced` gives to each rank."""
+    counts = np.zeros(size, dtype=np.int64)
+    for tokens in lengths:
+        owners, sizes = _chunk_owners(tokens, size, np.zeros(size, dtype=np.int64))
+        np.add.at(counts, owners, sizes)
+    return [int(count) for count in counts]
 
 
 def balanced(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megakv.config import MegaKVConfig
-from megakv.costmodel.memory import activation_bytes, grown_bytes
+from megakv.costmodel.memory import activation_bytes, offloaded_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import is_compressed, tokens_per_head
-from megakv.offload.pages import page_bytes
-from megakv.offload.prefetch import BUFFERS
-from megakv.offload.quantization import group_size, packed_bytes
 from megakv.offload.weight_stream import BUFFERS as WEIGHT_BUFFERS
 
 GB = 10**9
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -65,15 +61,14 @@ class MemoryCount:
             self._kept_share = tokens_per_head(fairkv.budget, context, method.least) / context
 
     def rank(self, share: Share, cp_rank: int, tokens: int, kept: int) -> VirtualRank:
-        """One rank.
-
-        tokens, kept: as in `VirtualRank`.
-        """
+        """One rank; `tokens` and `kept` as there."""
         # Generated tokens are kept where the prompt is, in about the same shares.
         answer = self._batch * -(-self._new * kept // (self._context * self._batch))
         per_token, largest = sum(share.row_bytes), max(share.row_bytes)
         if self._section.offload.enabled:
-            kv, host = self._offloaded(share, kept + answer)
+            kv, host = offloaded_bytes(
+                self._shape, share.row_bytes, kept + answer, batch=self._batch, offload=self._section.offload
+            )
         else:
             dense = largest * kept if self._kept_share < 1 else 0
             kv = round(per_token * kept * self._kept_share) + per_token * answer + dense
@@ -101,41 +96,3 @@ class MemoryCount:
             host_bytes=host,
             host_weight_bytes=held,
         )
-
-    @property
-    def host_budget(self) -> int | None:
-        """Bytes that each rank may keep off the accelerator; None where nothing is offloaded."""
-        offload = self._section.offload
-        return int((offload.host_gb + offload.disk_gb) * GIB) if offload.enabled else None
-
-    @property
-    def host_taken(self) -> int:
-        """Bytes of host memory that each rank takes at start."""
-        offload = self._section.offload
-        return offload.host_bytes if offload.enabled else 0
-
-    def _offloaded(self, share: Share, tokens: int) -> tuple[int, int]:
-        """Bytes on the accelerator and off it of so many tokens' keys, values and activations."""
-        offload = self._section.offload
-        inputs = self._shape.hidden * self._shape.element_bytes
-        each, page = -(-tokens // self._batch), offload.page_kib << 10
-        host = staged = 0
-        for row in share.row_bytes:
-            stored = self._stored(row)
-            keeps = offload.keeps_inputs(inputs, stored)
-            # Every sequence has its own pages in every layer.
-            host += self._batch * sum(page_bytes(each, width, page) for width in (stored, keeps * inputs) if width)
-            # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
-            beside = keeps * inputs + (0 if offload.kv_bits is None else stored)
-            staged = max(staged, row + beside)
-        group = -(-tokens // min(offload.num_gpu_batches, self._batch))
-        resident = min(int(offload.device_gb * GIB), sum(share.row_bytes) * tokens)
-        return BUFFERS * grown_bytes(staged * group) + resident, host
-
-    def _stored(self, row_bytes: int) -> int:
-        """Bytes of a token's keys and values of one layer off the accelerator."""
-        offload, shape = self._section.offload, self._shape
-        if offload.kv_bits is None:
-            return row_bytes
-        group = group_size(shape.key_dim, shape.value_dim, offload.kv_group)
-        return packed_bytes(row_bytes // shape.element_bytes, group, shape.dtype)

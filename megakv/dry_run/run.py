@@ -12,6 +12,7 @@ import torch
 
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.shape import positions as positions_of
 from megakv.distributed.sharding import TokenBlock, balanced
@@ -147,6 +148,7 @@ def dry_run(
         for cp_rank in range(parsed.cp_size)
         for share in shares
     ]
+    offload = parsed.megakv.offload
     return DryRun(
         model=str(model),
         model_type=described.model_type,
@@ -159,9 +161,9 @@ def dry_run(
         tensors=len(whole.shapes),
         ranks=tuple(ranks),
         memory_bytes=memory_bytes,
-        host_budget=count.host_budget,
-        host_taken=count.host_taken,
-        page_bytes=parsed.megakv.offload.page_kib << 10,
+        host_budget=int((offload.host_gb + offload.disk_gb) * GIB) if offload.enabled else None,
+        host_taken=offload.host_bytes if offload.enabled else 0,
+        page_bytes=offload.page_kib << 10,
     )
 
 

@@ -47,7 +47,6 @@ class Matrices:
 
     @property
     def elements(self) -> int:
-        """Weights of all together."""
         return sum(outputs * inputs for outputs, inputs in self.shapes)
 
     def pass_through(self, pool: Pool, tokens: int) -> Callable[[], object]:
@@ -72,21 +71,17 @@ class KernelSizes:
 
     @classmethod
     def of(cls, shape: AttentionShape) -> KernelSizes:
-        """Those of a model's layer."""
         return cls(max(shape.key_dim, shape.value_dim), shape.heads, shape.heads // shape.kv_heads, shape.kernel)
 
 
 @dataclass(frozen=True)
 class TableCases:
-    """Cases of one `AttentionTable`."""
-
     sizes: KernelSizes
     pool: Pool
     flops: float  # Operations per second to expect.
     longest_s: float  # Calls expected to take longer are left out.
 
     def call(self, rows: int, keys: int, *, causal: bool) -> object:
-        """One kernel call on numbers from memory."""
         sizes, pool = self.sizes, self.pool
         kv_heads = sizes.heads // sizes.group
         q_HLD = pool.take(rows, sizes.heads, sizes.head_dim).transpose(0, 1)
@@ -113,7 +108,6 @@ class TableCases:
         return (*least, *(rows for rows in larger if self._short(rows * rows)))
 
     def add(self, cases: Cases) -> None:
-        """Put them among the cases to time."""
         for rows in self._rows:
             for keys in self._keys(rows):
                 cases.add(self.sizes, rows, keys, call=partial(self.call, rows, keys, causal=False))
@@ -121,7 +115,6 @@ class TableCases:
             cases.add(self.sizes, rows, call=partial(self.call, rows, rows, causal=True))
 
     def table(self, times: Times) -> AttentionTable:
-        """What they came to."""
         sizes, squares = self.sizes, self._squares()
         square_s = times.rising((sizes, rows) for rows in squares)
         return AttentionTable(
@@ -147,12 +140,10 @@ class CurveCases:
     scale: float = 1.0  # Of the curve, over the seconds of a call.
 
     def add(self, cases: Cases) -> None:
-        """Put them among the cases to time."""
         for size in self.sizes:
             cases.add(self.name, size, call=self.make(size))
 
     def curve(self, times: Times) -> Curve:
-        """What they came to."""
         keys = [(self.name, size) for size in self.sizes]
         seconds = times.rising(keys) if self.rising else [times[key] for key in keys]
         return Curve(sizes=self.sizes, seconds=tuple(self.scale * value for value in seconds))

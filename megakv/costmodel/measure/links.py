@@ -36,7 +36,6 @@ def _sizes(bandwidth: float, longest_s: float) -> tuple[int, ...]:
 
 
 def exchange(comm: Communicator, size: int) -> Callable[[], object]:
-    """One step of the ring with messages of `size` bytes."""
     send, receive = _bytes(comm, size), _bytes(comm, size)
     return lambda: comm.shift(send, receive, operation=OPERATION, layer=None).wait()
 
@@ -45,9 +44,7 @@ def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> di
     """Curves of what the ranks of a ring do together with nothing else running, by field of the profile.
 
     The ring's step is over the bytes of its messages; the collectives are over the bytes that a rank sends to others.
-
-    bandwidth: bytes per second of the exchange, about.
-    longest_s: no call takes longer than this, about.
+    No call takes longer than `longest_s`, about.
     """
     others, device = comm.mesh.cp_size - 1, comm.mesh.device
 
@@ -74,13 +71,11 @@ def sum_name(comm: Communicator) -> tuple[str, int, bool]:
 
 
 def summing(comm: Communicator, size: int) -> Callable[[], object]:
-    """A sum of so many bytes over tensor-parallel ranks."""
     tensor = torch.zeros(max(1, size // torch.float32.itemsize), device=comm.mesh.device)
     return lambda: comm.tp_all_reduce(tensor, operation=OPERATION)
 
 
 def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCases:
-    """Sums over a mesh's tensor-parallel ranks, over bytes."""
     sizes = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
     return CurveCases(sum_name(comm), sizes, partial(summing, comm))
 
@@ -112,7 +107,6 @@ class OverlapCases:
             self.kernels.call(UNIT_ROWS, UNIT_KEYS, causal=False)
 
     def add(self, cases: Cases) -> None:
-        """Put them among the cases to time."""
         comm = self.comm
         size = max(1, int(self._transfer_s * self.bandwidth))
         send, receive = _bytes(comm, size), _bytes(comm, size)
@@ -128,7 +122,6 @@ class OverlapCases:
             cases.add("overlap", units, True, call=partial(both, units))
 
     def fields(self, times: Times) -> dict[str, float]:
-        """Fields of `HardwareProfile`."""
         fewer, more = self._units
         alone = times["overlap", 0, True]
         added_transfer = times["overlap", more, True] - times["overlap", more, False]

@@ -38,8 +38,6 @@ RESULTS = 1 << 15
 
 
 def behind(stretch: Callable[[], object], times: int, then: Callable[[], object]) -> Callable[[], object]:
-    """A call behind so many stretches of matrix products."""
-
     def call() -> None:
         for _ in range(times):
             stretch()
@@ -49,13 +47,7 @@ def behind(stretch: Callable[[], object], times: int, then: Callable[[], object]
 
 
 class MeetingCases:
-    """What ranks do together, each behind a stretch.
-
-    comm: its context-parallel degree must be 2 or more.
-    size: heads of the layer that is passed by every method.
-    sums: meshes whose tensor-parallel ranks sum.
-    matrices: what one token goes through first.
-    """
+    """What ranks do together, each behind a stretch; `sums` are meshes whose tensor-parallel ranks sum."""
 
     def __init__(
         self,
@@ -79,7 +71,6 @@ class MeetingCases:
         self._works[DECODING] = Workload((1,) * ring, (0,) * ring, ring)
 
     def add(self, cases: Cases) -> None:
-        """Put them among the cases to time."""
         comm, stretch = self._comm, self._matrices.pass_through(self._pool, 1)
         for name, work in self._works.items():
             trial = TrialLayer(comm, self._shape, work, pool=self._pool)
@@ -113,7 +104,6 @@ class MeetingCases:
         }
 
     def sum_times(self, times: Times, curves: Sequence[CurveCases]) -> tuple[SumTimes, ...]:
-        """``sums`` of `HardwareProfile`."""
         computed = self._behind(times)
         found = []
         for comm, curve in zip(self._sums, curves, strict=True):

@@ -44,11 +44,10 @@ def measure_points(
     seconds: float,
     report: Callable[[int], None] | None = None,
 ) -> list[FitPoint]:
-    """Time both methods at every point of the grid that fits in the time. Every rank must call it.
+    """Time both methods at every point of the grid that fits in about so many seconds. Every rank must call it.
 
     shape: the layer on one rank.
     totals: the values of T + P.
-    seconds: how long it may take, about.
     report: called after each point with the number of all points.
     """
     watch = Stopwatch(comm)
@@ -94,7 +93,7 @@ def fit_policy(
     seconds: float,
     report: Callable[[int], None] | None = None,
 ) -> PolicyFit:
-    """Measure points and fit the rule to them. Every rank must call it; parameters as `measure_points`.
+    """Measure points, as `measure_points`, and fit the rule to them. Every rank must call it.
 
     Raises ValueError if there is no ring, or no point could be measured in the time.
     """
@@ -122,8 +121,6 @@ def fit_constants(points: Sequence[FitPoint]) -> tuple[float, float, float]:
     """Logistic regression of the faster method on log T and log(T / (T + P)), weighted by the relative difference.
 
     A slight ridge keeps the constants finite where a line separates the points, or one method always wins.
-
-    Raises ValueError without a point.
     """
     if not points:
         raise ValueError("no (T, P) point was measured: allow more --seconds or smaller --tokens")

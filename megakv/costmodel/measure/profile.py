@@ -41,10 +41,7 @@ def measure_profile(
 ) -> HardwareProfile:
     """Measure this machine. Every rank must call it; all compute at the same time, as they will when serving.
 
-    comm: A rank that is alone has no links.
-    dtype: of Q, K, V and weights.
-    sizes: heads to measure attention with.
-    matrices: weights to measure matrix products with.
+    sizes, matrices: heads and weights to measure attention and matrix products with.
     seconds: how long it may take, about. More time makes steadier numbers and reaches larger blocks and messages.
     sums: further meshes whose tensor-parallel sums are to be known.
     report: called after each step with the number of all steps.
@@ -101,10 +98,7 @@ def _memory_bytes(comm: Communicator, local: int) -> int:
 
 
 def _all_tables(sizes: Sequence[KernelSizes], device: torch.device) -> list[KernelSizes]:
-    """Sizes and what else is needed of them: one head to a KV head, for few rows, and the kernel of biased scores.
-
-    On a processor also the kernel that transformers decodes with.
-    """
+    """Sizes, also with one head to a KV head, for few rows; biased scores' kernel, and transformers' for decoding."""
     flash = dict.fromkeys(replace(size, group=group, kernel="flash") for size in sizes for group in (1, size.group))
     others = ("math", "sdpa") if device.type == "cpu" else ("math",)
     return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]

@@ -63,14 +63,12 @@ class _Reading:
         torch.nn.functional.linear(self._x_TI, self._pool.take(*READ))
 
     def before_products(self, model: PreTrainedModel) -> int:
-        """Read before each product of a model's layers; how many there are."""
         products = [each for layer in model.model.layers for each in layer.modules() if isinstance(each, nn.Linear)]
         for product in products:
             product.register_forward_pre_hook(self)
         return len(products)
 
     def alone(self, times: int) -> None:
-        """Nothing but reading, so many times."""
         for _ in range(times):
             self()
 
@@ -84,11 +82,9 @@ class _Plain:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One pass over one token."""
         self.model(self._ids, use_cache=True)
 
     def generate(self, tokens: int) -> None:
-        """So many tokens behind one."""
         options = {"attention_mask": torch.ones_like(self._ids), "max_new_tokens": tokens, "do_sample": False}
         self._generate(options)
 
@@ -144,16 +140,10 @@ class _Calls:
 
 
 class SmallModelCases:
-    """Passes of one token, and generations.
-
-    pool: on CPU: elsewhere operations are called while others compute.
-    """
-
     def __init__(self, pool: Pool):
         self._pool = pool
 
     def add(self, cases: Cases) -> None:
-        """Put them among the cases to time."""
         reading = _Reading(self._pool)
         for kind, make in ((PLAIN, _Plain), (OWN, _Own)):
             for layers in (FEW, MANY):

@@ -28,13 +28,10 @@ DECILE = 10
 
 
 def lower_decile(samples: Sequence[float]) -> float:
-    """The time that a tenth of the samples do not exceed."""
     return sorted(samples)[(len(samples) - 1) // DECILE]
 
 
 class Stopwatch:
-    """Times calls that all ranks make together."""
-
     def __init__(self, comm: Communicator):
         self.comm = comm
         settle_allocator()
@@ -55,8 +52,7 @@ class Stopwatch:
 class Cases:
     """Many short measurements, taken in rounds that spread each of them over the whole time.
 
-    A neighbour who takes the processor for some seconds then disturbs one round of all cases, and not all samples of
-    some: the lower decile forgets the round.
+    A neighbour who takes the processor for some seconds then disturbs one round of all cases, which the decile forgets.
     """
 
     def __init__(self, watch: Stopwatch):
@@ -68,21 +64,12 @@ class Cases:
         return len(self._calls)
 
     def add(self, *key: object, call: Callable[[], object], weight: float = 1.0) -> None:
-        """Take a case.
-
-        key: its name.
-        call: it may communicate; every rank must add the same cases in the same order.
-        weight: of its share of the time: more where samples differ much.
-        """
+        """Take a case: every rank must add the same ones in the same order; `weight` is of its share of the time."""
         self._calls[key] = call
         self._weights.append(weight)
 
     def run(self, seconds: float, report: Callable[[], None] | None = None) -> Times:
-        """Time all cases.
-
-        seconds: how long it may take, about.
-        report: called after each case of each of `ROUNDS` rounds; fewer where they take longer than expected.
-        """
+        """Time all cases in about so many seconds; `report` is called after each case of each round."""
         watch = self.watch
         start = time.perf_counter()
         for call in self._calls.values():
@@ -108,10 +95,7 @@ class Cases:
 
 
 class Times:
-    """What cases took.
-
-    samples: per case and rank, seconds of every repeat; those of one index began together on all ranks, about.
-    """
+    """What cases took; samples of one index began together on all ranks, about."""
 
     def __init__(self, samples: Mapping[Key, tuple[list[float], ...]]):
         self._samples = samples
@@ -128,8 +112,8 @@ class Times:
     def together(self, key: Key) -> float:
         """Seconds until the last rank is done with a case: mean of the repeats but the longest tenth.
 
-        Of what a pass does again and again it takes the sum. Where ranks wait for a processor to be given to them, one
-        repeat in three may take several times as long as the others, which a median forgets.
+        Where ranks wait for a processor to be given to them, one repeat in three may take several times as long as the
+        others, which a median forgets and a pass does not.
         """
         last = sorted(max(column) for column in zip(*self._samples[key], strict=True))
         return statistics.mean(last[: len(last) - (len(last) - 1) // DECILE])
@@ -142,10 +126,7 @@ class Times:
 
 
 class Pool:
-    """Random numbers to read from, larger than any cache.
-
-    Layers follow each other with other weights, keys and values: what one call reads is not in the cache from the last.
-    """
+    """Random numbers to read from, larger than any cache: weights, keys and values differ from layer to layer."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, nbytes: int = COLD_BYTES):
         self._numbers = torch.rand(nbytes // dtype.itemsize, device=device, dtype=torch.float32).to(dtype)
@@ -166,10 +147,7 @@ class Pool:
 
 
 class Alone(Communicator):
-    """Communicates with nobody, however many ranks there are.
-
-    device: where it computes.
-    """
+    """Communicates with nobody, however many ranks there are."""
 
     def __init__(self, device: torch.device):
         mesh = Mesh(

@@ -31,11 +31,7 @@ def tokens(lengths: tuple[int, ...], first: tuple[int, ...]) -> TokenBlock:
 
 
 class TrialLayer:
-    """An attention layer that serves one workload again and again.
-
-    comm: its context-parallel group is the workload's ring.
-    pool: where random numbers come from, in the type that it has.
-    """
+    """An attention layer that serves one workload again and again, on numbers of the pool."""
 
     def __init__(self, comm: Communicator, shape: AttentionShape, workload: Workload, *, pool: Pool):
         self.comm = comm

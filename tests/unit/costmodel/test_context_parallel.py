@@ -16,11 +16,9 @@ from megakv.costmodel.context_parallel import (
     context_hiding_queries,
     cp_bytes_per_block,
     flops_per_pair,
-    kv_bytes,
     miss_rate_of_equal_bytes,
     miss_rate_with_all_to_all,
     new_tokens_hiding_kv,
-    query_bytes,
     sent_bytes,
     tp_bytes_per_block,
     tsp_tokens,
@@ -38,8 +36,8 @@ H100 = {"size": 4, "flops": 8 * 540e12, "bandwidth": 8 * 32.5e9}
 
 def test_table_3() -> None:
     model_dim = 16384
-    assert query_bytes(LLAMA_405B, 3200) == 3200 * model_dim * 2
-    assert kv_bytes(LLAMA_405B, 128_000) == 2 * 128_000 * model_dim * 2 / 16
+    assert 3200 * LLAMA_405B.query_row_bytes == 3200 * model_dim * 2
+    assert 128_000 * LLAMA_405B.kv_row_bytes == 2 * 128_000 * model_dim * 2 / 16
     assert attention_flops(LLAMA_405B, 3200, 124_800) == 4 * 3200 * model_dim * 128_000
     assert attention_flops(LLAMA_405B, 1_000_000, 0, causal=True) == 4e12 * model_dim / 2
     assert attention_flops(LLAMA_405B, 10, 90, causal=True) == 4 * model_dim * (900 + 50)
@@ -54,8 +52,7 @@ def test_table_2() -> None:
 
 def test_equation_1() -> None:
     assert miss_rate_of_equal_bytes(LLAMA_405B) == 0.125
-    new = 16_000
-    assert query_bytes(LLAMA_405B, new) == kv_bytes(LLAMA_405B, new / 0.125)
+    assert LLAMA_405B.query_row_bytes == LLAMA_405B.kv_row_bytes / 0.125
 
 
 def test_equations_2_and_3() -> None:
@@ -64,7 +61,7 @@ def test_equations_2_and_3() -> None:
     assert threshold / 128_000 == pytest.approx(0.0325, abs=2e-4)
     assert context_hiding_queries(LLAMA_405B, **H100) == pytest.approx(4 * 2 * 540e12 / (4 * 32.5e9))
     # At the threshold the exchange takes as long as a rank's attention.
-    exchange_s = kv_bytes(LLAMA_405B, 128_000) / H100["bandwidth"]
+    exchange_s = 128_000 * LLAMA_405B.kv_row_bytes / H100["bandwidth"]
     assert attention_flops(LLAMA_405B, 1, 127_999) * threshold / (4 * H100["flops"]) == pytest.approx(exchange_s)
 
 

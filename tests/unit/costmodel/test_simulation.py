@@ -14,9 +14,9 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.costmodel.simulation import Sharing, simulate
-from megakv.costmodel.simulation_offload import LinkBytes, offload_program
 from megakv.costmodel.simulation_prefill import METHODS, PrefillProgram
 from megakv.costmodel.simulation_program import Disturbances, Program
+from megakv.costmodel.virtual_runs import offload_program
 from megakv.distributed.sharding import balanced_tokens
 from tests.unit.costmodel.profiles import ideal
 
@@ -175,7 +175,7 @@ def test_bytes_are_those_of_the_methods(method: str) -> None:
     program = PrefillProgram(machine(), model, workload, chunk_tokens=100)
     built = program.build(method)
     new = program.tokens("pass_kv" if method in ("tsp", "tsp_causal") else method)
-    held = balanced_tokens(cached, size)
+    held = balanced_tokens([cached], size)
     kept = [a + b for a, b in zip(new, held, strict=True)]
     asking = size - 1 if method == "runahead" else 0
     last = len(model.layers) - 1
@@ -293,7 +293,7 @@ def test_offloaded_decoding_agrees_with_the_closed_pipeline() -> None:
 def test_weights_and_cache_share_one_link() -> None:
     """Neither alone fills the link; together they do, and bytes are all there."""
     times = StepTimes(sent_s=0.6, landed_s=0.0, recompute_s=0.0, last_s=0.0, layer_s=1.0)
-    sent = LinkBytes(600, 700)
+    sent = 600, 700
     alone, both = (
         simulate(offload_program(times, 10, steps=5, weights_s=seconds, sent=sent)) for seconds in (0.0, 0.7)
     )
