@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from megakv.costmodel.hardware import HardwareProfile, load_profile
-from megakv.costmodel.measure.kernels import KernelSizes, Matrices
+from megakv.costmodel.measure.kernels import Matrices
 from megakv.costmodel.measure.profile import measure_profile
 from megakv.costmodel.measure.stopwatch import Alone
 from megakv.costmodel.shape import ModelShape
@@ -109,7 +109,7 @@ def _measure(comm: Communicator, model: ModelShape, seconds: float, *, sums: lis
     profile = measure_profile(
         comm,
         dtype=model.dtype,
-        sizes=[KernelSizes.of(shape)],
+        sizes=[shape],
         matrices=Matrices.of(model),
         seconds=seconds,
         sums=sums,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -23,7 +22,7 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import AttentionShape, ModelShape
 
-from .fit import Constant, Constants, changed, fitted, link, model_shape
+from .fit import Constant, Constants, changed, link, model_shape
 from .published import Cell, Headline, Table, cells_of
 
 NAMES = (
@@ -58,11 +57,6 @@ CONSTANTS = {
     "between_latency_s": Constant(3e-5, 2e-6, 2e-4),
     "collective_bandwidth": Constant(40e9, 10e9, 50e9),
 }
-
-
-def fit(cells: Sequence[Cell]) -> dict[str, float]:
-    """Constants of one half of the cells."""
-    return fitted(cells, CONSTANTS, predict)
 
 
 def machine(constants: Constants) -> MachineSpec:

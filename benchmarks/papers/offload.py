@@ -6,13 +6,11 @@ Tables 3 and 4 keep the weights on an A100; Table 5 streams them to a smaller GP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megakv.costmodel.offload import GroupCosts, LayerCosts, WeightTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.kvpr import split_point, split_seconds
 
-from .fit import Constant, Constants, fitted, model_shape
+from .fit import Constant, Constants, model_shape
 from .published import Cell
 
 LARGE_GPU = ("kvpr_table_3", "kvpr_table_4")
@@ -29,16 +27,6 @@ SMALL_CONSTANTS = {
     "recompute_flops": Constant(30e12, 0.5e12, 89.2e12),
     "layer_s": Constant(1e-3, 1e-5, 2e-2),
 }
-
-
-def fit(cells: Sequence[Cell]) -> dict[str, float]:
-    """Constants of one half of the cells of Tables 3 and 4, or of Table 5."""
-    return fitted(cells, constants_of(cells), predict)
-
-
-def constants_of(cells: Sequence[Cell]) -> dict[str, Constant]:
-    """Those of the cells' machine."""
-    return SMALL_CONSTANTS if cells[0].table.name in SMALL_GPU else CONSTANTS
 
 
 def predict(cell: Cell, constants: Constants) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 from . import context_parallel, fairkv, offload
-from .fit import at_bounds
+from .fit import at_bounds, fitted
 from .published import Cell, Headline, Table, cells_of, pairs_of
 from .runahead import CONSTANTS as RUNAHEAD_CONSTANTS
 from .runahead import NAMES as RUNAHEAD_NAMES
@@ -51,24 +52,21 @@ def validate(tables: Mapping[str, Table]) -> Validation:
 
     known = cells(RUNAHEAD_NAMES)
     chains = RunaheadTables()
-    fitted = chains.fit(known)
-    found.constants["runahead"] = fitted
-    found.at_bounds["runahead"] = at_bounds(fitted, RUNAHEAD_CONSTANTS)
-    found.add(known, lambda cell: chains.predict(cell, fitted))
+    values = found.constants["runahead"] = chains.fit(known)
+    found.at_bounds["runahead"] = at_bounds(values, RUNAHEAD_CONSTANTS)
+    found.add(known, partial(chains.predict, constants=values))
 
-    known = cells(context_parallel.NAMES)
-    rings = context_parallel.fit(known)
-    found.constants["context_parallel"] = rings
-    found.at_bounds["context_parallel"] = at_bounds(rings, context_parallel.CONSTANTS)
-    found.add(known, lambda cell: context_parallel.predict(cell, rings))
-    found.headlines |= context_parallel.headlines(rings, tables[context_parallel.WHOLE_PROMPTS])
-
-    for group, names in (("kvpr_a100", offload.LARGE_GPU), ("kvpr_rtx5000", offload.SMALL_GPU)):
+    for group, names, constants, predict in (
+        ("context_parallel", context_parallel.NAMES, context_parallel.CONSTANTS, context_parallel.predict),
+        ("kvpr_a100", offload.LARGE_GPU, offload.CONSTANTS, offload.predict),
+        ("kvpr_rtx5000", offload.SMALL_GPU, offload.SMALL_CONSTANTS, offload.predict),
+    ):
         known = cells(names)
-        link = offload.fit(known)
-        found.constants[group] = link
-        found.at_bounds[group] = at_bounds(link, offload.constants_of(known))
-        found.add(known, lambda cell, link=link: offload.predict(cell, link))  # type: ignore[misc]
+        values = found.constants[group] = fitted(known, constants, predict)
+        found.at_bounds[group] = at_bounds(values, constants)
+        found.add(known, partial(predict, constants=values))
+    rings = found.constants["context_parallel"]
+    found.headlines |= context_parallel.headlines(rings, tables[context_parallel.WHOLE_PROMPTS])
 
     known = cells(fairkv.NAMES)
     skews = fairkv.fit(known)
@@ -77,7 +75,7 @@ def validate(tables: Mapping[str, Table]) -> Validation:
     for cell in cells([FAIRKV_HEADLINE]):
         setting = cell.setting
         gain = fairkv.gain(skews[setting["model"]], tp=setting["tp"], copied=setting["copied"])
-        found.add([cell], lambda _, gain=gain: gain)  # type: ignore[misc]
+        found.predicted[cell.table.name, cell.row, cell.column] = gain
         found.headlines[FAIRKV_HEADLINE] = Headline(cell.value, gain, cell.use)
     return found
 

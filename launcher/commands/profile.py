@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megakv.costmodel.hardware import HardwareProfile, load_profile
-from megakv.costmodel.measure.kernels import KernelSizes, Matrices
+from megakv.costmodel.measure.kernels import Matrices
 from megakv.costmodel.measure.profile import DEFAULT_SECONDS, measure_profile
 from megakv.costmodel.records import Record
 from megakv.costmodel.shape import AttentionShape, ModelShape
@@ -121,7 +121,7 @@ def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callabl
     if arguments.model:
         model = model_shape(arguments)
         options = {
-            "sizes": (KernelSizes.of(model.attention(tp_size=arguments.tp)),),
+            "sizes": (model.attention(tp_size=arguments.tp),),
             "matrices": Matrices.of(model),
         }
     return measure_profile(comm, dtype=DTYPES[arguments.dtype], seconds=arguments.seconds, report=report, **options)

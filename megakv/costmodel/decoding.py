@@ -22,10 +22,9 @@ def ttit_seconds(
     """Seconds of one decoding step of `generate`; sums over tensor-parallel ranks as far as the profile knows them.
 
     All ranks meet in every layer and at the end, where they are told the results and rank 0's word on going on. The
-    last of them is late by a part of what all compute between two meetings. Where every rank has queries of its own to
-    attend with while others' are on their way, a ring hides what the one before it is late by.
+    last of them is late by a part of what all compute between two meetings, which a ring hides where every rank has
+    queries of its own to attend with.
 
-    workload: one new token of each sequence, behind what is cached.
     method: ``pass_q``, where the sequences' tokens are spread over the ring, or ``replicated``: all ranks compute all.
     """
     replicated, sequences = method == "replicated", len(workload.new)

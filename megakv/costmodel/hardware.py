@@ -153,10 +153,7 @@ class HardwareProfile(Record):
         return self.exchange.bandwidth / (1 + self.exposed_compute)
 
     def overlapped(self, compute_s: float, transfer_s: float) -> float:
-        """Seconds until a computation and an exchange that start together have both ended.
-
-        While both run each goes slower by a constant factor, and what is left of the longer one goes on at full speed.
-        """
+        """Seconds until both end; while both run each goes slower by a constant factor, and then at full speed."""
         return max(compute_s + self.exposed_transfer * transfer_s, transfer_s + self.exposed_compute * compute_s)
 
     def without_links(self) -> HardwareProfile:

@@ -16,10 +16,8 @@ class Kernels:
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape):
         self.shape = shape
-        self._dim = max(shape.key_dim, shape.value_dim)
-        self._group = max(1, shape.heads // shape.kv_heads)
-        self._table = _nearest(profile, shape.kernel, self._dim, self._group)
-        self._packed_table = _nearest(profile, shape.kernel, self._dim, 1)
+        self._table = _nearest(profile, shape, shape.group)
+        self._packed_table = _nearest(profile, shape, 1)
 
     @property
     def flops(self) -> float:
@@ -28,12 +26,12 @@ class Kernels:
 
     def block(self, rows: float, keys: float) -> float:
         """Seconds of a call in which every row sees every key; 0 for an empty one."""
-        if rows <= PACKED_ROWS and self._group > 1 and self.shape.kernel == "flash":
-            return self._scaled(self._packed_table, self.shape.kv_heads, rows * self._group, keys)
+        if rows <= PACKED_ROWS and self.shape.group > 1 and self.shape.kernel == "flash":
+            return self._scaled(self._packed_table, self.shape.kv_heads, rows * self.shape.group, keys)
         return self._scaled(self._table, self.shape.heads, rows, keys)
 
     def square(self, rows: float) -> float:
-        return self._table.square(self.shape.heads * self._dim / self._table.head_dim, rows)
+        return self._table.square(self.shape.heads * self.shape.head_dim / self._table.head_dim, rows)
 
     def windowed(self, rows: float, keys: float, *, parts: int = 1) -> float:
         """Seconds of rows that each see a window of at most `keys` keys: tiles of rows, each with its own keys.
@@ -48,15 +46,15 @@ class Kernels:
         return rows / tile * self.block(tile, min(keys, (window + tile) / parts))
 
     def _scaled(self, table: AttentionTable, heads: int, rows: float, keys: float) -> float:
-        return table.block(heads * self._dim / table.head_dim, max(rows, 1.0) if rows else 0.0, keys)
+        return table.block(heads * self.shape.head_dim / table.head_dim, max(rows, 1.0) if rows else 0.0, keys)
 
 
-def _nearest(profile: HardwareProfile, kernel: str, dim: int, group: int) -> AttentionTable:
+def _nearest(profile: HardwareProfile, shape: AttentionShape, group: int) -> AttentionTable:
     """The measured table that is closest in head dimension, then in the size of the group."""
-    tables = [table for table in profile.attention if table.kernel == kernel]
+    tables = [table for table in profile.attention if table.kernel == shape.kernel]
     tables = tables or [table for table in profile.attention if table.kernel == "flash"]
 
     def distance(table: AttentionTable) -> tuple[float, float]:
-        return abs(math.log(table.head_dim / dim)), abs(math.log(table.group / group))
+        return abs(math.log(table.head_dim / shape.head_dim)), abs(math.log(table.group / group))
 
     return min(tables, key=distance)

@@ -18,7 +18,6 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 METHODS = ("pass_kv", "pass_q", "all_gather", "replicated")
 LARGE = 1e6
 """Rows, keys and tokens that everything is proportional from, long before."""
-HUGE_BYTES = 1e9
 MERGE_BYTES = 12
 """Of one element of a partial output that is merged in place: two are read and one is written, in float32."""
 COMBINE_BYTES = 4
@@ -38,12 +37,12 @@ class Link(BaseModel):
 
     def curve(self) -> Curve:
         """Seconds of a message over its bytes."""
-        return Curve.affine(self.latency_s, self.bandwidth, up_to=HUGE_BYTES)
+        return Curve.affine(self.latency_s, self.bandwidth)
 
     def collective(self, *, messages: int = 1, fixed_s: float = 0.0) -> Curve:
         """Seconds of a collective over the bytes that a rank sends, in so many messages one after another."""
         bandwidth = self.collective_bandwidth or self.bandwidth
-        return Curve.affine(fixed_s + messages * self.latency_s, bandwidth, up_to=HUGE_BYTES)
+        return Curve.affine(fixed_s + messages * self.latency_s, bandwidth)
 
 
 class MachineSpec(Record):
@@ -116,7 +115,7 @@ class MachineSpec(Record):
         ring = self.inside if hosts == 1 else self.between
         others = max(1, cp_size - 1)
         bandwidth = self.memory_bandwidth * self.memory_efficiency
-        copy = Curve.affine(self.kernel_s, bandwidth / 2, up_to=HUGE_BYTES)
+        copy = Curve.affine(self.kernel_s, bandwidth / 2)
         return HardwareProfile(
             fingerprint=Fingerprint(
                 processor=self.name,
@@ -134,8 +133,8 @@ class MachineSpec(Record):
             matmul_fp8=self._matmul(1, self.fp8_flops or self.peak_flops),
             copy_bytes=copy,
             copy_fresh=copy,
-            merge=Curve.affine(self.kernel_s, bandwidth / MERGE_BYTES, up_to=HUGE_BYTES),
-            combine=Curve.affine(self.kernel_s, bandwidth / COMBINE_BYTES, up_to=HUGE_BYTES),
+            merge=Curve.affine(self.kernel_s, bandwidth / MERGE_BYTES),
+            combine=Curve.affine(self.kernel_s, bandwidth / COMBINE_BYTES),
             exchange=ring.curve(),
             exchange_inside=self.inside.curve(),
             exchange_collective=self.between.collective(),
@@ -189,10 +188,7 @@ class MachineSpec(Record):
 
 
 def machine_of(profile: HardwareProfile) -> MachineSpec:
-    """A measured machine in the terms of a data sheet, all efficiencies 1: what it reached is what it is taken to have.
-
-    Raises ValueError if the profile is of a version that did not note memory: names what to do.
-    """
+    """A measured machine in the terms of a data sheet, all efficiencies 1; a ValueError where it has no memory."""
     if profile.memory_bytes is None:
         raise ValueError(
             "the hardware profile does not say how much memory a rank has; write a new one with megakv profile "

@@ -196,17 +196,14 @@ def sending_seconds(nbytes: float, bytes_s: float) -> float:
 
 
 def disk_seconds(nbytes: float, link_bytes_s: float, disk_bytes_s: float) -> float:
-    """Seconds of the link for bytes on disk: it reads one part while another is sent, so the slower one sets the pace.
-
-    A disk of 0 bytes per second is one whose bandwidth is not known.
-    """
+    """Seconds of the link for bytes on disk, at the slower of both rates; 0 of the disk's: it is not known."""
     return nbytes / (min(link_bytes_s, disk_bytes_s) if disk_bytes_s else link_bytes_s)
 
 
 def shown_rates(
     nbytes: float, disk_nbytes: float, busy_s: float, link_bytes_s: float, disk_bytes_s: float
 ) -> tuple[float, float]:
-    """Bandwidths of the link and of the disk as a transfer, some of it from disk, showed them; 0 where it did not.
+    """Bandwidths of the link and of the disk that a transfer, some of it from disk, showed; 0 where it did not.
 
     It shows that of the one that most of its time was spent on; the other is taken to be what it was.
     """
@@ -220,8 +217,7 @@ def shown_rates(
 def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = 0.0) -> tuple[float, float]:
     """Seconds per unit, and those that any number takes, from units and seconds of a few and of many.
 
-    `share` is the part of the seconds of many that they take longer than a few, at least: a difference that noise has
-    swallowed would mean units that cost nothing.
+    Many take longer than a few by a `share` of their seconds, at least: noise may have swallowed the difference.
     """
     slope = max(many[1] - few[1], share * many[1]) / max(many[0] - few[0], 1)
     return slope, max(0.0, few[1] - few[0] * slope)
@@ -252,8 +248,5 @@ def may_pay(input_bytes: float, kv_bytes: float) -> bool:
 
 
 def shared_attend_seconds(alone_s: float, ranks: int) -> float:
-    """Seconds per token of the host's attention where so many ranks of a host attend at once.
-
-    Attending to one query reads every key and value once: memory bandwidth is the limit, and it is divided.
-    """
+    """Seconds per token of the host's attention: ranks of a host divide its memory bandwidth, which is the limit."""
     return alone_s * ranks

@@ -25,9 +25,6 @@ from megakv.costmodel.shape import ModelShape
 from megakv.offload.methods import AUTO, METHODS, methods_of
 from megakv.offload.split import Split
 
-CHUNK_TOKENS = 256
-"""Tokens of a chunk of activations, as ``megakv.offload.chunk_tokens``."""
-
 
 def layer_costs(
     profile: HardwareProfile,
@@ -40,8 +37,7 @@ def layer_costs(
 ) -> LayerCosts:
     """Costs of one layer on one rank, per cached token; `device_s` is all its other work.
 
-    `sharers` ranks of a host divide the bandwidth of its memory, for their links and for attending there (KVPR, A.7),
-    and that of its disk.
+    `sharers` ranks of a host divide the bandwidth of its memory and its disk (KVPR, A.7).
     """
     shape = model.attention(tp_size=tp_size)
     width = shape.kv_heads * (shape.key_dim + shape.value_dim)
@@ -105,15 +101,12 @@ def layer_ways(costs: LayerCosts, group: GroupCosts, plan: str = "auto") -> Iter
         yield layer_times(replace(group, layer=costs), split), split
 
 
-def group_costs(costs: LayerCosts, tokens: int, lots: Sequence[Lot] = (), *, chunk: int = CHUNK_TOKENS) -> GroupCosts:
-    """A group of so many tokens, all of which have activations unless `lots` say which do and lie where.
-
-    The host attends to none where its speed is not known.
-    """
+def group_costs(costs: LayerCosts, tokens: int, lots: Sequence[Lot] = ()) -> GroupCosts:
+    """A group of tokens, all of which have activations unless `lots` say which do and lie where."""
     inputs, host = (
         (sum(lot.inputs for lot in lots), sum(lot.rows_in_memory for lot in lots)) if lots else (tokens, tokens)
     )
-    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, chunk=chunk, lots=tuple(lots))
+    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, lots=tuple(lots))
 
 
 def seen_tokens(model: ModelShape, workload: Workload) -> int:
@@ -147,11 +140,7 @@ def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1) -> WeightT
 
 
 def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int = 1, weights: bool = False) -> float:
-    """Seconds that the link takes while a prompt is read: no prefill is faster.
-
-    Keys and values of a rank's tokens go out, layer by layer; weights, where they are off the accelerator, come in
-    meanwhile.
-    """
+    """Seconds that the link takes while a prompt is read: keys and values go out, layer by layer, weights come in."""
     out = link.at(tokens * model.attention(tp_size=tp_size).kv_row_bytes)
     into = link.at(layer_weight_bytes(model, tp_size=tp_size)) if weights else 0.0
     return len(model.layers) * max(out, into)

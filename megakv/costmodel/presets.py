@@ -113,10 +113,7 @@ class Hardware:
 
 
 def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware:
-    """A preset by name; or the machine of a file: a measured profile, or a machine's own data sheet.
-
-    Raises ValueError if it is neither, naming the setting and the nearest names.
-    """
+    """A preset by name; or the machine of a file: a measured profile, or a data sheet. Raises ValueError."""
     text = str(name_or_path)
     if text in PRESETS:
         return Hardware(PRESETS[text])

@@ -40,6 +40,16 @@ class AttentionShape:
     # other systems keep them in the type of Q.
     partial_bytes: int | None = None
 
+    @cached_property
+    def head_dim(self) -> int:
+        """The larger one of both dimensions, which attention kernels go by."""
+        return max(self.key_dim, self.value_dim)
+
+    @cached_property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return max(1, self.heads // self.kv_heads)
+
     @property
     def query_row_bytes(self) -> int:
         return self.heads * self.key_dim * self.element_bytes
@@ -96,10 +106,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
-        """Sizes of the model that a config describes; `dtype`, of weights and cache, is the config's own unless given.
-
-        Raises ValueError if the config describes no causal language model that transformers knows.
-        """
+        """Sizes of the model that a config describes, in its own type unless given; or a ValueError."""
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
         key_dim, value_dim = _head_dims(text, heads)

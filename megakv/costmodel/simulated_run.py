@@ -58,10 +58,7 @@ class _Rank:
 
 
 def simulated_report(schedule: Schedule, ranks: SimulatedRanks, **values: Any) -> RunReport:
-    """The report of a run that took place on paper; `values` are further fields of it.
-
-    A rank waits between two computations; what it waits for is what ended last before the second of them.
-    """
+    """The report of a run that took place on paper; a rank waits for what ended last before its next computation."""
     found = [_Rank() for _ in ranks.tokens]
     causes = _causes(schedule)
     for index in sorted(range(len(schedule.tasks)), key=lambda index: (schedule.starts[index], index)):

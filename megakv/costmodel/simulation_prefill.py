@@ -255,11 +255,7 @@ class _Ring:
 
 
 class _Chain:
-    """One column of the mesh, whose ranks are the links of a chain, first link first.
-
-    A message sets out behind the one before, once it is there to be sent, and once the rank that receives it has room:
-    when all but `HELD` of those before were attended to.
-    """
+    """One column of the mesh, whose ranks are the links of a chain; the rules are those of `timeline.rank_events`."""
 
     def __init__(self, building: _Building, ranks: Sequence[int], parts: ChainParts, works: Sequence[LayerWork]):
         self._building = building

@@ -51,10 +51,7 @@ def added(exposed: float, other_s: float, own_s: float, exposed_other: float) ->
 def sharing(
     works: list[LayerWork], links: list[Times], transfer: float, compute: float
 ) -> tuple[list[LayerWork], list[Times]]:
-    """Work of ranks and messages of links as they slow each other down; see `HardwareProfile.overlapped`.
-
-    An exchange, in which a profile measures it, sends and receives: each of the two counts for half.
-    """
+    """Work of ranks and messages of links as they slow each other down; see `HardwareProfile.overlapped`."""
     computed = [float(work.total.mean()) for work in works]
     carried = [float(link.sum()) for link in links] + [0.0] * (len(works) - len(links))
     slower = [

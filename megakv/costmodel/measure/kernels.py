@@ -61,22 +61,8 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class KernelSizes:
-    """Heads of one rank that attention is measured with."""
-
-    head_dim: int  # Head dimension, query heads, and query heads that share a KV head.
-    heads: int
-    group: int
-    kernel: str = "flash"  # As `AttentionTable` has it.
-
-    @classmethod
-    def of(cls, shape: AttentionShape) -> KernelSizes:
-        return cls(max(shape.key_dim, shape.value_dim), shape.heads, shape.heads // shape.kv_heads, shape.kernel)
-
-
-@dataclass(frozen=True)
 class TableCases:
-    sizes: KernelSizes
+    sizes: AttentionShape  # Heads and their dimensions; whatever their window and type.
     pool: Pool
     flops: float  # Operations per second to expect.
     longest_s: float  # Calls expected to take longer are left out.

@@ -82,11 +82,7 @@ def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> Curv
 
 @dataclass
 class OverlapCases:
-    """How badly an exchange and attention share the processor.
-
-    Both run together twice, once with the one and once with the other as the longer. What the shorter one adds to the
-    longer one's own time is the part of it that is not hidden.
-    """
+    """How badly an exchange and attention share the processor: what the shorter adds to the longer one's time."""
 
     comm: Communicator
     kernels: TableCases  # Whose kernel computes.

@@ -16,7 +16,7 @@ import torch
 from megakv.costmodel.attention_time import DECODING, LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile, SumTimes
-from megakv.costmodel.measure.kernels import CurveCases, KernelSizes, Matrices
+from megakv.costmodel.measure.kernels import CurveCases, Matrices
 from megakv.costmodel.measure.links import OPERATION, sum_name, summing
 from megakv.costmodel.measure.stopwatch import Cases, Pool, Times
 from megakv.costmodel.measure.trial import TrialLayer
@@ -53,7 +53,7 @@ class MeetingCases:
         self,
         comm: Communicator,
         pool: Pool,
-        size: KernelSizes,
+        shape: AttentionShape,
         sums: Sequence[Communicator],
         matrices: Matrices,
     ):
@@ -62,9 +62,8 @@ class MeetingCases:
         self._comm = comm
         self._pool = pool
         self._sums = sums
-        self._shape = AttentionShape(
-            size.heads, size.heads // size.group, size.head_dim, size.head_dim, pool.dtype.itemsize
-        )
+        dim, dtype = shape.head_dim, pool.dtype
+        self._shape = AttentionShape(shape.heads, shape.heads // shape.group, dim, dim, dtype.itemsize)
         # The smallest pass of every method.
         self._works = {name: Workload((2 * ring,), (0,), ring) for name in METHODS}
         self._works[MEETING] = Workload((1,), (0,), ring)

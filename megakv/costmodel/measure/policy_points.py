@@ -46,9 +46,7 @@ def measure_points(
 ) -> list[FitPoint]:
     """Time both methods at every point of the grid that fits in about so many seconds. Every rank must call it.
 
-    shape: the layer on one rank.
-    totals: the values of T + P.
-    report: called after each point with the number of all points.
+    shape: the layer on one rank. totals: the values of T + P. report: called with the number of all points.
     """
     watch = Stopwatch(comm)
     pool = Pool(dtype, comm.mesh.device)

@@ -11,16 +11,17 @@ from deepspeed.accelerator import get_accelerator
 
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
-from megakv.costmodel.measure.kernels import KernelSizes, Matrices, TableCases, rank_curves
+from megakv.costmodel.measure.kernels import Matrices, TableCases, rank_curves
 from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, OverlapCases, exchange, ring_curves, sum_cells
 from megakv.costmodel.measure.meeting import MeetingCases
 from megakv.costmodel.measure.small_models import SmallModelCases
 from megakv.costmodel.measure.stopwatch import ROUNDS, Cases, Pool, Stopwatch, lower_decile
+from megakv.costmodel.shape import AttentionShape
 from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 
 DEFAULT_SECONDS = 60.0
-DEFAULT_SIZES = (KernelSizes(64, 8, 4), KernelSizes(128, 8, 4))
+DEFAULT_SIZES = tuple(AttentionShape(8, 2, dim, dim, torch.float32.itemsize) for dim in (64, 128))
 DEFAULT_MATRICES = Matrices()
 CALLS = 120
 """No call may take longer than this part of the whole time."""
@@ -33,7 +34,7 @@ def measure_profile(
     comm: Communicator,
     *,
     dtype: torch.dtype,
-    sizes: Sequence[KernelSizes] = DEFAULT_SIZES,
+    sizes: Sequence[AttentionShape] = DEFAULT_SIZES,
     matrices: Matrices = DEFAULT_MATRICES,
     seconds: float = DEFAULT_SECONDS,
     sums: Sequence[Communicator] = (),
@@ -97,9 +98,11 @@ def _memory_bytes(comm: Communicator, local: int) -> int:
     return min(comm.gather_objects(total // local if comm.mesh.device.type == "cpu" else total))
 
 
-def _all_tables(sizes: Sequence[KernelSizes], device: torch.device) -> list[KernelSizes]:
+def _all_tables(sizes: Sequence[AttentionShape], device: torch.device) -> list[AttentionShape]:
     """Sizes, also with one head to a KV head, for few rows; biased scores' kernel, and transformers' for decoding."""
-    flash = dict.fromkeys(replace(size, group=group, kernel="flash") for size in sizes for group in (1, size.group))
+    flash = dict.fromkeys(
+        replace(size, kv_heads=size.heads // group, kernel="flash") for size in sizes for group in (1, size.group)
+    )
     others = ("math", "sdpa") if device.type == "cpu" else ("math",)
     return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]
 

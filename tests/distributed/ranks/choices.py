@@ -24,7 +24,6 @@ from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.measure.kernels import KernelSizes
 from megakv.costmodel.measure.policy_points import fit_policy
 from megakv.costmodel.measure.profile import measure_profile
 from megakv.costmodel.measure.stopwatch import Pool
@@ -141,9 +140,7 @@ def main() -> None:
     steps: list[int] = []
     config = llama()
     shape = ModelShape.from_config(config, dtype=torch.float32).attention()
-    profile = measure_profile(
-        comm, dtype=torch.float32, sizes=[KernelSizes.of(shape)], seconds=1.0, report=steps.append
-    )
+    profile = measure_profile(comm, dtype=torch.float32, sizes=[shape], seconds=1.0, report=steps.append)
     fit = fit_policy(comm, shape, dtype=torch.float32, totals=(128, 512), seconds=1.0)
     if comm.mesh.rank == 0:
         profile.save(work / "profile.json")

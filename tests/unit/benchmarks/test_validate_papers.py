@@ -100,7 +100,8 @@ def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:
     for cell in cells:
         assert tables.predict(cell, chain) == pytest.approx(cell.value, rel=0.15)
 
-    rings = context_parallel.fit([c for name in context_parallel.NAMES for c in cells_of(TABLES[name])])
+    cells = [c for name in context_parallel.NAMES for c in cells_of(TABLES[name])]
+    rings = fitted(cells, context_parallel.CONSTANTS, context_parallel.predict)
     headlines = context_parallel.headlines(rings, TABLES[context_parallel.WHOLE_PROMPTS])
     for name in ("ttft_128k_16_hosts_s", "ttft_1m_16_hosts_s", "flops_per_gpu"):
         assert headlines[name].predicted == pytest.approx(headlines[name].published, rel=0.15)
@@ -116,7 +117,7 @@ def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:
     assert at_bounds(rings, context_parallel.CONSTANTS) == []
 
     known = cells_of(TABLES["kvpr_table_5"])
-    link = offload.fit(known)
+    link = fitted(known, offload.SMALL_CONSTANTS, offload.predict)
     assert all(offload.predict(cell, link) == pytest.approx(cell.value, rel=0.15) for cell in known)
     kept = fairkv.kept_tokens(256, random.uniform(0.5, 5))
     assert kept.mean() == pytest.approx(256) and kept.min() >= 32

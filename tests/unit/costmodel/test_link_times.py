@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.measure.kernels import KernelSizes, TableCases
+from megakv.costmodel.measure.kernels import TableCases
 from megakv.costmodel.measure.links import LEAST_OVERLAP_BYTES, OverlapCases
 from megakv.costmodel.measure.stopwatch import Cases, Pool
+from megakv.costmodel.shape import AttentionShape
 
 
 class Sizes:
@@ -35,7 +36,9 @@ class Sizes:
 )
 def test_exchanges_are_longer_than_a_burst(bandwidth: float, longest_s: float, expected: float) -> None:
     comm: Any = Sizes()
-    kernels = TableCases(KernelSizes(16, 2, 1), Pool(torch.float32, torch.device("cpu"), 1 << 20), 1e9, longest_s)
+    kernels = TableCases(
+        AttentionShape(2, 2, 16, 16, 4), Pool(torch.float32, torch.device("cpu"), 1 << 20), 1e9, longest_s
+    )
     calls: list[Any] = []
     cases: Any = type("Calls", (Cases,), {"add": lambda self, *key, call: calls.append((key, call))})(comm)
     OverlapCases(comm, kernels, 3e-4, bandwidth, longest_s).add(cases)

@@ -9,10 +9,11 @@ import torch
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.measure.kernels import WEIGHT_WIDTH, CurveCases, KernelSizes, Matrices
+from megakv.costmodel.measure.kernels import WEIGHT_WIDTH, CurveCases, Matrices
 from megakv.costmodel.measure.links import fair
 from megakv.costmodel.measure.meeting import LONG, METHODS, SHORT, MeetingCases
 from megakv.costmodel.measure.stopwatch import Pool, Times
+from megakv.costmodel.shape import AttentionShape
 from tests.unit.costmodel.profiles import ideal
 
 RING = 4
@@ -36,7 +37,7 @@ def test_what_meeting_costs_behind_work() -> None:
     lag, shared_s, wait_s = random.uniform(0, 1), random.uniform(1e-3, 1e-2), random.uniform(1e-3, 1e-2)
     extra = {method: random.uniform(1e-3, 1e-2) for method in METHODS}
     tensor_parallel = mesh(tp_size=3, shared_memory=False)
-    meeting = MeetingCases(mesh(), pool(), KernelSizes(64, 8, 1), [tensor_parallel], Matrices())
+    meeting = MeetingCases(mesh(), pool(), AttentionShape(8, 8, 64, 64, 4), [tensor_parallel], Matrices())
     profile = machine(collective=Curve.affine(1e-4, 1e9))
     behind = SHORT * len(Matrices().shapes) * PRODUCT_S * (1 + lag)
     known = {}
