@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megakv.attention.chain import HELD, OPERATION
-from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import RINGS, LayerTimes, RankSteps
-from megakv.costmodel.chain import Chain, ChainParts
-from megakv.costmodel.context_parallel import Workload, rank_totals, sent_bytes
-from megakv.costmodel.dense import SUMS, TokenTimes, all_reduce_bytes
-from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.chain import ChainParts
+from megakv.costmodel.context_parallel import rank_totals, sent_bytes
+from megakv.costmodel.dense import SUMS, all_reduce_bytes
+from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.simulation_program import Program
 from megakv.costmodel.timeline import LayerWork, in_step
 from megakv.distributed.sharding import balanced_tokens
@@ -25,42 +23,24 @@ from megakv.runahead.partition import Partition, even
 METHODS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal", "runahead")
 
 
-class PrefillProgram:
-    """Programs of one pass over a prompt; `chunk_tokens` are those of a message of the chain."""
-
-    def __init__(
-        self,
-        profile: HardwareProfile,
-        model: ModelShape,
-        workload: Workload,
-        *,
-        tp_size: int = 1,
-        chunk_tokens: int = CHUNK_TOKENS,
-    ):
-        self._profile = profile
-        self._model = model
-        self._workload = workload
-        self._tp_size = tp_size
-        self._times = TokenTimes(profile, model, tp_size=tp_size)
-        self._chain = Chain(profile, model, tp_size=tp_size, chunk_tokens=chunk_tokens)
-        kinds = {model.layers[index]: index for index, _ in model.layer_kinds}
-        self._kinds = [kinds[layer] for layer in model.layers]
+class PrefillProgram(PrefillTimes):
+    """Programs of one pass over a prompt."""
 
     def build(self, method: str, partitions: Sequence[Partition] | None = None) -> Program:
         """The program of one of `METHODS`; a ValueError for a ring over fewer than 2N tokens."""
-        building = _Building(self._workload.size, self._tp_size)
+        building = _Building(self.workload.size, self._tp_size)
         if method == "runahead":
             self._add_chain(building, partitions or self.even())
         else:
             self._add_rings(building, method)
         ends = [index for each in building.last for index in each]
-        end = self._times.end(len(self._workload.new), shared=self._workload.size > 1)
+        end = self._tokens.end(len(self.workload.new), shared=self.workload.size > 1)
         for rank in building.places[-1]:
             building.program.compute("dense", rank, end, ends)
         return building.program
 
     def even(self) -> tuple[Partition, ...]:
-        return tuple(even(tokens, self._workload.size) for tokens in self._workload.new)
+        return tuple(even(tokens, self.workload.size) for tokens in self.workload.new)
 
     def tokens(self, method: str, partitions: Sequence[Partition] | None = None) -> list[int]:
         if method == "runahead":
@@ -68,21 +48,17 @@ class PrefillProgram:
         elif method in ("tsp", "tsp_causal"):
             counts = rank_totals(self.even())
         else:
-            counts = balanced_tokens(self._workload.new, self._workload.size)
+            counts = balanced_tokens(self.workload.new, self.workload.size)
         return [count for count in counts for _ in range(self._tp_size)]
 
-    def _shape(self, kind: int) -> AttentionShape:
-        return self._model.attention(tp_size=self._tp_size, layer=kind)
-
     def _add_rings(self, building: _Building, method: str) -> None:
-        workload, times = self._workload, self._times
+        workload, times, tokens = self.workload, self._tokens, self._most
         size, asked = workload.size, len(workload.new)
-        tokens = -(-workload.total_new // size)
         new = balanced_tokens(workload.new, size)
         kept = [a + b for a, b in zip(new, balanced_tokens(workload.cached, size), strict=True)]
-        layers = {kind: LayerTimes(self._profile, self._shape(kind), workload) for kind, _ in self._model.layer_kinds}
-        rings = {kind: _Ring(layer, method, new, kept) for kind, layer in layers.items()}
-        for layer, kind in enumerate(self._kinds[:-1]):
+        rings = {kind: _Ring(layer, method, new, kept) for kind, layer in self._layers.items()}
+        *others, _ = self._model.layers
+        for layer, kind in enumerate(others):
             sums = times.sums(layer, tokens)
             before, after = times.before(layer, tokens), times.after(layer, tokens) - sums
             after += self._profile.idle_s(before + after + sums + rings[kind].busy_s)
@@ -91,10 +67,10 @@ class PrefillProgram:
                 rings[kind].add(building, ranks, layer)
             building.everywhere("dense", [after] * size, layer)
             self._add_sums(building, [sums] * size, [tokens] * size, layer)
-        kind, last = self._kinds[-1], len(self._kinds) - 1
-        terms = layers[kind].predict_last(method).terms
-        attention, together = terms.pop("attention", 0.0), terms.get("collective", 0.0)
-        way = sum(terms.values())
+        last = len(others)
+        terms = self._attention(last, method).terms
+        attention, together = terms.get("attention", 0.0), terms.get("collective", 0.0)
+        way = sum(seconds for term, seconds in terms.items() if term != "attention")
         before, after = times.before(last, tokens, wanted=asked), times.after(last, tokens, wanted=asked)
         # Kernels are issued while those before them compute, but not past a collective, which all ranks wait in.
         after += self._profile.idle_s(before + attention + way - together + after)
@@ -102,20 +78,21 @@ class PrefillProgram:
         self._add_last(building, [before] * size, [after] * size, [tokens] * size, (attention, way), sent)
 
     def _add_chain(self, building: _Building, partitions: Sequence[Partition]) -> None:
-        parts = self._chain.parts(partitions, self._workload.cached)
+        parts = self._chain.parts(partitions, self.workload.cached)
         assert parts.visits is not None
-        last = len(self._kinds) - 1
+        last = len(self._model.layers) - 1
         works = [work.first(last) for work in parts.works]
-        if sum(self._workload.cached):
+        if sum(self.workload.cached):
             works = in_step(works)
         new = rank_totals(partitions)
         # A rank without tokens computes one that stands in for them.
         rows = [max(1, count) for count in new]
         columns = [_Chain(building, ranks, parts, works) for ranks in building.columns]
-        for layer, kind in enumerate(self._kinds[:last]):
-            sums = [self._times.sums(layer, tokens) for tokens in rows]
+        row_bytes = self._model.attention(tp_size=self._tp_size).kv_row_bytes
+        for layer in range(last):
+            sums = [self._tokens.sums(layer, tokens) for tokens in rows]
             for column in columns:
-                column.add_layer(layer, self._shape(kind).kv_row_bytes, sums)
+                column.add_layer(layer, row_bytes, sums)
             self._add_sums(building, sums, rows, layer)
         asking = max(place for place, count in enumerate(new) if count)
         sent = self._last_bytes(OPERATION, new, new, asking=asking)
@@ -125,8 +102,8 @@ class PrefillProgram:
 
     def _last_bytes(self, method: str, new: list[int], kept: list[int], *, asking: int) -> list[dict[str, int]]:
         """Per context-parallel rank, bytes by operation of a last layer that one token of each sequence asks."""
-        wanted = [len(self._workload.new) * (place == asking) for place in range(len(new))]
-        shape = self._shape(self._kinds[-1])
+        wanted = [len(self.workload.new) * (place == asking) for place in range(len(new))]
+        shape = self._layers[self._model.layers[-1]].shape
         return [sent_bytes(method, shape, new=new, kept=kept, rank=place, wanted=wanted) for place in range(len(new))]
 
     def _add_last(
@@ -142,7 +119,7 @@ class PrefillProgram:
 
         `visits` are seconds of attention, and of all that is waited for; the others are per context-parallel rank.
         """
-        layer, count = len(self._kinds) - 1, len(self._workload.new)
+        layer, count = len(self._model.layers) - 1, len(self.workload.new)
         for ranks, seconds in zip(building.places, before_s, strict=True):
             for rank in ranks:
                 building.compute("dense", rank, seconds, layer)
@@ -151,7 +128,7 @@ class PrefillProgram:
             for ranks in building.columns:
                 nbytes = [sum(each.values()) for each in sent]
                 building.meet(next(iter(sent[0])), ranks, visits[1], nbytes, layer)
-        sums = [self._times.sums(layer, rows, wanted=count) for rows in tokens]
+        sums = [self._tokens.sums(layer, rows, wanted=count) for rows in tokens]
         building.everywhere("dense", [after - each for after, each in zip(after_s, sums, strict=True)], layer)
         self._add_sums(building, sums, [count] * len(sums), layer)
 

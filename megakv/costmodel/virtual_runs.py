@@ -23,7 +23,6 @@ from megakv.costmodel.offload_time import (
     placements,
     seen_tokens,
 )
-from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
@@ -83,8 +82,7 @@ class PrefillRun(_Run):
         super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
         self.method = method
         options: dict[str, Any] = {"tp_size": tp_size, "chunk_tokens": chunk_tokens}
-        self._program = PrefillProgram(self.profile, model, self.workload, **options)
-        self._times = PrefillTimes(self.profile, model, self.workload, **options)
+        self._times = PrefillProgram(self.profile, model, self.workload, **options)
         if fractions is not None:
             check_partition(fractions, cp_size, setting="--partition")
         self._partitions: tuple[Partition, ...] | None = None
@@ -102,11 +100,11 @@ class PrefillRun(_Run):
         return self._times.seconds(self.method, self._partitions)
 
     def program(self) -> Program:
-        return self._program.build(self.method, self._partitions)
+        return self._times.build(self.method, self._partitions)
 
     def report(self, schedule: Schedule, **values: Any) -> RunReport:
         """A run that generates one token; `values` are its model, config and machine."""
-        ranks = self._ranks(self._program.tokens(self.method, self._partitions))
+        ranks = self._ranks(self._times.tokens(self.method, self._partitions))
         new_tokens = len(self.workload.new)
         return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=schedule.seconds, ttit_s=None, **values)
 

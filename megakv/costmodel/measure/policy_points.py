@@ -35,34 +35,6 @@ def grid(totals: Sequence[int], ring: int) -> list[tuple[int, int]]:
     return sorted((new, total - new) for new, total in points if new >= 2 * ring)
 
 
-def measure_points(
-    comm: Communicator,
-    shape: AttentionShape,
-    *,
-    dtype: torch.dtype,
-    totals: Sequence[int],
-    seconds: float,
-    report: Callable[[int], None] | None = None,
-) -> list[FitPoint]:
-    """Time both methods at every point of the grid that fits in about so many seconds. Every rank must call it.
-
-    shape: the layer on one rank. totals: the values of T + P. report: called with the number of all points.
-    """
-    watch = Stopwatch(comm)
-    pool = Pool(dtype, comm.mesh.device)
-    ring = comm.mesh.cp_size
-    wanted = grid(totals, ring)
-    points = []
-    for new, cached in wanted:
-        trial = TrialLayer(comm, shape, Workload((new,), (cached,), ring), pool=pool)
-        times = _time_pair(watch, trial, seconds / len(wanted))
-        if times is not None:
-            points.append(FitPoint(new=new, cached=cached, pass_kv_s=times[0], pass_q_s=times[1]))
-        if report is not None:
-            report(len(wanted))
-    return points
-
-
 def _time_pair(watch: Stopwatch, trial: TrialLayer, budget_s: float) -> tuple[float, float] | None:
     """Medians of the slowest rank's seconds of both methods, run in turns; None if they take too long."""
     calls: list[Callable[[], object]] = [lambda: trial.run("pass_kv"), lambda: trial.run("pass_q")]
@@ -91,13 +63,23 @@ def fit_policy(
     seconds: float,
     report: Callable[[int], None] | None = None,
 ) -> PolicyFit:
-    """Measure points, as `measure_points`, and fit the rule to them. Every rank must call it.
+    """Time both methods at every point that fits in about so many seconds, and fit the rule. Every rank must call it.
 
+    shape: the layer on one rank. totals: the values of T + P. report: called with the number of all points.
     Raises ValueError if there is no ring, or no point could be measured in the time.
     """
-    if comm.mesh.cp_size < 2:
-        raise ValueError(f"a fit needs 2 or more context-parallel ranks, not {comm.mesh.cp_size}")
-    points = measure_points(comm, shape, dtype=dtype, totals=totals, seconds=seconds, report=report)
+    ring = comm.mesh.cp_size
+    if ring < 2:
+        raise ValueError(f"a fit needs 2 or more context-parallel ranks, not {ring}")
+    watch, pool = Stopwatch(comm), Pool(dtype, comm.mesh.device)
+    wanted, points = grid(totals, ring), []
+    for new, cached in wanted:
+        trial = TrialLayer(comm, shape, Workload((new,), (cached,), ring), pool=pool)
+        times = _time_pair(watch, trial, seconds / len(wanted))
+        if times is not None:
+            points.append(FitPoint(new=new, cached=cached, pass_kv_s=times[0], pass_q_s=times[1]))
+        if report is not None:
+            report(len(wanted))
     constants = fit_constants(points)
     accuracy, clear_accuracy = accuracies(constants, points)
     return PolicyFit(
@@ -105,7 +87,7 @@ def fit_policy(
         beta=constants[1],
         gamma=constants[2],
         fingerprint=fingerprint(comm, dtype),
-        ring_size=comm.mesh.cp_size,
+        ring_size=ring,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head_dim=shape.key_dim,
