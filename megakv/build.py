@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def _make_engine(
         if section.load != "random":
             check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    return MegaKVEngine(loaded, parsed, make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
+    return MegaKVEngine(loaded, parsed, _make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
 
 
 def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrainedConfig) -> HeadMap | None:
@@ -145,46 +145,27 @@ def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrain
     return None if mapping is None else place_heads(mapping, model)
 
 
-def make_runtime(
-    loaded: LoadedModel, config: MegaKVConfig, comm: Communicator, mapping: HeadMapping | None = None
+def _make_runtime(
+    loaded: LoadedModel, config: MegaKVConfig, comm: Communicator, mapping: HeadMapping | None
 ) -> Runtime:
-    """What the attention modules of an engine's model call. Every rank must call it.
-
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The model with this rank's weights.
-    mapping : HeadMapping, optional
-        That the model's heads were placed by.
-
-    Raises
-    ------
-    ValueError
-        If a setting does not fit the model, or a file that one names cannot be used.
-    """
+    """What the attention modules of an engine's model call. Every rank must call it."""
     section, model = config.megakv, loaded.module
     _, heads, kv_heads = head_counts(model.config)
+    shape = None
+    if section.context_parallel.profile is not None or section.runahead.table is not None:
+        # Something is predicted from the model's sizes, if its config tells them.
+        with suppress(ValueError):
+            shape = ModelShape.from_config(model.config, dtype=model.dtype)
     replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm)
     planner = PassPlanner(
         comm=comm,
         config=section.context_parallel,
         heads=heads,
         kv_heads=kv_heads,
-        shape=_known_shape(model, config),
+        shape=shape,
         runahead=section.runahead,
         divided=replicas is not None and replicas.shared,
     )
     fairkv = section.fairkv
     compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm, replicas)
     return Runtime(comm, planner, compressor, replicas, dtype=model.dtype)
-
-
-def _known_shape(model: PreTrainedModel, config: MegaKVConfig) -> ModelShape | None:
-    """The model's sizes where something is predicted from them; None where its config does not tell them."""
-    section = config.megakv
-    if section.context_parallel.profile is None and section.runahead.table is None:
-        return None
-    try:
-        return ModelShape.from_config(model.config, dtype=model.dtype)
-    except ValueError:
-        return None

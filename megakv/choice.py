@@ -143,17 +143,21 @@ def choose_prefill(evidence: Evidence, workload: Workload, shape: AttentionShape
 
 def algorithm_1(workload: Workload, shape: AttentionShape, *, flops: float, bandwidth: float) -> str:
     """Context parallelism, Algorithm 1: pass-KV where attention hides it, or where its message is no larger."""
-    hiding = new_tokens_hiding_kv(shape, size=workload.size, flops=flops, bandwidth=bandwidth)
-    large = workload.total_new >= hiding or workload.miss_rate >= miss_rate_of_equal_bytes(shape)
-    return "pass_kv" if large else "pass_q"
+    return _hidden_or_smaller(workload, shape, miss_rate_of_equal_bytes(shape), flops, bandwidth)
 
 
 def algorithm_5(workload: Workload, shape: AttentionShape, *, flops: float, bandwidth: float) -> str:
     """Context parallelism, Algorithm 5: Algorithm 1 with pass-Q's All2All counted against it."""
-    hiding = new_tokens_hiding_kv(shape, size=workload.size, flops=flops, bandwidth=bandwidth)
     threshold = miss_rate_with_all_to_all(
         shape, workload.total_new, size=workload.size, flops=flops, bandwidth=bandwidth
     )
+    return _hidden_or_smaller(workload, shape, threshold, flops, bandwidth)
+
+
+def _hidden_or_smaller(
+    workload: Workload, shape: AttentionShape, threshold: float, flops: float, bandwidth: float
+) -> str:
+    hiding = new_tokens_hiding_kv(shape, size=workload.size, flops=flops, bandwidth=bandwidth)
     return "pass_kv" if workload.total_new >= hiding or workload.miss_rate >= threshold else "pass_q"
 
 
@@ -174,69 +178,45 @@ def choose_decode(evidence: Evidence, workload: Workload, model: ModelShape | No
 def load_evidence(
     config: ContextParallelConfig, comm: Communicator, *, heads: int, kv_heads: int, dtype: torch.dtype | None
 ) -> Evidence:
-    """Read the files that the policy decides from. Every rank must call it.
+    """Read the files that the policy decides from, and refuse those of others. Every rank must call it.
 
     Heads are of the whole model; `dtype` is None where that of the model is not known.
-
-    Raises
-    ------
-    ValueError
-        If a file that the policy needs was not named, cannot be used, belongs to another machine or model, or differs
-        between ranks.
-    MegaKVError
-        On ranks whose own files are in order.
     """
-    if config.profile is None and config.fit is None:
+    named = {PROFILE_SETTING: config.profile, FIT_SETTING: config.fit}
+    if not any(named.values()):
         return Evidence(config.policy)
-    evidence = Agreement(comm).together(
-        lambda: Evidence(
-            config.policy,
+    profile, fit = Agreement(comm).together(
+        lambda: (
             None if config.profile is None else load_profile(config.profile, setting=PROFILE_SETTING),
             None if config.fit is None else load_fit(config.fit, setting=FIT_SETTING),
         )
     )
-    _check_equal(evidence, comm)
-    if not config.accept_foreign_profile:
-        _check_machine(evidence, config, comm, heads, kv_heads, dtype)
-    return evidence
-
-
-def _check_equal(evidence: Evidence, comm: Communicator) -> None:
-    """Ranks that decide from different numbers would wait for each other for ever."""
-    digests = [None if record is None else record.digest() for record in (evidence.profile, evidence.fit)]
-    everyone = comm.gather_objects(digests)
-    for index, setting in enumerate((PROFILE_SETTING, FIT_SETTING)):
-        odd = [rank for rank, theirs in enumerate(everyone) if theirs[index] != everyone[0][index]]
+    records = dict(zip(named, (profile, fit), strict=True))
+    # Ranks that decide from different numbers would wait for each other for ever.
+    everyone = comm.gather_objects([None if record is None else record.digest() for record in records.values()])
+    for setting, digests in zip(named, zip(*everyone, strict=True), strict=True):
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if odd:
             raise ValueError(
                 f"{setting}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host"
             )
-
-
-def _check_machine(
-    evidence: Evidence,
-    config: ContextParallelConfig,
-    comm: Communicator,
-    heads: int,
-    kv_heads: int,
-    dtype: torch.dtype | None,
-) -> None:
+    evidence = Evidence(config.policy, profile, fit)
+    if config.accept_foreign_profile:
+        return evidence
     remedy = "measure here, or set megakv.context_parallel.accept_foreign_profile = true"
     here = fingerprint(comm, dtype or torch.float32)
-    for record, setting, path in (
-        (evidence.profile, PROFILE_SETTING, config.profile),
-        (evidence.fit, FIT_SETTING, config.fit),
-    ):
-        if record is None:
-            continue
-        measured = record.fingerprint
-        same_type = here if dtype is not None else here.model_copy(update={"dtype": measured.dtype})
-        if differences := measured.differences(same_type):
-            raise ValueError(f"{setting} = {path!r} was measured elsewhere: {'; '.join(differences)}; {remedy}")
-    fit = evidence.fit
+    for setting, record in records.items():
+        if record is not None:
+            measured = record.fingerprint
+            same_type = here if dtype is not None else here.model_copy(update={"dtype": measured.dtype})
+            if differences := measured.differences(same_type):
+                raise ValueError(
+                    f"{setting} = {named[setting]!r} was measured elsewhere: {'; '.join(differences)}; {remedy}"
+                )
     wanted = (*local_heads(heads, kv_heads, comm.mesh.tp_size), comm.mesh.cp_size)
     if fit is not None and (fit.heads, fit.kv_heads, fit.ring_size) != wanted:
         raise ValueError(
             f"{FIT_SETTING} = {config.fit!r} was fitted to {fit.heads} query and {fit.kv_heads} KV heads a rank on "
             f"{fit.ring_size} context-parallel ranks, here {wanted[0]} and {wanted[1]} on {wanted[2]}; {remedy}"
         )
+    return evidence

@@ -21,35 +21,25 @@ from megakv.runahead.config import RunaheadConfig
 from megakv.sections import OneOf, Section
 from megakv.tracking.config import TrackingConfig
 
-REFUSED_KEYS = {
-    "replace_with_kernel_inject": "kernel injection replaces the attention that MegaKV provides",
-    "enable_cuda_graph": "MegaKV's communication cannot be captured",
-    "use_triton": "it belongs to kernel injection",
-    "triton_autotune": "it belongs to kernel injection",
-    "zero": "weights are placed by megakv.context_parallel and tensor_parallel",
-    "triangular_masking": "only causal masks are supported",
-    "moe": "experts follow tensor_parallel.tp_size",
-    "quant": "weights are quantised by megakv.feed_forward = 'fp8' only",
-    "checkpoint": "pass the model's directory or hub id as the first argument",
-    "base_dir": "pass the model's directory or hub id as the first argument",
-    "set_empty_params": "weights are always loaded straight into their shards",
-    "save_mp_checkpoint_path": "checkpoints stay as transformers wrote them",
-    "checkpoint_config": "pass the model's directory or hub id as the first argument",
-    "return_tuple": "layers return what transformers expects",
-    "training_mp_size": "checkpoints stay as transformers wrote them",
-    "replace_method": "nothing is replaced",
-    "injection_policy": "MegaKV finds row-parallel layers by itself",
-    "injection_policy_tuple": "MegaKV finds row-parallel layers by itself",
-    "config": "the model's own config is used",
-    "min_out_tokens": "there is no workspace to size",
-    "transposed_mode": "it belongs to kernel injection",
-    "mpu": "MegaKV makes its own groups from megakv.context_parallel.size and tensor_parallel.tp_size",
-    "ep_size": "experts follow tensor_parallel.tp_size",
-    "ep_group": "experts follow tensor_parallel.tp_size",
-    "ep_mp_group": "experts follow tensor_parallel.tp_size",
-    "moe_experts": "experts follow tensor_parallel.tp_size",
-    "moe_type": "experts follow tensor_parallel.tp_size",
+_REASONS = {
+    "kernel injection replaces the attention that MegaKV provides": "replace_with_kernel_inject",
+    "MegaKV's communication cannot be captured": "enable_cuda_graph",
+    "it belongs to kernel injection": "use_triton triton_autotune transposed_mode",
+    "weights are placed by megakv.context_parallel and tensor_parallel": "zero",
+    "only causal masks are supported": "triangular_masking",
+    "weights are quantised by megakv.feed_forward = 'fp8' only": "quant",
+    "pass the model's directory or hub id as the first argument": "checkpoint base_dir checkpoint_config",
+    "weights are always loaded straight into their shards": "set_empty_params",
+    "checkpoints stay as transformers wrote them": "save_mp_checkpoint_path training_mp_size",
+    "layers return what transformers expects": "return_tuple",
+    "nothing is replaced": "replace_method",
+    "MegaKV finds row-parallel layers by itself": "injection_policy injection_policy_tuple",
+    "the model's own config is used": "config",
+    "there is no workspace to size": "min_out_tokens",
+    "MegaKV makes its own groups from megakv.context_parallel.size and tensor_parallel.tp_size": "mpu",
+    "experts follow tensor_parallel.tp_size": "moe ep_size ep_group ep_mp_group moe_experts moe_type",
 }
+REFUSED_KEYS = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 REFUSED_TP_KEYS = ("mpu", "tp_group", "tp_grain_size")
 
 
@@ -152,11 +142,16 @@ FILES = (
 """Settings of MegaKV's section that name files and folders, section by section: hosts may have their own."""
 
 
+TYPES = {"bool_type": "true or false", "int_type": "a whole number", "float_type": "a number"}
+
+
 def _allowed(error: Any) -> str:
     context = error.get("ctx", {})
     kind = error["type"]
     if kind == "extra_forbidden":
         return f"unknown key; {_known_keys(error['loc'])}"
+    if kind in TYPES:
+        return f"allowed: {TYPES[kind]}"
     if "expected" in context:
         return f"allowed: {context['expected']}"
     return str(error["msg"]).removeprefix("Value error, ")
@@ -227,49 +222,40 @@ def _refuse(config: MegaKVConfig, source: str) -> None:
         value = getattr(config, key, None)
         if value != fields[key].get_default(call_default_factory=True) and value:
             raise ValueError(f"{source}: {key} = {value!r} is not supported with MegaKV: {REFUSED_KEYS[key]}")
-    parallel = config.tensor_parallel
+    parallel, named = config.tensor_parallel, f"{source}: tensor_parallel"
     for key in sorted(parallel.model_fields_set.intersection(REFUSED_TP_KEYS)):
-        raise ValueError(
-            f"{source}: tensor_parallel.{key} is not supported with MegaKV: groups and shards follow "
-            "tensor_parallel.tp_size"
-        )
+        raise ValueError(f"{named}.{key} is not supported with MegaKV: groups and shards follow tp_size")
     if parallel.tp_size < 1:
-        raise ValueError(f"{source}: tensor_parallel.tp_size = {parallel.tp_size}: allowed: 1 or more")
+        raise ValueError(f"{named}.tp_size = {parallel.tp_size}: allowed: 1 or more")
     if not parallel.enabled and parallel.tp_size > 1:
-        raise ValueError(
-            f"{source}: tensor_parallel.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}"
-        )
+        raise ValueError(f"{named}.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}")
     if config.dtype is not None and config.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"{source}: dtype = {config.dtype}: allowed: fp32, bf16, fp16")
 
 
-POLICY_NEEDS = {"alg1": "profile", "alg5": "profile", "fitted": "fit"}
-WRITTEN_BY = {"profile": "megakv profile", "fit": "megakv fit-policy"}
+POLICY_NEEDS = {"alg1": ("profile", "profile"), "alg5": ("profile", "profile"), "fitted": ("fit", "fit-policy")}
+"""The setting that a policy reads, and the command that writes its file."""
 
 
 def _check_policy(config: ContextParallelConfig, source: str) -> None:
-    needed = POLICY_NEEDS.get(config.policy)
-    if needed is not None and getattr(config, needed) is None:
+    key, command = POLICY_NEEDS.get(config.policy, (None, None))
+    if key is not None and getattr(config, key) is None:
         raise ValueError(
-            f"{source}: megakv.context_parallel.policy = {config.policy!r} needs megakv.context_parallel.{needed}: "
-            f"a file that {WRITTEN_BY[needed]} --json FILE writes"
+            f"{source}: megakv.context_parallel.policy = {config.policy!r} needs megakv.context_parallel.{key}: "
+            f"a file that megakv {command} --json FILE writes"
         )
 
 
 def _check_offload(section: MegaKVSection, source: str) -> None:
     offload = section.offload
     if not offload.enabled:
-        switches = {
-            "weights": offload.weights,
-            "num_gpu_batches": offload.num_gpu_batches > 1,
-            "kv_bits": offload.kv_bits,
-        }
+        switches = {"weights": offload.weights, "num_gpu_batches": offload.num_gpu_batches > 1}
+        switches["kv_bits"] = offload.kv_bits is not None
         if "enabled" not in offload.model_fields_set:
             # Switched off by name, the others may stay for later; without it they were meant.
             switches |= dict.fromkeys(sorted(offload.model_fields_set), True)
-        for key, given in switches.items():
-            if given:
-                raise ValueError(f"{source}: megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
+        for key in (key for key, given in switches.items() if given):
+            raise ValueError(f"{source}: megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
     if offload.weights and section.feed_forward == "fp8":
         raise ValueError(
@@ -295,19 +281,10 @@ def _check_offload(section: MegaKVSection, source: str) -> None:
 
 
 def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:
-    """Read and check a configuration.
+    """Read and check a configuration: the JSON's content, its file, or what an earlier call returned.
 
-    Parameters
-    ----------
-    config : dict, path or MegaKVConfig, optional
-        The JSON's content, its file, or what an earlier call returned.
-    **overrides
-        Further keys, as `deepspeed.init_inference` takes them; they may not contradict the JSON's.
-
-    Raises
-    ------
-    ValueError
-        Naming the offending key, its value and what is allowed.
+    `overrides` are further keys, as `deepspeed.init_inference` takes them; they may not contradict the JSON's. A
+    ValueError names the offending key, its value and what is allowed.
     """
     if isinstance(config, MegaKVConfig):
         if overrides:

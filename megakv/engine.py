@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megakv.autograd import without_autograd
 from megakv.cache.cache import ShardedCache
 from megakv.config import MegaKVConfig
+from megakv.costmodel.shape import positions as positions_of
 from megakv.device import on_device
 from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
@@ -20,17 +21,13 @@ from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Generation
 from megakv.generation import (
-    RankZeroStreamer,
-    TokenClock,
     check_length,
     check_options,
     given_option,
-    keep_tokens,
     new_token_limit,
-    open_call,
     pad_left,
-    prepare_options,
 )
+from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
 from megakv.injection.policy import policy_for
@@ -50,21 +47,10 @@ class MegaKVEngine(InferenceEngine):
     """A Hugging Face causal language model over a context-parallel x tensor-parallel mesh.
 
     Made by `init_inference`. Every rank must make the same calls with the same arguments; where ranks could differ
-    (random state, stop decisions), rank 0's word holds.
+    (random state, stop decisions), rank 0 decides.
 
-    Parameters
-    ----------
-    loaded : LoadedModel
-        The model with this rank's weights.
-    runtime : Runtime
-        What its attention modules will call.
-    name : str
-        What the model is called in reports.
-    mapping : HeadMapping, optional
-        That its KV heads were placed by.
-    owned : ExitStack
-        Gives back, when the engine is destroyed or cannot be made, what was made for it; what it makes itself comes on
-        top.
+    `name` is what the model is called in reports, `mapping` what its KV heads were placed by. `owned` gives back, when
+    the engine is destroyed or cannot be made, what was made for it; what it makes itself comes on top.
     """
 
     def __init__(
@@ -91,8 +77,6 @@ class MegaKVEngine(InferenceEngine):
         self._agreement = Agreement(comm)
         self._name = name
         self._mapping = mapping
-        self._policy = policy_for(model.config.model_type)
-        text = model.config.get_text_config()
         check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded, comm)
         owned.callback(detach, model)
@@ -101,21 +85,20 @@ class MegaKVEngine(InferenceEngine):
         if self._offloader is not None:
             owned.callback(self._offloader.close)
         make_cache = None if self._offloader is None else self._offloader.new_cache
-        hooks = ForwardHooks(model, self._runtime, self._policy, layers, make_cache)
+        hooks = ForwardHooks(model, self._runtime, layers, make_cache)
         owned.callback(hooks.remove)
-        self._positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+        # Frequencies that follow the length have no end.
+        self._positions = None if hooks.length_dependent else positions_of(model.config.get_text_config())
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
-        self.together(self._track)
+        settings = config.model_dump(mode="json", by_alias=True, fallback=str)
+        with self.call():
+            self.tracker = self._agreement.together(lambda: Tracker(config.megakv.tracking, settings, comm.mesh.rank))
         owned.callback(self.tracker.close)
         self._record = RunRecord(TokenClock(comm.ledger.now))
         comm.watch.install()
         model.eval()
         self._hooks: ForwardHooks | None = hooks
         self._owned = owned.pop_all()
-
-    def _track(self) -> None:
-        settings = self._config.model_dump(mode="json", by_alias=True, fallback=str)
-        self.tracker = Tracker(self._config.megakv.tracking, settings, self.mesh.rank)
 
     def __enter__(self) -> MegaKVEngine:
         return self
@@ -130,7 +113,7 @@ class MegaKVEngine(InferenceEngine):
 
     @without_autograd
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward over all ranks.
+        """The model's own forward over all ranks; an argument that is not supported is a ValueError that names it.
 
         Parameters
         ----------
@@ -143,13 +126,6 @@ class MegaKVEngine(InferenceEngine):
         ModelOutput
             With ``logits`` ``[B, S, V]`` in input order on every rank (zero at padding), or the last
             ``logits_to_keep`` of them, or those of the columns in it, in its order.
-
-        Raises
-        ------
-        ValueError
-            If an argument is not supported, by its name.
-        MegaKVError
-            If a peer is lost.
         """
         self.check_open()
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -160,7 +136,7 @@ class MegaKVEngine(InferenceEngine):
 
     @without_autograd
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
-        """transformers' own `generate`, over all ranks.
+        """transformers' own `generate`, over all ranks; returns the same tokens, or `ModelOutput`, on every rank.
 
         Parameters
         ----------
@@ -168,11 +144,6 @@ class MegaKVEngine(InferenceEngine):
             ``[B, S]`` prompt, also as ``input_ids=``.
         **options
             All that `transformers.GenerationMixin.generate` takes, but what needs a second model or hidden states.
-
-        Returns
-        -------
-        Tensor or ModelOutput
-            The same on every rank.
 
         Raises
         ------
@@ -198,41 +169,41 @@ class MegaKVEngine(InferenceEngine):
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any:
         """`generate` on top of what a cache holds; `ids` are all tokens, cached ones included."""
         self.check_open()
-        with self.call():
+        with self.call(), on_device(self.mesh.device):
             return self._generate_into(cache, ids, options)
 
     def _generate_into(self, cache: ShardedCache, ids: Tensor | None, options: dict[str, Any]) -> Any:
         check_options(self.module, options)
+        mask, embeds = options.get("attention_mask"), options.get("inputs_embeds")
         if isinstance(ids, Tensor):
             self._check_prompt(ids, None, options)
             if cache.length >= ids.shape[1]:
                 raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
-            mask = options.get("attention_mask")
             if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
                 raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
-        streams = open_call(self._agreement, self.mesh.device, self.module, ids, options)
-        streamer = RankZeroStreamer(options.get("streamer") if self.mesh.rank == 0 else None) if streams else None
-        reset_peak_memory(self.mesh.device)
-        self._comm.ledger.reset()
-        self._record = RunRecord(TokenClock(self._comm.ledger.now))
         width = 0 if ids is None else ids.shape[1]
-        limit = new_token_limit(self.module, options, width)
-        plans = None if self._offloader is None else self._offloader.new_run(limit, width)
-        prepared = prepare_options(
-            self.module, options, self._comm, self._agreement, self._record.clock, streamer, plans
-        )
+        plans = None
+        if self._offloader is not None:
+            # Beams share most of their tokens.
+            beams = (given_option("num_beams", options, self.module) or 1) > 1
+            plans = self._offloader.new_run(0 if beams else new_token_limit(self.module, options, width), width)
         self._runtime.planner.choice = None
-        embeds = options.get("inputs_embeds")
         # transformers caches after embeddings in any case.
         use_cache = embeds is not None or given_option("use_cache", options, self.module) is not False
-        prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
-        with self._holding(cache if use_cache else None, prompt), keep_tokens(self._record.clock):
-            # Beam search reorders whatever goes by that name, None too.
-            held = {"past_key_values": cache} if use_cache else {}
-            output = self.module.generate(ids, **held, **prepared)
-            # A rank that fails at the last token fails all; rank 0's streamer has seen the end by now.
-            self._agreement.together(lambda: None if streamer is None else streamer.check())
-        self._record.finish(ids, options.get("attention_mask"), cache, output, self._runtime.planner.choice)
+        # Beam search reorders whatever goes by that name, None too.
+        held = {"past_key_values": cache} if use_cache else {}
+        with agreed_call(self.module, ids, options, self._comm, self._agreement, plans) as (prepared, clock):
+            reset_peak_memory(self.mesh.device)
+            self._record = RunRecord(clock)
+            if use_cache:
+                # Some models drop the cache on the way.
+                prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
+                self._runtime.generation = Generation(cache, prompt)
+            try:
+                output = self.module.generate(ids, **held, **prepared)
+            finally:
+                self._runtime.generation = None
+        self._record.finish(ids, mask, cache, output, self._runtime.planner.choice)
         if self._offloader is not None:
             self._record.offload = [step.report() for step in self._offloader.steps]
             self._record.disk_io = self._offloader.pool.disk_io
@@ -243,17 +214,10 @@ class MegaKVEngine(InferenceEngine):
         return Session(self, self._new_cache())
 
     def restore_session(self, folder: str | Path) -> Session:
-        """Continue a session that `Session.save` wrote, also on another context-parallel degree.
+        """Continue a session that `Session.save` wrote to a folder that every rank reaches.
 
-        Parameters
-        ----------
-        folder : path
-            Reachable from every rank.
-
-        Raises
-        ------
-        MegaKVError
-            If a file is missing or broken, or the session is of another model, type or tensor-parallel degree.
+        The context-parallel degree may be another one. A MegaKVError if a file is missing or broken, or the session is
+        of another model, type or tensor-parallel degree.
         """
         with self.call():
             return Session.restore(self, self._new_cache(), Path(folder))
@@ -263,35 +227,17 @@ class MegaKVEngine(InferenceEngine):
         return self._agreement.call()
 
     def together(self, action: Callable[[], None]) -> None:
-        """Do something on every rank that may fail on some; then it fails on all.
-
-        Raises
-        ------
-        MegaKVError, ValueError
-            This rank's own error, or that of the first rank that failed.
-        """
+        """Do something on every rank that may fail on some; then it fails on all."""
         with self.call():
             self._agreement.together(action)
 
     def decide(self, action: Callable[[], T]) -> T:
-        """What rank 0 makes of it, on every rank; the others do not call it. Where it fails, all do.
-
-        Raises
-        ------
-        MegaKVError, ValueError
-            Rank 0's own error there; elsewhere what it says.
-        """
+        """What rank 0 makes of it, on every rank; the others do not call it. Where it fails, all do."""
         with self.call():
             return self._agreement.decide(action)
 
     def report(self) -> RunReport:
-        """What the last `generate` did on every rank. Every rank must call it.
-
-        Raises
-        ------
-        MegaKVError
-            If a peer is lost.
-        """
+        """What the last `generate` did on every rank. Every rank must call it."""
         self.check_open()
         with self.call():
             return self._record.run_report(self._comm, self._config, self._name, self._mapping)
@@ -301,12 +247,7 @@ class MegaKVEngine(InferenceEngine):
         """Give back hooks, the model's config, signal handlers and groups; the end of ``with engine:`` does it too.
 
         The engine and its sessions cannot be used afterwards. A model that was given as a module is a plain one again,
-        unless tensor parallelism or FP8 have changed its weights.
-
-        Raises
-        ------
-        MegaKVError
-            Within a call of the engine, such as in a streamer.
+        unless tensor parallelism or FP8 have changed its weights. Not within a call of the engine, as in a streamer.
         """
         if getattr(self, "_hooks", None) is not None:
             if self._agreement.under_way:
@@ -341,24 +282,11 @@ class MegaKVEngine(InferenceEngine):
             raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
         if ids.numel() == 0:
             raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
-        given = "max_out_tokens" in self._config.model_fields_set
-        length = ids.shape[1] + (past.get_seq_length() if past is not None else 0)
-        rope_scaled = self._hooks is not None and self._hooks.length_dependent
         check_length(
-            length,
+            ids.shape[1] + (past.get_seq_length() if past is not None else 0),
             options,
             self.module,
-            positions=None if rope_scaled else self._positions,
-            learned=self._policy.learned_positions,
-            max_out_tokens=self._config.max_out_tokens if given else None,
+            positions=self._positions,
+            learned=policy_for(self.module.config.model_type).learned_positions,
+            max_out_tokens=self._config.max_out_tokens if "max_out_tokens" in self._config.model_fields_set else None,
         )
-
-    @contextmanager
-    def _holding(self, cache: ShardedCache | None, prompt: Turn) -> Iterator[None]:
-        """Keep a cache attached during a `generate` call: some models drop it on the way."""
-        self._runtime.generation = None if cache is None else Generation(cache, prompt)
-        try:
-            with on_device(self.mesh.device):
-                yield
-        finally:
-            self._runtime.generation = None

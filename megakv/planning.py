@@ -29,23 +29,16 @@ DECODE_STEPS = 256
 
 @dataclass
 class PassPlanner:
-    """Layouts and methods of one engine's passes.
+    """Layouts and methods of one engine's passes; heads and `shape`, for the cost model, are of the whole model.
 
-    Raises
-    ------
-    ValueError
-        If a file that the choice of method or partition needs cannot be used.
+    Without a shape decoding goes by the batch, and partitions of KV-Runahead are not predicted.
     """
 
     comm: Communicator
     config: ContextParallelConfig
     heads: int
-    """As `kv_heads`, of the whole model."""
     kv_heads: int
     shape: ModelShape | None = None
-    """Sizes of the whole model, for the cost model; without them decoding goes by the batch, and partitions of
-    KV-Runahead are not predicted.
-    """
     runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
     divided: bool = False
     """Whether replicas of KV heads share tokens: like compressed ones, those do not travel."""
@@ -82,11 +75,6 @@ class PassPlanner:
         Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty. With `narrow` the
         last layer can do with the tokens whose results are asked for. It does where there is one of each sequence, as
         when text is generated, unless something may be compressed, which takes all queries.
-
-        Raises
-        ------
-        ValueError
-            If the partition that was asked for does not fit the prompt.
         """
         size, rank = self.comm.mesh.cp_size, self.comm.mesh.cp_rank
         if not len(new):
@@ -171,19 +159,15 @@ class PassPlanner:
         return self._decode_methods[known]
 
     def _planned(self, workload: Workload, *, compressed: bool) -> PrefillChoice:
-        """How a prompt is spread: rank 0's word where that is computed from measurements.
+        """How a prompt is spread: rank 0 decides where that is computed from measurements.
 
         Floats may differ in their last bits between hosts; at a tie, ranks would part and wait for each other.
         """
 
         def plan() -> PrefillChoice:
+            sizes, planner = self._sizes, self._predictions
             return plan_prefill(
-                self.config,
-                self.evidence,
-                workload,
-                sizes=self._sizes,
-                planner=self._predictions,
-                compressed=compressed,
+                self.config, self.evidence, workload, sizes=sizes, planner=planner, compressed=compressed
             )
 
         weighed = self._predictions is not None or self.partitions.table is not None

@@ -12,7 +12,7 @@ from megakv.choice import PrefillChoice
 from megakv.config import MegaKVConfig
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.mapping import HeadMapping
-from megakv.generation import TokenClock
+from megakv.generation_call import TokenClock
 from megakv.tracking import (
     HeadBalance,
     OffloadStep,
@@ -29,25 +29,7 @@ from megakv.tracking import (
 
 @dataclass
 class RunRecord:
-    """One `generate` call on this rank.
-
-    Parameters
-    ----------
-    clock : TokenClock
-        When its tokens were known.
-    prompt_tokens, new_tokens : int
-        Over the whole batch.
-    tokens, kv_bytes : int
-        Tokens whose keys and values this rank holds, all heads or some, and their bytes.
-    prefill : PrefillPlan, optional
-        How the prompt was spread.
-    head_tokens : list
-        ``[layer][KV head]`` tokens that this rank's heads hold; empty if none were compressed.
-    offload : list of OffloadStep
-        Passes over offloaded keys and values.
-    disk_io : str, optional
-        How the disk tier is read.
-    """
+    """One `generate` call on this rank; the fields are those of the reports."""
 
     clock: TokenClock
     prompt_tokens: int = 0
@@ -79,8 +61,7 @@ class RunRecord:
             self.kv_bytes = cache.nbytes()
             self.head_tokens = cache.head_tokens()
 
-    def rank_report(self, comm: Communicator) -> RankReport:
-        """This rank's share of the report."""
+    def _rank_report(self, comm: Communicator) -> RankReport:
         mesh, totals = comm.mesh, comm.ledger.by_operation()
         return RankReport(
             rank=mesh.rank,
@@ -108,8 +89,7 @@ class RunRecord:
         self, comm: Communicator, config: MegaKVConfig, model: str, mapping: HeadMapping | None = None
     ) -> RunReport:
         """The report of all ranks, on every rank."""
-        own = self.rank_report(comm)
-        ranks = comm.gather_objects(own)
+        ranks = comm.gather_objects(self._rank_report(comm))
         return RunReport(
             config=config.model_dump(mode="json", by_alias=True, fallback=str),
             model=model,
@@ -132,12 +112,12 @@ def _balance(
     """None where all heads hold the same tokens, and lie in runs."""
     if not all(report.head_tokens for report in ranks):
         return None
-    path = config.megakv.fairkv.mapping
+    path = str(config.megakv.fairkv.mapping)
     # An accelerator's kernels go on while the clock does.
     measured = comm.mesh.device.type == "cpu"
     return head_balance(
         [[sum(layer) for layer in report.head_tokens] for report in ranks],
         [report.attention_s if measured else [] for report in ranks],
         comm.mesh.tp_size,
-        mapping=None if mapping is None else (str(path), mapping.digest(), mapping.barrier_utilisation),
+        mapping=None if mapping is None else (path, mapping.digest(), mapping.barrier_utilisation),
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 @dataclass(frozen=True)
@@ -17,42 +17,25 @@ class OneOf:
 
     names: Callable[[], tuple[str, ...]]
 
-    def check(self, value: Any) -> None:
+    def check(self, value: Any) -> Any:
         """Refuse what is not among them."""
         *names, last = map(repr, self.names())
         if value not in self.names():
             raise ValueError(f"allowed: {', '.join(names)} or {last}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
 
 
 class Section(DeepSpeedConfigModel):
     """A section of the JSON: unknown keys are refused, numbers are finite, and values are of their own JSON type."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     def __init__(self, **data: Any):
         # DeepSpeed's own class drops what is "auto", whatever the key.
         BaseModel.__init__(self, **data)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _of_its_own_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Neither is true a number, nor 1 a boolean, nor "2" either of them."""
-        assert info.field_name is not None
-        field = cls.model_fields[info.field_name]
-        for mark in field.metadata:
-            if isinstance(mark, OneOf):
-                mark.check(value)
-        kinds = set(_kinds(field.annotation))
-        if isinstance(value, bool | int | float | str) and kinds <= {bool, int, float, NoneType}:
-            numbers = bool(kinds & {int, float})
-            if isinstance(value, bool):
-                fits = bool in kinds
-            else:
-                fits = numbers and not isinstance(value, str)
-            if not fits:
-                null = " or null" if NoneType in kinds else ""
-                raise ValueError(f"allowed: {'a number' if numbers else 'true or false'}{null}")
-        return value
 
 
 def registered(section: type[BaseModel], key: str) -> dict[str, list[str]]:
@@ -63,15 +46,3 @@ def registered(section: type[BaseModel], key: str) -> dict[str, list[str]]:
             found |= registered(field.annotation, f"{key}.{name}")
         found |= {f"{key}.{name}": list(mark.names()) for mark in field.metadata if isinstance(mark, OneOf)}
     return found
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """The plain types that an annotation allows; anything else as it is."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        yield from map(type, arguments)
-    elif origin in (Union, UnionType):
-        for argument in arguments:
-            yield from _kinds(argument)
-    else:
-        yield origin or annotation

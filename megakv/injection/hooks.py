@@ -16,7 +16,7 @@ from megakv.device import upload
 from megakv.distributed.sharding import new_tokens
 from megakv.forward_pass import ForwardPass, LastRows, Wanted
 from megakv.injection.last_layer import LastLayerRows
-from megakv.injection.policy import PaddedPositions, Policy, depends_on_length, takes_positions
+from megakv.injection.policy import Positions, depends_on_length
 from megakv.runtime import Runtime
 
 REFUSED_INPUTS = {
@@ -34,34 +34,26 @@ class ForwardHooks:
         self,
         model: PreTrainedModel,
         runtime: Runtime,
-        policy: Policy,
         layers: int,
         make_cache: Callable[[int], ShardedCache] | None = None,
     ):
         self._runtime = runtime
         self._make_cache = make_cache
-        self._policy = policy
         self._layers = layers
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
-        self._takes_positions = takes_positions(model)
-        self._padded_positions = PaddedPositions(model)
-        # Biases of positions are counted along the mask, whatever position_ids say.
-        self._counts_mask = policy.positions_from_mask or bool(getattr(model.config, "alibi", False))
-        self._ignores_positions = not self._takes_positions or bool(getattr(model.config, "alibi", False))
+        self._positions = Positions(model)
         self.length_dependent = depends_on_length(model)
         self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
         runtime.last_layer = self._last_layer.attention
-        self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-        ]
+        self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         self._last_layer.remove()
-        for handle in self._handles:
-            handle.remove()
+        self._before_handle.remove()
+        self._after_handle.remove()
 
     def new_cache(self) -> ShardedCache:
         """An empty cache of this model on this mesh."""
@@ -84,7 +76,7 @@ class ForwardHooks:
             mask, positions = np.ones((batch, 1), dtype=bool), cache.table.next_positions()[:, None]
         else:
             mask = self._mask(inputs.get("attention_mask"), batch, length, past)
-            positions = self._positions(inputs, mask, length, past)
+            positions = self._positions.of(inputs, mask, length, past)
         new = new_tokens(mask[:, -length:], positions, past)
         # A piece of a longer prompt may be nothing but padding, as the first of those that transformers cuts it into.
         held = cache.length > 0 and bool(cache.table.counts().any())
@@ -144,20 +136,6 @@ class ForwardHooks:
             )
         return mask.detach().cpu().numpy().astype(bool)
 
-    def _positions(self, inputs: dict[str, Any], mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
-        """``[B, T]`` rotary positions, those of the plain model where none are given."""
-        given: Tensor | None = inputs.get("position_ids")
-        if given is None:
-            given = self._padded_positions(inputs.get("input_ids"), inputs.get("inputs_embeds"), past)
-        if given is not None and not self._ignores_positions:
-            positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
-        elif self._counts_mask:
-            counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-            positions = counted[:, -length:] + (past if mask.shape[1] == length else 0)
-        else:
-            positions = np.arange(past, past + length).reshape(1, length)
-        return np.broadcast_to(positions, (mask.shape[0], length))
-
     def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, past: int, embedded: bool) -> None:
         """Replace the global inputs by this rank's packed ones."""
         tokens = step.tokens
@@ -171,7 +149,7 @@ class ForwardHooks:
         rows = upload(sequence, device), upload(column, device)
         inputs["inputs_embeds" if embedded else "input_ids"] = source[rows].unsqueeze(0)
         inputs.pop("position_ids", None)
-        if self._takes_positions:
+        if self._positions.taken:
             inputs["position_ids"] = upload(position, device).unsqueeze(0)
         inputs["attention_mask"] = None
         inputs["past_key_values"] = step.cache

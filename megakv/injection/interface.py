@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
 
 ATTENTION_NAME = "megakv"
-SUBSTITUTED_NAME = "megakv_substituted"
 RUNTIME_ATTRIBUTE = "megakv_runtime"
 REFUSED_ARGUMENTS = ("position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices")
 
@@ -28,14 +27,12 @@ class CausalMask:
     """A causal mask; with a window W, a query of slot s sees the keys in ``(s - W, s]``, else those in ``[0, s]``."""
 
     window: int | None = None
+    ndim: ClassVar[int] = 0
+    """Falcon asks for it, as of a tensor that it would work on."""
 
-
-def _probe_slots(window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs of slots around all edges that a causal or windowed mask has."""
-    reach = window or 1
-    slots = sorted({0, 1, 2, 3, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 3, 8191, 8192, 8193})
-    queries, keys = np.meshgrid(slots, slots, indexing="ij")
-    return torch.from_numpy(queries.reshape(-1).copy()), torch.from_numpy(keys.reshape(-1).copy())
+    def to(self, *_: Any) -> CausalMask:
+        """Itself: MPT asks for booleans."""
+        return self
 
 
 def describe_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> CausalMask:
@@ -44,13 +41,10 @@ def describe_mask(*, mask_function: Callable[..., Any], local_size: int | None =
     transformers hands over a function of slots; a dense mask of a sharded sequence is never built. The function is
     evaluated at the edges of what `local_size` promises, so that a model with any other pattern (chunked, prefix,
     blockwise) is refused rather than silently computed wrongly.
-
-    Raises
-    ------
-    MegaKVError
-        If the pattern is neither causal nor a causal sliding window.
     """
-    queries, keys = _probe_slots(local_size)
+    reach = local_size or 1
+    edges = sorted({0, 1, 2, 3, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 3, 8191, 8192, 8193})
+    queries, keys = (torch.from_numpy(slots.reshape(-1)) for slots in np.meshgrid(edges, edges, indexing="ij"))
     zeros = torch.zeros_like(queries)
     try:
         seen = torch.as_tensor(mask_function(zeros, zeros, queries, keys)).expand_as(queries)
@@ -67,6 +61,16 @@ def describe_mask(*, mask_function: Callable[..., Any], local_size: int | None =
     return CausalMask(window=local_size)
 
 
+def described_mask(module: nn.Module, attention_mask: Any) -> CausalMask:
+    """The mask that an attention module was given, if it is one that `describe_mask` made."""
+    if not isinstance(attention_mask, CausalMask):
+        raise MegaKVError(
+            f"{type(module).__name__} got an attention mask ({type(attention_mask).__name__}) that did not come from "
+            "transformers' mask interface; this model, or mask, is not supported"
+        )
+    return attention_mask
+
+
 class AttentionRuntime(Protocol):
     """What hangs on every attention module of an engine's model."""
 
@@ -77,13 +81,7 @@ class AttentionRuntime(Protocol):
 
 
 def runtime_of(module: nn.Module) -> AttentionRuntime:
-    """The engine's runtime that was attached to an attention module.
-
-    Raises
-    ------
-    MegaKVError
-        If the module belongs to no engine.
-    """
+    """The engine's runtime that was attached to an attention module."""
     runtime: AttentionRuntime | None = getattr(module, RUNTIME_ATTRIBUTE, None)
     if runtime is None:
         raise MegaKVError(
@@ -109,61 +107,29 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Entry for transformers' `AttentionInterface`: ``[1, L, H, Dv]``, and None for the weights.
 
-    Parameters
-    ----------
-    query, key, value
-        ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, after rotary.
-
-    Raises
-    ------
-    MegaKVError
-        If the model asks for something that is not part of exact causal attention.
+    It is given ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, after rotary.
     """
-    model = type(module).__name__
-    if not isinstance(attention_mask, CausalMask):
-        raise MegaKVError(
-            f"{model} builds its own attention mask ({type(attention_mask).__name__}) instead of using transformers' "
-            "mask interface; this model is not supported"
-        )
+    mask = described_mask(module, attention_mask)
     refused = [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]
     if dropout:
         refused.append("dropout")
     if is_causal is False:
         refused.append("is_causal=False")
     if refused:
-        raise MegaKVError(f"{model} passes {', '.join(refused)} to attention, which MegaKV does not support")
+        raise MegaKVError(
+            f"{type(module).__name__} passes {', '.join(refused)} to attention, which MegaKV does not support"
+        )
     scoring = Scoring(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=attention_mask.window, softcap=softcap
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=mask.window, softcap=softcap
     )
     layer: Any = module.layer_idx
     return runtime_of(module).attend(layer, query, key, value, scoring, s_aux), None
-
-
-def mark_causal(**kwargs: Any) -> Tensor:
-    """Entry for transformers' `AttentionMaskInterface`, for models whose attention modules are MegaKV's.
-
-    Such models also work on the mask themselves, as on a tensor: they get an empty one, of no more than one dimension.
-
-    Raises
-    ------
-    MegaKVError
-        If the mask is not causal, or has a window.
-    """
-    if describe_mask(**kwargs).window is not None:
-        raise MegaKVError("the model asks for a sliding window, which MegaKV's attention module for it does not have")
-    return torch.empty(0, dtype=torch.bool)
-
-
-def is_causal_mark(attention_mask: Any) -> bool:
-    """Whether a mask is what `mark_causal` made."""
-    return isinstance(attention_mask, Tensor) and attention_mask.shape == (0,)
 
 
 def register() -> None:
     """Add MegaKV's entries to transformers' interfaces, under names that are its own."""
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     AttentionMaskInterface.register(ATTENTION_NAME, describe_mask)
-    AttentionMaskInterface.register(SUBSTITUTED_NAME, mark_causal)
 
 
 def attention_modules(model: nn.Module) -> list[Any]:

@@ -20,10 +20,9 @@ QUERIES = SEPARATE[0]
 class LastLayerRows:
     """Hooks on linears of a model's last decoder layer.
 
-    A prompt's logits are wanted for its last token alone. Of the last layer, keys and values of all tokens are kept;
-    queries, attention, and what follows it token by token may leave out all others. Their results are zero instead. The
-    feed-forward of layers with experts is left alone: its linears see tokens in an order of their own. So are
-    projections that are fused.
+    Of it, keys and values of all tokens are kept; queries, attention, and what follows it token by token may leave out
+    all but the tokens whose logits are wanted. Their results are zero instead. The feed-forward of layers with experts
+    is left alone: its linears see tokens in an order of their own. So are projections that are fused.
 
     `wanted` gives the rows of the pass under way that are, if there is one. `attention` is the index of the attention
     layer whose queries may be left out, if it is known which one the last is.
@@ -37,20 +36,18 @@ class LastLayerRows:
             _, layers = decoder_layers(model)
         except ValueError:
             return
-        last = layers[-1]
-        indices = [_attention_index(layer) for layer in layers]
-        if indices.count(indices[-1]) == 1:
-            self.attention = indices[-1]
-        if self.attention is not None:
-            for name, child in attention_modules(last)[0].named_children():
+        *others, last = (attention_modules(layer) for layer in layers)
+        if len(last) == 1 and not any(found.layer_idx == last[0].layer_idx for each in others for found in each):
+            self.attention = last[0].layer_idx
+            for name, child in last[0].named_children():
                 if name in OUTPUTS:
                     self._hook(child, self._narrow)
                 elif name == QUERIES:
                     self._hook(child, self._narrow_queries)
-        mixed = any(isinstance(module, nn.ModuleList) for module in last.modules())
-        if mixed or any(parameter.ndim > 2 for parameter in last.parameters()):
+        mixed = any(isinstance(module, nn.ModuleList) for module in layers[-1].modules())
+        if mixed or any(parameter.ndim > 2 for parameter in layers[-1].parameters()):
             return
-        for parent, name in feed_forward_linears(last):
+        for parent, name in feed_forward_linears(layers[-1]):
             self._hook(getattr(parent, name), self._narrow)
 
     def remove(self) -> None:
@@ -80,9 +77,3 @@ class LastLayerRows:
             return None
         whole = output.new_zeros((*output.shape[:-2], wanted.length, output.shape[-1]))
         return whole.index_copy_(-2, wanted.rows, output)
-
-
-def _attention_index(layer: nn.Module) -> int | None:
-    """The index of a decoder layer's attention, if it has just one."""
-    found = attention_modules(layer)
-    return found[0].layer_idx if len(found) == 1 else None

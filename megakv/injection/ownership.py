@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megakv.injection.interface import (
     ATTENTION_NAME,
     RUNTIME_ATTRIBUTE,
-    SUBSTITUTED_NAME,
     AttentionRuntime,
     attention_modules,
     register,
@@ -26,13 +25,7 @@ SPENT_ATTRIBUTE = "megakv_spent"
 
 
 def check_unused(model: PreTrainedModel) -> None:
-    """Refuse a model that an engine has.
-
-    Raises
-    ------
-    ValueError
-        Saying whether that engine is at work, or what it did to the weights, and what to do.
-    """
+    """Refuse a model that an engine has, or whose weights one has changed."""
     if any(hasattr(module, RUNTIME_ATTRIBUTE) for module in model.modules()):
         raise ValueError(
             f"the model given ({type(model).__name__}) belongs to another engine: call destroy() of that one first, or "
@@ -76,7 +69,7 @@ def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
     else:
         substitute_attention(model, kind)
         # The model only takes its mask by this name; set_attn_implementation would refuse it.
-        model.config._attn_implementation = SUBSTITUTED_NAME
+        model.config._attn_implementation = ATTENTION_NAME
     modules = attention_modules(model)
     for module in modules:
         setattr(module, RUNTIME_ATTRIBUTE, runtime)

@@ -6,6 +6,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -66,18 +68,33 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return passes_on and "position_ids" in inspect.signature(type(model.get_decoder()).forward).parameters
 
 
-class PaddedPositions:
-    """Positions that count the tokens which are no padding token, from the one behind its own on (RoBERTa, its kin)."""
+class Positions:
+    """How a model numbers tokens: by what it is given, along the mask, by slot, or by code of its own."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
+        alibi = bool(getattr(model.config, "alibi", False))
+        self.taken = takes_positions(model)
+        self._given = self.taken and not alibi
+        # Biases of positions are counted along the mask, whatever position_ids say.
+        self._counted = alibi or policy_for(model.config.model_type).positions_from_mask
+        # RoBERTa and its kin count tokens that are no padding token, from the one behind its own on.
         found = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._embeddings: Any = next(found, None)
 
-    def __call__(self, ids: Tensor | None, embeds: Tensor | None, past: int) -> Tensor | None:
-        """``[B, S]`` positions of new tokens behind `past` cached ones, by the model's code; None if it counts all."""
-        if self._embeddings is None:
-            return None
-        count, padding = self._embeddings, self._embeddings.padding_idx
-        if ids is None:
-            return count.create_position_ids_from_inputs_embeds(embeds, padding)
-        return count.create_position_ids_from_input_ids(ids, padding, past)
+    def of(self, inputs: dict[str, Any], mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
+        """``[B, T]`` of new tokens behind `past` cached ones, of which `mask` shows which are real."""
+        given: Tensor | None = inputs.get("position_ids")
+        if given is None and self._embeddings is not None:
+            count, padding, ids = self._embeddings, self._embeddings.padding_idx, inputs.get("input_ids")
+            if ids is None:
+                given = count.create_position_ids_from_inputs_embeds(inputs["inputs_embeds"], padding)
+            else:
+                given = count.create_position_ids_from_input_ids(ids, padding, past)
+        if given is not None and self._given:
+            positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
+        elif self._counted:
+            counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+            positions = counted[:, -length:] + (past if mask.shape[1] == length else 0)
+        else:
+            positions = np.arange(past, past + length).reshape(1, length)
+        return np.broadcast_to(positions, (mask.shape[0], length))

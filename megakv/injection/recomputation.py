@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.attention.reference import Scoring
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.forward_pass import ForwardPass
@@ -40,12 +39,9 @@ class _Reached(Exception):  # noqa: N818
 
 
 class _Stop:
-    """In the place of the engine's runtime while keys and values are recomputed."""
+    """In the place of the engine's runtime while keys and values are recomputed: its attention leaves the forward."""
 
-    def attend(
-        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
-    ) -> Tensor:
-        """Leave the module's forward."""
+    def attend(self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
         raise _Reached(k_BKSD, v_BKSD)
 
 
@@ -73,28 +69,16 @@ class _RotaryTable:
         needed = int(positions.max()) + 1 if len(positions) else 0
         if not self._columns:
             self._columns = tuple(part.new_zeros((0, *part.shape[2:])) for part in embeddings)
-        if len(self._columns[0]) < needed:
-            self._columns = tuple(self._grown(column, needed + TABLE_ROWS) for column in self._columns)
+        if (missing := needed - len(self._columns[0])) > 0:
+            grown = (0, 0) * (embeddings[0].ndim - 2) + (0, missing + TABLE_ROWS)
+            self._columns = tuple(nn.functional.pad(column, grown) for column in self._columns)
         index = upload(positions, embeddings[0].device)
         for column, part in zip(self._columns, embeddings, strict=True):
             column.index_copy_(0, index, part[0])
 
-    @staticmethod
-    def _grown(column: Tensor, rows: int) -> Tensor:
-        grown = column.new_zeros((rows, *column.shape[1:]))
-        grown[: len(column)] = column
-        return grown
-
     def rows(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Those of some positions, each ``[1, n, R]``."""
         return tuple(column.index_select(0, positions).unsqueeze(0) for column in self._columns)
-
-
-class _Seen(NamedTuple):
-    """How a module was called in the pass under way, but for its input where that is not named."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class Recomputation:
@@ -108,7 +92,7 @@ class Recomputation:
     ):
         self._entered = entered
         self._current = current
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._modules: dict[int, nn.Module] = {}
         self._tables: dict[int, _RotaryTable] = {}
         self._handles = []
@@ -128,7 +112,7 @@ class Recomputation:
         hidden = args[0] if args else kwargs[HIDDEN]
         # Nor is the input itself: another takes its place.
         kept = {name: None if name == HIDDEN else kwargs[name] for name in kwargs if name not in CACHES}
-        self._seen[layer] = _Seen(args[1:], kept)
+        self._seen[layer] = args[1:], kept
         embeddings = kwargs.get("position_embeddings")
         if embeddings is not None:
             # Sines and cosines, or complex numbers that are both.
@@ -147,13 +131,9 @@ class Recomputation:
         self._tables[layer] = step.once(("rotary", embeddings[0].data_ptr()), learned)
 
     def recompute(self, layer: int, x_LE: Tensor, positions: IntArray) -> tuple[Tensor, Tensor]:
-        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of tokens from the inputs ``[n, h]`` of a layer's attention
-        module.
-
-        The layer has begun in the pass under way.
-        """
-        module, seen = self._modules[layer], self._seen[layer]
-        kwargs = dict(seen.kwargs)
+        """Keys ``[K, n, D]``, values ``[K, n, Dv]`` from inputs ``[n, h]`` of a layer that has begun in this pass."""
+        module, (others, kwargs) = self._modules[layer], self._seen[layer]
+        kwargs = dict(kwargs)
         if HIDDEN in kwargs:
             kwargs[HIDDEN] = x_LE.unsqueeze(0)
         if isinstance(kwargs.get("position_ids"), Tensor):
@@ -161,7 +141,7 @@ class Recomputation:
         if kwargs.get("position_embeddings") is not None:
             found = self._embeddings(layer, positions, x_LE.device)
             kwargs["position_embeddings"] = found[0] if isinstance(kwargs["position_embeddings"], Tensor) else found
-        args = () if HIDDEN in kwargs else (x_LE.unsqueeze(0), *seen.args)
+        args = () if HIDDEN in kwargs else (x_LE.unsqueeze(0), *others)
         try:
             with self._stopping(module):
                 module.forward(*args, **kwargs)

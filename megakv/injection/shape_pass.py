@@ -26,7 +26,11 @@ def shape_pass(model: PreTrainedModel, runtime: AttentionRuntime, tokens: int) -
     The model's parameters are on the meta device. Its buffers follow them there, and it is switched to the attention of
     `runtime`, which is called with tensors that have no values.
     """
-    _to_meta(model)
+    for module in model.modules():
+        # The code of rotary embeddings looks at values.
+        if not hasattr(module, "rope_type"):
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to("meta")
     if any(is_experts(module) for module in model.modules()):
         # Of the ways to compute experts the one that asks for no tokens' values and no alignment.
         model.set_experts_implementation("batched_mm")
@@ -36,25 +40,18 @@ def shape_pass(model: PreTrainedModel, runtime: AttentionRuntime, tokens: int) -
     cache = ShardedCache(layers, size=1, rank=0)
     slots = np.arange(tokens, dtype=np.int64)
     cache.begin(balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), 1), 1)
+    row = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {
-        "input_ids": torch.empty(1, tokens, dtype=torch.int64, device="meta"),
-        "position_ids": torch.empty(1, tokens, dtype=torch.int64, device="meta"),
+        "input_ids": row,
+        "position_ids": row,
         "past_key_values": cache,
         "use_cache": True,
         "return_dict": True,
-        "logits_to_keep": torch.empty(1, dtype=torch.int64, device="meta"),
+        "logits_to_keep": row[0, :1],
     }
     known = {*inspect.signature(type(model).forward).parameters, *(["position_ids"] if takes_positions(model) else [])}
     with torch.no_grad(), _rotary_on_cpu(model, tokens):
         return layers, model(**{name: value for name, value in inputs.items() if name in known}).logits
-
-
-def _to_meta(model: nn.Module) -> None:
-    """Move all buffers to the meta device but those of rotary embeddings, whose code looks at values."""
-    for module in model.modules():
-        if not hasattr(module, "rope_type"):
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to("meta")
 
 
 @contextmanager

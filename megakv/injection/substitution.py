@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
-from megakv.injection.interface import is_causal_mark, runtime_of
+from megakv.injection.interface import described_mask, runtime_of
 
 Projected = tuple[Tensor, Tensor, Tensor, Scoring]
 """``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, and how they are scored."""
@@ -55,19 +55,10 @@ class SubstitutedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None = None, *, attention_mask: Tensor | None, **inputs: Any
     ) -> tuple[Tensor, None]:
-        """``[1, L, hidden]`` to the same.
-
-        Raises
-        ------
-        MegaKVError
-            If the model made a mask of its own, or the module belongs to no engine.
-        """
+        """``[1, L, hidden]`` to the same."""
         query, key, value, scoring = self.project(hidden_states, inputs)
-        if not is_causal_mark(attention_mask):
-            raise MegaKVError(
-                f"{type(self).__name__} got an attention mask that did not come from transformers' mask interface; "
-                "only causal attention is supported"
-            )
+        if described_mask(self, attention_mask).window is not None:
+            raise MegaKVError(f"the model asks for a sliding window, which {type(self).__name__} does not have")
         attended = runtime_of(self).attend(self.layer_idx, query, key, value, scoring, None)
         out = self.child(self.output)(attended.flatten(2))
         return out if residual is None else out + residual, None
@@ -90,13 +81,7 @@ class SubstitutedAttention(nn.Module):
 
 
 def substitute_attention(model: PreTrainedModel, kind: type[SubstitutedAttention]) -> None:
-    """Put new modules in the place of a model's; its class and transformers' code stay, as do modules replaced before.
-
-    Raises
-    ------
-    ValueError
-        If the model's config asks for what they do not do.
-    """
+    """Put new modules in the place of a model's; its class stays, as do modules that were replaced before."""
     kind.check(model.config)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -17,8 +17,6 @@ from megakv.injection.interface import attention_modules
 from megakv.injection.policy import policy_for, takes_positions
 from megakv.injection.shape_pass import shape_pass
 
-TOKENS = 5
-"""Of the pass over shapes."""
 INPUTS = ("input_ids", "attention_mask", "past_key_values")
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
 """Modules that carry something from one token to the next."""
@@ -45,24 +43,13 @@ def check_support(family: type[PreTrainedModel], config: PreTrainedConfig) -> No
 
     A model of the class is built without memory and run over shapes: the masks that it asks for, what it tells
     attention and what it asks of its cache are then what they will be. The config is left as it is.
-
-    Raises
-    ------
-    ValueError
-        Naming the model type and the reason.
     """
-    model = _without_memory(family, config)
+    with init_empty_weights(include_buffers=False):
+        # An instance that an engine used before has a name in its config that only MegaKV knows.
+        model = family._from_config(deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager").eval()
     reason = _unknown_inputs(model) or _other_mixers(model) or _uncounted(model)
     if reason is not None:
         raise ValueError(f"model type {config.model_type!r} ({family.__name__}) is not supported: {reason}")
-
-
-def _without_memory(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    own = deepcopy(config)
-    with init_empty_weights(include_buffers=False):
-        # An instance that an engine used before has a name in its config that only MegaKV knows.
-        model = family._from_config(own, dtype=torch.bfloat16, attn_implementation="eager")
-    return model.eval()
 
 
 def _unknown_inputs(model: PreTrainedModel) -> str | None:
@@ -80,15 +67,11 @@ def _count(model: PreTrainedModel) -> int:
     return getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers: the list of modules that has as many."""
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
-    return next((list(found) for found in lists if len(found) == _count(model)), [])
-
-
 def _other_mixers(model: PreTrainedModel) -> str | None:
     """What besides attention lets tokens of a decoder layer see each other."""
-    for index, layer in enumerate(_layers(model)):
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    layers = next((found for found in lists if len(found) == _count(model)), nn.ModuleList())
+    for index, layer in enumerate(layers):
         attention = {id(module) for module in attention_modules(layer)}
         if not attention:
             return f"decoder layer {index} ({type(layer).__name__}) has no attention that MegaKV knows"
@@ -107,13 +90,13 @@ def _uncounted(model: PreTrainedModel) -> str | None:
     calls = _Calls()
     expected = range(_count(model))
     try:
-        shape_pass(model, calls, TOKENS)
+        shape_pass(model, calls, tokens=5)
     except MegaKVError as error:
         return str(error)
     except Exception as error:
-        if not _needs_values(error):
+        if not (isinstance(error, NotImplementedError) or "meta tensor" in str(error)):
             return f"its forward pass fails with MegaKV's attention and cache ({type(error).__name__}: {error})"
-        # Experts that are chosen by values, on the host. Layers whose attention is of a class that called are alike.
+        # It ended for want of values only, by which some experts are chosen. Layers of a class that called are alike.
         modules = attention_modules(model)
         seen = {type(module) for module in modules if calls.of[module.layer_idx]}
         for layer in {module.layer_idx for module in modules if type(module) in seen} - calls.of.keys():
@@ -125,8 +108,3 @@ def _uncounted(model: PreTrainedModel) -> str | None:
     if calls.of.keys() - set(expected) or max(calls.of.values()) > 1:
         return f"attention is called {calls.of.total()} times for {len(expected)} decoder layers"
     return None
-
-
-def _needs_values(error: Exception) -> bool:
-    """Whether a pass ended only because tensors on the meta device have no values."""
-    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)

@@ -153,17 +153,17 @@ class Planner:
 
     # Several ranks, after each token: a step takes as long as the slowest rank, on all of them
 
-    def proposal(self) -> int:
+    def decision(self) -> int:
         """The plan that this rank would have all ranks use, as a number; -1 where it knows of none."""
         return -1 if self._proposed is None else [*METHODS].index(self._proposed)
 
-    def heed(self, proposal: int) -> None:
+    def follow(self, decision: int) -> None:
         """Take the plan that the leading rank proposed at the end of a step.
 
         The next one is under way on some ranks already: it is used in the one after that.
         """
         self._step += 1
-        self._agreed = self._agreed[1], None if proposal < 0 else [*METHODS][proposal]
+        self._agreed = self._agreed[1], None if decision < 0 else [*METHODS][decision]
 
     def _plan(self, store: TieredStore, groups: Sequence[GroupCosts], agreed: str | None) -> Plan:
         tokens = sum(group.tokens for group in groups)

@@ -25,10 +25,9 @@ from megakv.costmodel.measure.stopwatch import Alone, Cases, Pool, Times
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.forward_pass import Generation
-from megakv.generation import TokenClock, open_call, prepare_options
+from megakv.generation_call import agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach
-from megakv.injection.policy import policy_for
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
 
@@ -104,20 +103,16 @@ class _Own(_Plain):
         heads = {"heads": SIZES["num_attention_heads"], "kv_heads": SIZES["num_key_value_heads"]}
         planner = PassPlanner(comm=self._comm, config=ContextParallelConfig(), **heads)
         self._runtime = Runtime(self._comm, planner, dtype=model.dtype)
-        policy = policy_for(model.config.model_type)
-        self._hooks = ForwardHooks(model, self._runtime, policy, attach(model, self._runtime))
+        self._hooks = ForwardHooks(model, self._runtime, attach(model, self._runtime))
 
     @torch.no_grad()
     def _generate(self, options: dict[str, Any]) -> None:
         # As an engine does it.
-        open_call(self._agreement, self.model.device, self.model, self._ids, options)
-        self._comm.ledger.reset()
-        clock = TokenClock(self._comm.ledger.now)
-        prepared = prepare_options(self.model, options, self._comm, self._agreement, clock, None)
-        cache = self._hooks.new_cache()
-        self._runtime.generation = Generation(cache)
-        super()._generate({**prepared, "past_key_values": cache})
-        self._runtime.generation = None
+        with agreed_call(self.model, self._ids, options, self._comm, self._agreement) as (prepared, _):
+            cache = self._hooks.new_cache()
+            self._runtime.generation = Generation(cache)
+            super()._generate({**prepared, "past_key_values": cache})
+            self._runtime.generation = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock
 from megakv.forward_pass import Wanted
 from megakv.injection.hooks import ForwardHooks
-from megakv.injection.policy import policy_for
 from tests.families import bloom, falcon, falcon_alibi, gpt_j, llama, mpt
 from tests.unit.injection.substituted import LAYERS, random_ids
 
@@ -54,7 +53,7 @@ def test_positions_are_those_of_the_plain_model(config: Any, given: list[int], c
     """ALiBi counts along the mask, or slots, and never reads position_ids; rotary models read them."""
     model = AutoModelForCausalLM.from_config(config())
     recorder: Any = _Recorder()
-    ForwardHooks(model, recorder, policy_for(model.config.model_type), LAYERS)
+    ForwardHooks(model, recorder, LAYERS)
     inputs = {"input_ids": random_ids(1, 5), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     with pytest.raises(_StopError):
         model(**inputs)

@@ -13,7 +13,7 @@ from torch import nn
 
 from megakv.distributed.sharding import new_tokens
 from megakv.errors import MegaKVError
-from megakv.injection.interface import RUNTIME_ATTRIBUTE, mark_causal
+from megakv.injection.interface import RUNTIME_ATTRIBUTE, CausalMask
 from megakv.injection.ownership import attach
 from tests.unit.injection.substituted import (
     ALIBI,
@@ -142,7 +142,7 @@ def test_heads_of_a_shard_take_their_own_slopes(name: str) -> None:
                     position_bias=None,
                     position_ids=torch.arange(50)[None],
                     position_embeddings=None,
-                    attention_mask=torch.empty(0, dtype=torch.bool),
+                    attention_mask=CausalMask(),
                 )[0]
             )
     whole, first, second = outputs
@@ -161,9 +161,10 @@ def test_masks_that_are_not_causal_are_refused(name: str) -> None:
         substituted(random_ids(1, 5))
 
 
-def test_a_window_is_refused() -> None:
+def test_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CausalMask, "to", lambda mask, *_: CausalMask(window=7))
     with pytest.raises(MegaKVError, match="sliding window"):
-        mark_causal(mask_function=lambda b, h, q, k: (k <= q) & (k > q - 7), local_size=7)
+        Substituted(plain_model("mpt"))(random_ids(1, 5))
 
 
 def test_bloom_with_sliced_products_is_refused() -> None:
