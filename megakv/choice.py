@@ -4,20 +4,14 @@ A prefill is decided in two steps. Before the layers run, `plan_prefill` decides
 profile, over the ranks of a runahead chain, on one rank, or balanced for the ring, whichever is predicted to have the
 first token first. Where it is balanced, each layer then takes pass-KV or pass-Q by its own shape.
 
-Policies (``megakv.context_parallel.policy``):
+That goes by ``megakv.context_parallel.policy``: ``cost`` takes what the cost model predicts to be fastest from the
+hardware profile, or without one what sends the fewer bytes, pass-Q's All2All included; ``alg1`` and ``alg5`` are the
+paper's Algorithms 1 and 5, with the compute and bandwidth of the profile; ``fitted`` is the rule of Appendix D with the
+constants of a fit file. None are shipped: the published ones would choose pass-Q for a full prefill of 128K tokens,
+against the paper's own text. Decode is chosen by the cost model or the batch size.
 
-``cost``
-    The method that the cost model predicts to be fastest, from the hardware profile. Without a profile, prefill sends
-    the fewer bytes, pass-Q's All2All included, and decode replicates queries for fewer sequences than ranks.
-``alg1``, ``alg5``
-    The paper's Algorithm 1, and Algorithm 5 which counts the All2All, with the compute and bandwidth of the profile.
-``fitted``
-    The empirical rule of Appendix D with the constants of a fit file. None are shipped: the published ones would choose
-    pass-Q for a full prefill of 128K tokens, against the paper's own text.
-
-The three rules of the paper choose the prefill method; decode is chosen by the cost model or the batch size. Prefill is
-never given to ``all_gather`` by itself: it holds the keys and values of all ranks at once, which a long context cannot.
-Nor to ``tsp`` and ``tsp_causal``, which are there to be measured against.
+Prefill is never given to ``all_gather`` by itself: it holds the keys and values of all ranks at once, which a long
+context cannot. Nor to ``tsp`` and ``tsp_causal``, which are there to be measured against.
 """
 
 from __future__ import annotations

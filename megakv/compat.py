@@ -75,11 +75,6 @@ def take_device() -> None:
     """Compute on the device that DeepSpeed binds NCCL to, or whoever started the world: that of the local rank.
 
     Ranks of a host need not follow one another, nor fill it: no arithmetic on the rank in the world gives it.
-
-    Raises
-    ------
-    MegaKVError
-        If this process sees no such device.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -112,11 +107,6 @@ def drop_stale_lock(op: str) -> Path | None:
     """Remove the lock of a killed build, on which PyTorch would wait for ever; returns the lock of one under way.
 
     A lock is stale when no process works in its folder; the first seconds, before a compiler runs, count as work.
-
-    Parameters
-    ----------
-    op : str
-        Name of a DeepSpeed op.
     """
     lock = op_folder(op) / "lock"
     while lock.exists() and not _at_work(lock.parent):

@@ -13,7 +13,6 @@ from torch import Tensor
 from megakv.autograd import without_autograd
 from megakv.cache.cache import ShardedCache
 from megakv.config import MegaKVConfig
-from megakv.costmodel.shape import positions as positions_of
 from megakv.device import on_device
 from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
@@ -21,7 +20,7 @@ from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Generation
 from megakv.generation import (
-    check_length,
+    LengthLimits,
     check_options,
     given_option,
     new_token_limit,
@@ -30,7 +29,6 @@ from megakv.generation import (
 from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
-from megakv.injection.policy import policy_for
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
@@ -87,8 +85,7 @@ class MegaKVEngine(InferenceEngine):
         make_cache = None if self._offloader is None else self._offloader.new_cache
         hooks = ForwardHooks(model, self._runtime, layers, make_cache)
         owned.callback(hooks.remove)
-        # Frequencies that follow the length have no end.
-        self._positions = None if hooks.length_dependent else positions_of(model.config.get_text_config())
+        self._limits = LengthLimits.of(model, config)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
         settings = config.model_dump(mode="json", by_alias=True, fallback=str)
         with self.call():
@@ -282,11 +279,5 @@ class MegaKVEngine(InferenceEngine):
             raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
         if ids.numel() == 0:
             raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
-        check_length(
-            ids.shape[1] + (past.get_seq_length() if past is not None else 0),
-            options,
-            self.module,
-            positions=self._positions,
-            learned=policy_for(self.module.config.model_type).learned_positions,
-            max_out_tokens=self._config.max_out_tokens if "max_out_tokens" in self._config.model_fields_set else None,
-        )
+        held = past.get_seq_length() if past is not None else 0
+        self._limits.check(ids.shape[1] + held, options, self.module)

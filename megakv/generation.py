@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+
+from megakv.config import MegaKVConfig
+from megakv.costmodel.shape import positions as positions_of
+from megakv.injection.policy import depends_on_length, policy_for
 
 REFUSED_OPTIONS = {
     "assistant_model": "assisted decoding runs a second model",
@@ -36,35 +41,44 @@ def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
             raise ValueError(f"generate({name}={shown}) is not supported with MegaKV: {reason}")
 
 
-def check_length(
-    prompt: int,
-    options: dict[str, Any],
-    model: PreTrainedModel,
-    *,
-    positions: int | None,
-    learned: bool,
-    max_out_tokens: int | None,
-) -> None:
-    """Refuse a prompt, cached tokens included, that the model or the configuration has no room for.
+@dataclass(frozen=True)
+class LengthLimits:
+    """How long a prompt may be, and what follows it."""
 
-    Beyond `positions`, the model's ``max_position_embeddings``, generated tokens cannot be computed either where they
-    are `learned`. `max_out_tokens` is DeepSpeed's bound on prompt plus output, where the JSON gives one.
-    """
-    total = prompt + new_token_limit(model, options, prompt)
-    if positions is not None and prompt > positions:
-        raise ValueError(
-            f"the prompt has {prompt} tokens but the model has positions for {positions} "
-            "(max_position_embeddings); shorten the prompt or use a model with a longer context"
+    positions: int | None
+    """The model's ``max_position_embeddings``; None where rotary frequencies follow the length, and have no end."""
+    learned: bool
+    """Whether generated tokens beyond them cannot be computed either."""
+    max_out_tokens: int | None
+    """DeepSpeed's bound on prompt plus output, where the JSON gives one."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: MegaKVConfig) -> LengthLimits:
+        """Those of a model with a configuration."""
+        return cls(
+            None if depends_on_length(model) else positions_of(model.config.get_text_config()),
+            policy_for(model.config.model_type).learned_positions,
+            config.max_out_tokens if "max_out_tokens" in config.model_fields_set else None,
         )
-    if positions is not None and learned and total > positions:
-        raise ValueError(
-            f"prompt and output need {total} positions but the model has a table of {positions} "
-            f"(max_position_embeddings); ask for at most {positions - prompt} new tokens"
-        )
-    if max_out_tokens is not None and total > max_out_tokens:
-        raise ValueError(
-            f"prompt and output need {total} tokens but max_out_tokens = {max_out_tokens}; raise it in the JSON"
-        )
+
+    def check(self, prompt: int, options: dict[str, Any], model: PreTrainedModel) -> None:
+        """Refuse a prompt, cached tokens included, that the model or the configuration has no room for."""
+        total, positions = prompt + new_token_limit(model, options, prompt), self.positions
+        if positions is not None and prompt > positions:
+            raise ValueError(
+                f"the prompt has {prompt} tokens but the model has positions for {positions} "
+                "(max_position_embeddings); shorten the prompt or use a model with a longer context"
+            )
+        if positions is not None and self.learned and total > positions:
+            raise ValueError(
+                f"prompt and output need {total} positions but the model has a table of {positions} "
+                f"(max_position_embeddings); ask for at most {positions - prompt} new tokens"
+            )
+        if self.max_out_tokens is not None and total > self.max_out_tokens:
+            raise ValueError(
+                f"prompt and output need {total} tokens but max_out_tokens = {self.max_out_tokens}; raise it in the "
+                "JSON"
+            )
 
 
 def given_option(name: str, options: dict[str, Any], model: PreTrainedModel) -> Any:

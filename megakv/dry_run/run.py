@@ -19,8 +19,7 @@ from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
-from megakv.generation import check_length
-from megakv.injection.policy import depends_on_length, policy_for
+from megakv.generation import LengthLimits
 from megakv.offload.host_memory import in_units
 from megakv.runahead.partition import even, explicit
 from megakv.weights.files import local_directory
@@ -125,14 +124,7 @@ def dry_run(
         head_map = place_heads(mapping, described)
     dtype = parsed.dtype or described.get_text_config().dtype or torch.float32
     whole = WholeModel.plan(described, dtype, head_map)
-    check_length(
-        context,
-        {"max_new_tokens": new_tokens},
-        whole.model,
-        positions=None if depends_on_length(whole.model) else positions,
-        learned=policy_for(described.model_type).learned_positions,
-        max_out_tokens=parsed.max_out_tokens if "max_out_tokens" in parsed.model_fields_set else None,
-    )
+    LengthLimits.of(whole.model, parsed).check(context, {"max_new_tokens": new_tokens}, whole.model)
     tokens, kept = token_counts(parsed, context, batch)
     count = MemoryCount(
         parsed, ModelShape.from_config(described, dtype=dtype), context=context, new_tokens=new_tokens, batch=batch
