@@ -73,7 +73,7 @@ def measure_case(rows: SequenceRows, arguments: argparse.Namespace, *, threads: 
 
     dim = arguments.head_dim
     host = HostRank(threads)
-    queries = Queries(arguments.heads, dim, Scoring(dim**-0.5))
+    host.queries = Queries(arguments.heads, dim, Scoring(dim**-0.5))
 
     def timed(call: Callable[[], object]) -> float:
         begun = time.perf_counter()
@@ -85,7 +85,7 @@ def measure_case(rows: SequenceRows, arguments: argparse.Namespace, *, threads: 
     try:
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as reader:
             for _ in range(arguments.repeats + 1):
-                seconds.append(host.measure(rows, [(0, rows.rows)], queries))  # type: ignore[arg-type]
+                seconds.append(host.measure(rows, [(0, rows.rows)]))  # type: ignore[arg-type]
                 reading.append(reader.submit(timed, rows.read).result())
     finally:
         host.close()

@@ -264,7 +264,7 @@ def print_offload(report: RunReport, stream: Any) -> None:
         return
     last, passes = rank.offload[-1], len(rank.offload)
     plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in rank.offload).most_common())
-    kinds = ("resident", "recomputed", "on_host", "streamed", "unseen")
+    kinds = ("resident", "recomputed", "on_host", "streamed", "out_of_window")
     tokens = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind in kinds if (count := getattr(last, kind)))
     come, gone, read = (
         f"{sum(getattr(step, name) for step in rank.offload) / passes / MEGABYTE:.2f} MiB"

@@ -1,9 +1,10 @@
-"""The device that computes, as the host sees it: what it is given, whose memory is pinned, how the host allocates."""
+"""The device that computes, as the host sees it: what it is given, when it has come how far, how the host allocates."""
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -36,3 +37,33 @@ def settle_allocator() -> None:
     then took 23 and not 9. Other allocators are indifferent to it.
     """
     torch.empty(LARGEST_REUSED_BYTES, dtype=torch.uint8)
+
+
+class Clock(Protocol):
+    """Moments of one device, and the seconds between them.
+
+    A processor that computes as it is told is at every moment where the thread is that tells it. An accelerator is not:
+    a moment is put into its queue of work, and known once it has come to it. Nobody waits for that.
+    """
+
+    def mark(self) -> Any:
+        """The moment at which the device comes to what this thread has it do next."""
+
+    def passed(self, mark: Any) -> bool:
+        """Whether it has come there; then it has come to all earlier ones of this thread, too."""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """From one moment to another, once both have passed."""
+
+
+class HostClock:
+    """Where the processor itself is the device that computes."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megakv.offload.clock import Clock, HostClock
+from megakv.device import Clock, HostClock
 from megakv.tracking.measurements import Event
 
 Kind = Literal["compute", "communication", "wait"]

@@ -9,10 +9,8 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from megakv.errors import MegaKVError
-from megakv.forward_pass import ForwardPass
+from megakv.distributed.agreement import Agreement
 from megakv.injection.policy import depends_on_length
-from megakv.injection.recomputation import Recomputation
 from megakv.offload.config import OffloadConfig
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
@@ -52,26 +50,21 @@ def make_offloader(
     """
     if not config.enabled:
         return None
-    failure: Exception | None = None
-    offloader: Offloader | None = None
-    held = 0 if weights is None else weights.nbytes
     free = available_memory()
     # Nobody takes any before all have looked.
     runtime.comm.barrier()
-    try:
-        _check_budgets(config)
-        _check_cores(config)
-        check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
-        offloader = _offloader(model, config, runtime, layers, weights)
-    except Exception as error:
-        failure = error
-    # One rank without its budgets is the end for all.
-    try:
-        runtime.comm.agree(failure)
-    except MegaKVError:
-        if offloader is not None:
-            offloader.close()
-        raise
+    with ExitStack() as made:
+
+        def build() -> Offloader:
+            _check_budgets(config)
+            _check_cores(config)
+            held = 0 if weights is None else weights.nbytes
+            check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
+            return _offloader(model, config, runtime, layers, weights, made)
+
+        # One rank without its budgets is the end for all.
+        offloader = Agreement(runtime.comm).together(build)
+        made.pop_all()
     return offloader
 
 
@@ -117,8 +110,14 @@ def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
 
 
 def _offloader(
-    model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: HostWeights | None
+    model: PreTrainedModel,
+    config: OffloadConfig,
+    runtime: Runtime,
+    layers: int,
+    weights: HostWeights | None,
+    made: ExitStack,
 ) -> Offloader:
+    """The engine; what is `made` is closed with the stack."""
     device = runtime.comm.mesh.device
     recomputes = config.recomputes
     if recomputes and depends_on_length(model):
@@ -132,42 +131,28 @@ def _offloader(
     # Whether its rows are these is known in the first layer of a prompt (`OffloadCosts.check`).
     read_profile(config, model.dtype, model.config.model_type)
     bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
-    with ExitStack() as made:
-        link = make_link(device, bandwidth)
-        made.callback(link.close)
-        held = 0 if weights is None else weights.nbytes
-        memory = HostTier(config.host_bytes - held, pin=device.type == "cuda")
-        made.callback(memory.close)
-        link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
-        tiers: list[Tier] = [memory]
-        if config.disk_gb:
-            disk = DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io)
-            made.callback(disk.close)
-            tiers.append(disk)
-        pool = PagePool(tiers, config.page_kib << 10, layers=layers)
-        _check_pages(config, pool, layers)
-        stream = None
-        if weights is not None:
-            _, decoder = decoder_layers(model)
-            stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
-            made.callback(stream.close)
-        offloader = Offloader(
-            config,
-            runtime,
-            layers=layers,
-            link=link,
-            pool=pool,
-            device=device,
-            model_type=model.config.model_type,
-            weights=stream,
-        )
-
-        def current() -> ForwardPass:
-            assert runtime.current is not None
-            return runtime.current
-
-        recomputation = Recomputation(model, entered=offloader.enter, current=current)
-        offloader.attach(recomputation, recomputes=recomputes)
-        # Which closes them from now on.
-        made.pop_all()
-        return offloader
+    link = make_link(device, bandwidth)
+    made.callback(link.close)
+    held = 0 if weights is None else weights.nbytes
+    memory = HostTier(config.host_bytes - held, pin=device.type == "cuda")
+    made.callback(memory.close)
+    link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
+    tiers: list[Tier] = [memory]
+    if config.disk_gb:
+        disk = DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io)
+        made.callback(disk.close)
+        tiers.append(disk)
+    pool = PagePool(tiers, config.page_kib << 10, layers=layers)
+    _check_pages(config, pool, layers)
+    stream = None
+    if weights is not None:
+        _, decoder = decoder_layers(model)
+        stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
+        made.callback(stream.close)
+    offloader = Offloader(
+        config, runtime, model, layers=layers, link=link, pool=pool, recomputes=recomputes, weights=stream
+    )
+    # Which closes them from now on.
+    made.pop_all()
+    made.callback(offloader.close)
+    return offloader

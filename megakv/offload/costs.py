@@ -19,8 +19,8 @@ from megakv.costmodel.offload import (
     shown_rates,
 )
 from megakv.costmodel.offload_pipeline import layer_times, step_seconds
-from megakv.offload.profile import OffloadProfile
-from megakv.offload.profiler import HostTrial, Profiler
+from megakv.offload.host_rank import HostRank
+from megakv.offload.profile import OffloadProfile, Profiler
 from megakv.offload.record import StepRecord
 from megakv.offload.split import Split
 
@@ -83,7 +83,7 @@ class OffloadCosts:
         self._steps = 0
 
     def layer(
-        self, store: TieredStore, recomputation: Recomputation | None, host: HostTrial | None, *, groups: int = 1
+        self, store: TieredStore, recomputation: Recomputation | None, host: HostRank | None, *, groups: int = 1
     ) -> LayerCosts:
         """Costs of a layer that holds cached tokens, but for `device_s`, for one of `groups` groups of sequences.
 
@@ -144,7 +144,7 @@ class OffloadCosts:
         return 0.0 if self.profile is None else self.profile.disk_read_bytes_s
 
     @property
-    def settled(self) -> bool:
+    def warmed_up(self) -> bool:
         """Whether what steps show has come in."""
         return self._steps > STEADY
 
@@ -188,13 +188,13 @@ class OffloadCosts:
             known = layers * split.recomputed * measured.recompute_s
             by_token, whatever = shown_parts(record.recompute_s, known, fixed)
             found |= {"recompute_s": by_token * measured.recompute_s, "launch_s": whatever * measured.launch_s}
-        enough = SOME * split.tokens * layers * profile.row_bytes
-        plain_bytes, plain_s = record.timed_bytes - record.mixed_bytes, record.busy_s - record.mixed_s
+        enough, sent = SOME * split.tokens * layers * profile.row_bytes, record.traffic
+        plain_bytes, plain_s = sent.timed_bytes - sent.mixed_bytes, sent.busy_s - sent.mixed_s
         link = plain_bytes / plain_s if plain_bytes >= enough and plain_s > 0 else 0.0
         disk = 0.0
-        if record.mixed_bytes >= enough and record.mixed_s:
+        if sent.mixed_bytes >= enough and sent.mixed_s:
             rates = link or profile.link_bytes_s, profile.disk_read_bytes_s
-            by_mixed, disk = shown_rates(record.mixed_bytes, record.timed_disk_bytes, record.mixed_s, *rates)
+            by_mixed, disk = shown_rates(sent.mixed_bytes, sent.timed_file_bytes, sent.mixed_s, *rates)
             # Transfers without any row from disk say better what the link carries.
             link = link or by_mixed
         return found | {name: rate for name, rate in (("link_bytes_s", link), ("disk_read_bytes_s", disk)) if rate}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megakv.offload.clock import Clock, HostClock
+from megakv.device import Clock, HostClock
 from megakv.offload.host_memory import in_units
 from megakv.offload.link import Direction, Link, Move, Traffic, Transfer
 

@@ -6,6 +6,8 @@ import logging
 import os
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,52 +20,26 @@ from megakv.offload.link import as_bytes
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 1 << 20
-"""Written and read again before asynchronous I/O is trusted."""
+BLOCK_BYTES = 64 << 10
+"""What the disk refuses is kept in blocks of that size."""
+PROBE_BYTES = 4 << 20
+"""Behind the budget, for what is written and read again to try the disk."""
+LEAST_PROBE_BYTES, GROWTH = 64 << 10, 4
+"""What is measured with first, and how many times as many bytes come next."""
+ENOUGH_S, REPEATS = 0.3, 2
+"""Once measuring has taken so long, no more follow: a slow disk shows its speed with few bytes."""
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(tensor).numpy().data
 
 
-class _Refused:
-    """Rows that the disk refused, in host memory beyond the budget: bytes by where they belong in the file."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[int, bytearray] = {}
-        self.held = 0
-
-    def put(self, offset: int, memory: memoryview) -> None:
-        free = available_memory()
-        if free is not None and len(memory) > free:
-            raise OSError(f"and host memory has no room for what it refuses ({in_units(free)} are free)")
-        end = offset + len(memory)
-        for first in [first for first in self.pieces if first < end and offset < first + len(self.pieces[first])]:
-            # A page that was given back is written anew.
-            old = self.pieces.pop(first)
-            self.held -= len(old)
-            for start, part in ((first, old[: max(0, offset - first)]), (end, old[max(0, end - first) :])):
-                if part:
-                    self._keep(start, part)
-        self._keep(offset, bytearray(memory))
-
-    def _keep(self, offset: int, part: bytearray) -> None:
-        self.held += len(part)
-        for first, held in self.pieces.items():
-            if first + len(held) == offset:
-                held += part
-                return
-        self.pieces[offset] = part
-
-    def lay_over(self, offset: int, memory: memoryview) -> int:
-        """Put what is held of a range into a copy of it; returns how many bytes that is."""
-        end, found = offset + len(memory), 0
-        for first, part in self.pieces.items():
-            low, high = max(first, offset), min(first + len(part), end)
-            if low < high:
-                memory[low - offset : high - offset] = part[low - first : high - first]
-                found += high - low
-        return found
+def _blocks(offset: int, count: int) -> Iterator[tuple[int, slice, slice]]:
+    """The blocks of a file that a range lies in: number, the range's part of each, and that part of the range."""
+    for index in range(offset // BLOCK_BYTES, -(-(offset + count) // BLOCK_BYTES)):
+        first = index * BLOCK_BYTES
+        low, high = max(first, offset), min(first + BLOCK_BYTES, offset + count)
+        yield index, slice(low - first, high - first), slice(low - offset, high - offset)
 
 
 @dataclass(frozen=True)
@@ -83,29 +59,12 @@ class FileRows:
     def part(self, first: int, nbytes: int) -> FileRows:
         return FileRows(self.tier, self.offset + first, nbytes)
 
-    def write_through(self, source: Tensor) -> None:
-        """As `write_from`, until the disk itself has them; errors are those of the system."""
-        memory, done = _bytes_of(source), 0
-        while done < len(memory):
-            done += os.pwritev(self.tier.fileno, [memory[done:]], self.offset + done, os.RWF_DSYNC)
-
-    def forget(self) -> None:
-        """Let them go from the page cache: what `write_through` wrote is read from the disk then."""
-        os.posix_fadvise(self.tier.fileno, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
-
 
 class DiskTier:
     """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.
 
     Should it fail nevertheless, rows that it refuses stay in host memory, beyond the budget, with a warning. The file
-    is gone when the process ends, however that happens.
-
-    Parameters
-    ----------
-    budget : int
-        Bytes.
-    io : str
-        How it is read, as `megakv.offload.disk_io`; the attribute is ``aio`` or ``files``.
+    is gone when the process ends, however that happens. `io` is as `megakv.offload.disk_io`; then ``aio`` or ``files``.
     """
 
     name = "disk"
@@ -115,7 +74,8 @@ class DiskTier:
         self.io = "files"
         self._reader: AsyncReader | None = None
         self._folder = str(folder)
-        self._refused: _Refused | None = None
+        # Blocks of the file in host memory, some of which the disk refused; None as long as it refused nothing.
+        self._refused: dict[int, bytearray] | None = None
         self._lock = threading.Lock()
         try:
             self._file = tempfile.TemporaryFile(dir=folder, prefix="megakv-")
@@ -124,7 +84,8 @@ class DiskTier:
                 f"megakv.offload.disk_path = {self._folder!r} cannot be written to: {error.strerror}"
             ) from error
         try:
-            os.posix_fallocate(self.fileno, 0, -(-budget // ALIGNMENT) * ALIGNMENT)
+            self._probed = -(-budget // ALIGNMENT) * ALIGNMENT
+            os.posix_fallocate(self.fileno, 0, self._probed + PROBE_BYTES)
         except OSError as error:
             self._file.close()
             usage = os.statvfs(folder)
@@ -146,8 +107,8 @@ class DiskTier:
 
     @property
     def rescued(self) -> int:
-        """Bytes in host memory that the disk refused."""
-        return 0 if self._refused is None else self._refused.held
+        """Bytes that lie in host memory as the disk refused some of them."""
+        return sum(min(BLOCK_BYTES, self.budget - index * BLOCK_BYTES) for index in self._refused or ())
 
     def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> FileRows:
         return FileRows(self, offset, count * width * dtype.itemsize)
@@ -160,18 +121,21 @@ class DiskTier:
             (self._read if self._reader is None else self._reader.read)(offset, memory)
             return
         with self._lock:
-            if refused.lay_over(offset, memory) < len(memory):
+            blocks = list(_blocks(offset, len(memory)))
+            if any(index not in refused for index, _, _ in blocks):
                 self._read(offset, memory)
-                refused.lay_over(offset, memory)
+            for index, inner, outer in blocks:
+                if index in refused:
+                    memory[outer] = refused[index][inner]
 
     def _read_with(self, io: str) -> None:
         """Take DeepSpeed's asynchronous I/O if it is asked for, is there, and reads what was written."""
         module, reason = find_async_io(io)
         if module is not None:
-            probe = bytearray(os.urandom(min(PROBE_BYTES, self.budget)))
-            self.write(0, memoryview(probe))
+            probe = bytearray(os.urandom(PROBE_BYTES))
+            os.pwrite(self.fileno, probe, self._probed)
             self._reader, found = AsyncReader(module, self.fileno, self._read), bytearray(len(probe))
-            self._reader.read(0, memoryview(found))
+            self._reader.read(self._probed, memoryview(found))
             if self._reader.refused or found != probe:
                 self._reader.close()
                 module, self._reader, reason = None, None, f"it cannot read a file in {self._folder!r}"
@@ -204,7 +168,7 @@ class DiskTier:
             try:
                 done += os.pwritev(self.fileno, [memory[done:]], offset + done)
             except OSError as error:
-                self._refused = _Refused()
+                self._refused = {}
                 logger.warning(
                     "writing to megakv.offload.disk_path = %r failed (%s): what it should take stays in host memory "
                     "from now on, beyond megakv.offload.host_gb; generation goes on as long as that lasts",
@@ -212,9 +176,46 @@ class DiskTier:
                     error.strerror,
                 )
         if done < len(memory):
-            assert self._refused is not None
             with self._lock:
-                self._refused.put(offset + done, memory[done:])
+                self._keep(offset + done, memory[done:])
+
+    def _keep(self, offset: int, memory: memoryview) -> None:
+        free = available_memory()
+        if free is not None and len(memory) > free:
+            raise OSError(f"and host memory has no room for what it refuses ({in_units(free)} are free)")
+        assert self._refused is not None
+        for index, inner, outer in _blocks(offset, len(memory)):
+            if index not in self._refused:
+                block = bytearray(BLOCK_BYTES)
+                # The other rows of the block lie there.
+                self._read(index * BLOCK_BYTES, memoryview(block))
+                self._refused[index] = block
+            self._refused[index][inner] = memory[outer]
+
+    def measure(self) -> float:
+        """Bandwidth of reading, in bytes per second; 0 where the disk fails.
+
+        Where the file system cannot be made to forget what it holds in the page cache, reading looks faster than the
+        disk is.
+        """
+        begun, rate, nbytes = time.perf_counter(), 0.0, LEAST_PROBE_BYTES
+        while nbytes <= PROBE_BYTES and time.perf_counter() - begun < ENOUGH_S and self._refused is None:
+            # Some file systems would not write zeros.
+            memory, seconds = bytearray(os.urandom(nbytes)), []
+            try:
+                os.pwrite(self.fileno, memory, self._probed)
+                for _ in range(REPEATS):
+                    os.fdatasync(self.fileno)
+                    os.posix_fadvise(self.fileno, self._probed, nbytes, os.POSIX_FADV_DONTNEED)
+                    started = time.perf_counter()
+                    self.read(self._probed, memoryview(memory))
+                    seconds.append(time.perf_counter() - started)
+            except OSError:
+                # What it refuses is said when it matters.
+                break
+            # Others are held up by what else the disk has to do.
+            rate, nbytes = nbytes / min(seconds), nbytes * GROWTH
+        return rate
 
     def close(self) -> None:
         if self._reader is not None:

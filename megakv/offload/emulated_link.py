@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from megakv.offload.clock import HostClock
+from megakv.device import HostClock
 from megakv.offload.link import Direction, Link, Move, Transfer
 
 PIECE_BYTES = 1 << 20
@@ -29,13 +29,7 @@ class _EmulatedTransfer(Transfer):
 
 
 class EmulatedLink(Link):
-    """A link whose threads, one for each direction, make real copies and keep to a bandwidth.
-
-    Parameters
-    ----------
-    bytes_s : float, optional
-        Bandwidth of each direction; None copies as fast as memory allows.
-    """
+    """A link whose threads, one for each direction, make real copies and keep to a bandwidth, if any is given."""
 
     def __init__(self, bytes_s: float | None = None):
         if bytes_s is not None and bytes_s <= 0:

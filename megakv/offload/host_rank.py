@@ -21,9 +21,8 @@ from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import sees_all
-from megakv.device import upload
+from megakv.device import Clock, HostClock, upload
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.offload.clock import Clock, HostClock
 from megakv.offload.pages import Runs
 from megakv.offload.row_format import RowFormat
 
@@ -61,9 +60,13 @@ class HostPart:
 
 
 class HostRank:
-    """A thread that attends, with so many cores: as many as the process's other computations if None."""
+    """A thread that attends, with so many cores: as many as the process's other computations if None.
+
+    `queries` are what it is measured with; known after the first pass.
+    """
 
     def __init__(self, threads: int | None = None, clock: Clock | None = None):
+        self.queries: Queries | None = None
         self._clock = clock or HostClock()
         self._pool = ThreadPoolExecutor(1, "host-rank", initializer=self._prepare, initargs=(threads,))
 
@@ -83,8 +86,10 @@ class HostRank:
         job = _job(q_HLD.cpu(), tokens, call.scoring, store, _Rows(rows, slots, positions))
         return HostPart(self._pool.submit(_timed, job), q_HLD.device, self._clock)
 
-    def measure(self, store: RowFormat, runs: Runs, queries: Queries, sequences: int = 1) -> float:
+    def measure(self, store: RowFormat, runs: Runs, sequences: int = 1) -> float:
         """Seconds of attending to runs of rows of a store's shape with one query, for so many sequences alike."""
+        assert self.queries is not None
+        queries = self.queries
         count, each = sum(len(rows) for _, rows in runs), np.arange(sequences)
         slots = [np.arange(count)] * sequences
         tokens = TokenBlock(each, each * 0 + count, each * 0 + count, sequences)

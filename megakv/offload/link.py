@@ -10,15 +10,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megakv.device import Clock
 from megakv.errors import MegaKVError
-from megakv.offload.clock import Clock
 
 Direction = Literal["in", "out"]
 """To the accelerator, or from it."""
@@ -142,6 +142,10 @@ class Traffic:
     mixed_bytes: int = 0
     timed_file_bytes: int = 0
     mixed_s: float = 0.0
+
+    def since(self, before: Traffic) -> Traffic:
+        """What came after another moment."""
+        return Traffic(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     def begin(self, transfer: Transfer) -> None:
         self.nbytes += transfer.nbytes

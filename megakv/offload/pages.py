@@ -10,7 +10,7 @@ from torch import Tensor
 from megakv.errors import MegaKVError
 from megakv.offload.host_memory import HostTier, in_units
 from megakv.offload.link import Link, Move, StoredRows, Transfer
-from megakv.offload.pool import Page, PagePool, Tier
+from megakv.offload.pool import Page, PagePool
 
 Runs = list[tuple[int, Tensor]]
 """Rows where they lie on the host: runs ``[n, W]`` in ascending order, each with the index of its first row."""
@@ -26,23 +26,19 @@ def page_bytes(count: int, row_bytes: int, size: int) -> int:
 
 
 class PagedRows:
-    """A growing number of rows of one width, of a layer, in one tier (`only`) if they must lie there.
+    """A growing number of rows of one width, of a layer; forks share pages until either grows."""
 
-    Forks share pages until either grows.
-    """
-
-    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, only: Tier | None = None):
+    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0):
         self.width = width
         self.length = 0
-        self._layer, self._only = layer, only
-        self._pool = pool
+        self._layer, self._pool = layer, pool
         self._dtype = dtype
         self._row_bytes = width * dtype.itemsize
         self._per_page = pool.page_bytes // self._row_bytes
         self._pages: list[Page] = []
         # Leading pages that are known to lie in memory.
         self._leading = 0
-        self.bytes_for(0)
+        page_bytes(0, self._row_bytes, pool.page_bytes)
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -52,10 +48,6 @@ class PagedRows:
     def nbytes(self) -> int:
         """Bytes of the pages, room in the last one included."""
         return len(self._pages) * self._pool.page_bytes
-
-    def bytes_for(self, count: int) -> int:
-        """Bytes of the pages of so many rows."""
-        return page_bytes(count, self._row_bytes, self._pool.page_bytes)
 
     def _rows(self, page: Page, offset: int, count: int) -> Tensor | StoredRows:
         return page.tier.rows(offset, count, self.width, self._dtype)
@@ -75,7 +67,7 @@ class PagedRows:
             if count and inner and self._pages[first // self._per_page].users > 1:
                 self._replace_last(inner)
             while len(self._pages) + len(taken) < needed:
-                taken.append(self._pool.take(self._layer, self._only))
+                taken.append(self._pool.take(self._layer))
         except MegaKVError:
             for page in taken:
                 self._pool.give(page)
@@ -87,7 +79,7 @@ class PagedRows:
     def _replace_last(self, rows: int) -> None:
         """A page of one's own in the place of a shared last page that is partly filled."""
         index = self.length // self._per_page
-        shared, own = self._pages[index], self._pool.take(self._layer, self._only)
+        shared, own = self._pages[index], self._pool.take(self._layer)
         # The host itself writes at once, whatever the link has queued.
         for transfer in (*shared.busy, *own.busy):
             transfer.settle()
@@ -165,7 +157,7 @@ class PagedRows:
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
-        twin = PagedRows(self._pool, self.width, self._dtype, layer=self._layer, only=self._only)
+        twin = PagedRows(self._pool, self.width, self._dtype, layer=self._layer)
         twin.length = self.length
         twin._pages, twin._leading = list(self._pages), self._leading
         for page in twin._pages:

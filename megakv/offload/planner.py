@@ -11,9 +11,8 @@ from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, Lot, Weig
 from megakv.offload.auto import Auto
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
-from megakv.offload.host_rank import HostRank, Queries
+from megakv.offload.host_rank import HostRank
 from megakv.offload.methods import AUTO, METHODS, methods_of
-from megakv.offload.profiler import HostTrial
 from megakv.offload.split import Plan, Split
 from megakv.offload.weight_stream import WeightStream
 
@@ -33,16 +32,8 @@ class Planner:
     Several ranks wait for each other and so try one plan at a time: `leads` says whether this one chooses it, and is
     None for a rank alone. `host_rank` is there where the host may attend, `weights` where weights come over the link.
 
-    Attributes
-    ----------
-    recomputation : Recomputation or None
-        What recomputation is measured with.
-    queries : Queries or None
-        What the host's attention is measured with; known after the first pass.
-    wants_inputs : bool
-        Whether activations of generated tokens may be of use; those of prompts are kept in any case.
-    ahead : bool
-        Whether the first layers of a step can be brought while the step before ends.
+    `wants_inputs` says whether activations of generated tokens may be of use (those of prompts are kept in any case),
+    and `ahead` whether the first layers of a step can be brought while the step before ends.
     """
 
     def __init__(
@@ -51,15 +42,14 @@ class Planner:
         costs: OffloadCosts,
         *,
         layers: int,
+        recomputation: Recomputation,
         host_rank: HostRank | None,
         leads: bool | None = None,
         weights: WeightStream | None = None,
     ):
-        self.recomputation: Recomputation | None = None
-        self.queries: Queries | None = None
         self.ahead = self.wants_inputs = True
         self._config, self._costs, self._layers = config, costs, layers
-        self._host_rank, self._weights = host_rank, weights
+        self._recomputation, self._host_rank, self._weights = recomputation, host_rank, weights
         self._new_tokens = 0
         self._undecided = True
         # What ranks agreed on for the step that is next or under way, and for the one after it.
@@ -79,19 +69,19 @@ class Planner:
         self,
         store: TieredStore,
         groups: Sequence[range],
-        unseen: Sequence[int],
+        out_of_window: Sequence[int],
         *,
         stays: bool,
         beyond: bool = False,
     ) -> Plan:
         """What becomes of the cached tokens of a step's layers, by the first that is asked for: the same for all.
 
-        The first `unseen` tokens of each sequence need not be there, in the mean of all layers. Where tokens do not
-        stay with their rank, the host attends to none. With `beyond` it is for the next step.
+        The first `out_of_window` tokens of each sequence need not be there, in the mean of all layers. Where tokens do
+        not stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
 
         def seen(counts: Sequence[int]) -> list[int]:
-            return [max(0, count - first) for count, first in zip(counts, unseen, strict=True)]
+            return [max(0, count - first) for count, first in zip(counts, out_of_window, strict=True)]
 
         lengths = seen(store.cached_before_step())
         # Some layers have this step's tokens already: those that count are the same in all.
@@ -124,7 +114,7 @@ class Planner:
 
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
-        if self._costs.settled and record.usual:
+        if self._costs.warmed_up and record.usual:
             plan, tokens = record.plan, record.split.tokens
             times = {"predicted_s": plan.seconds, "measured_s": record.measured_s}
             self._auto.observe(plan.name, tokens=tokens, steady=record.steady, **times)
@@ -137,7 +127,7 @@ class Planner:
         and `memory` the bytes of a layer's share.
         """
         profile = self._costs.profile
-        if self._config.method != AUTO or self._weights is not None or profile is None or not self._costs.settled:
+        if self._config.method != AUTO or self._weights is not None or profile is None or not self._costs.warmed_up:
             return True
         each = profile.row_bytes + profile.input_bytes
         if not (profile.input_bytes and profile.recompute_s and profile.host_attend_s) or memory >= sum(tokens) * each:
@@ -169,24 +159,24 @@ class Planner:
         tokens = sum(group.tokens for group in groups)
         if not tokens:
             return Plan(PLAIN, tuple(Split(0) for _ in groups), 0.0, 0.0)
-        settled = self._costs.settled
+        warmed_up = self._costs.warmed_up
         # From step to step little changes: the plan in use is solved anew every time, the others now and then.
-        name = self._auto.going_on(tokens) if settled else None
+        name = self._auto.going_on(tokens) if warmed_up else None
         plan = None if name is None else self._solved(name, groups)
         if plan is None or self._undecided:
             plans = self._plans(groups)
             predicted = {each: found.seconds for each, found in plans.items()}
             if plan is None:
                 # Trials of the first steps, which also fill caches and pipelines, would say nothing.
-                name = self._auto.choose(predicted, tokens) if settled else min(predicted, key=predicted.__getitem__)
+                name = self._auto.choose(predicted, tokens) if warmed_up else min(predicted, key=predicted.__getitem__)
                 plan = plans[name]
-            self._undecided = not settled
+            self._undecided = not warmed_up
             # Without those of some tokens, those of later ones would be of no use.
-            if settled and self._config.method == AUTO and self.wants_inputs:
+            if warmed_up and self._config.method == AUTO and self.wants_inputs:
                 times = {each: seconds * self._auto.correction(each, tokens) for each, seconds in predicted.items()}
                 self.wants_inputs = self._may_recompute_more(plans, times, groups, len(store.lengths()))
         if self._leads is not None:
-            self._proposed = plan.name if settled else None
+            self._proposed = plan.name if warmed_up else None
             if agreed is not None and agreed != plan.name:
                 # A rank that has nothing to use it with does what it thinks best.
                 plan = self._solved(agreed, groups) or plan
@@ -199,7 +189,8 @@ class Planner:
             found = self._solved(name, groups)
             if found is not None and all(map(found.differs, plans.values())):
                 plans[name] = found
-        return plans or {PLAIN: self._made(PLAIN, groups, [None] * len(groups))}
+        plain = None if plans else self._solved(PLAIN, groups)
+        return plans if plain is None else {PLAIN: plain}
 
     def _solved(self, name: str, groups: Sequence[GroupCosts]) -> Plan | None:
         """A plan by its method; None where what is cached allows none."""
@@ -208,16 +199,11 @@ class Planner:
         own = [replace(group, layer=costs) for group in groups]
         # Groups of one size are split alike.
         known = {group: METHODS[name].split(group) for group in set(own)}
-        found = [known[group] for group in own]
-        return self._made(name, own, found) if any(found) else None
-
-    def _made(self, name: str, groups: Sequence[GroupCosts], found: Sequence[Split | None]) -> Plan:
-        """A plan, in which groups that a method does not fit, as without any cached token, are streamed."""
-        splits = tuple(
-            each or Split(group.tokens, resident=group.resident, chunk=group.chunk)
-            for each, group in zip(found, groups, strict=True)
-        )
-        seconds = self._costs.predict(groups, splits, self._layers, self._weight_times(), ahead=self.ahead)
+        if not any(known.values()):
+            return None
+        # Groups that a method does not fit, as without any cached token, are streamed.
+        splits = tuple(known[group] or Split(group.tokens, 0, 0, group.resident, group.chunk) for group in own)
+        seconds = self._costs.predict(own, splits, self._layers, self._weight_times(), ahead=self.ahead)
         return Plan(name, splits, seconds, 0.0)
 
     def _may_recompute_more(
@@ -244,8 +230,6 @@ class Planner:
         return WeightTimes(*(nbytes / self._costs.link_bytes_s for nbytes in self._weights.layer_bytes))
 
     def _layer(self, store: TieredStore, groups: int) -> LayerCosts:
-        trial = None
-        if self._host_rank is not None and self.queries is not None and any(store.in_memory()):
-            trial = HostTrial(self._host_rank, self.queries)
-        costs = self._costs.layer(store, self.recomputation, trial, groups=groups)
+        host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
+        costs = self._costs.layer(store, self._recomputation, host, groups=groups)
         return costs.with_weights(self._weight_times(), groups)

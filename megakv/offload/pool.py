@@ -106,24 +106,31 @@ class PagePool:
         free = (each.capacity - sum(each.held) for each in self._pages if only is None or each.tier is only)
         return sum(free) * self.page_bytes
 
-    def has_room(self, nbytes: int, only: Tier | None = None) -> bool:
-        """Whether so many bytes can be taken, of all tiers or of one."""
-        if nbytes > self.free_bytes(only):
+    def check_capacity(self, needed: int, held: int, tokens: str) -> None:
+        """Refuse a generation that needs more bytes, some of which it holds already, than are free for it."""
+        if needed - held > self.free_bytes():
             # Caches that nobody holds any more may still wait for the garbage collector.
             gc.collect()
-        return nbytes <= self.free_bytes(only)
+        free = self.free_bytes() + held
+        if needed > free:
+            raise MegaKVError(
+                f"this generation needs {in_units(needed)} for offloaded keys and values on a rank ({tokens}), but "
+                f"{self.budgets()}, of which {in_units(free)} can be used; raise megakv.offload.host_gb or disk_gb, "
+                f"lower megakv.offload.page_kib = {self.page_bytes >> 10} if sequences are short, or ask for fewer "
+                "tokens"
+            )
 
     def budgets(self) -> str:
         """The settings and their sizes, for messages."""
         return ", ".join(f"megakv.offload.{tier.name}_gb holds {in_units(tier.budget)}" for tier in self.tiers)
 
-    def take(self, layer: int = 0, only: Tier | None = None) -> Page:
-        """A page for a layer, of one tier if it must lie there; a MegaKVError where all budgets are used up."""
-        page = self._take(layer, only)
+    def take(self, layer: int = 0) -> Page:
+        """A page for a layer; a MegaKVError where all budgets are used up."""
+        page = self._take(layer)
         if page is None:
             # Caches that nobody holds any more may still wait for the garbage collector.
             gc.collect()
-            page = self._take(layer, only)
+            page = self._take(layer)
         if page is None:
             raise MegaKVError(
                 f"the offloaded keys and values outgrow their budgets: {self.budgets()}, all of it is in use"
@@ -140,15 +147,14 @@ class PagePool:
                 page.written = page.read = None
             heapq.heappush(pages.returned, (page.offset, page))
 
-    def _take(self, layer: int, only: Tier | None) -> Page | None:
+    def _take(self, layer: int) -> Page | None:
         # Once the last tier is full, shares count no more.
         for fair in (True, False):
             for pages in self._pages:
                 limited = fair and pages is not self._pages[-1] and pages.over_share(layer)
-                if (only is None or pages.tier is only) and not limited:
-                    page = pages.take(layer, self.page_bytes)
-                    if page is not None:
-                        return page
+                page = None if limited else pages.take(layer, self.page_bytes)
+                if page is not None:
+                    return page
         return None
 
     def close(self) -> None:

@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from megakv.errors import MegaKVError
-from megakv.offload.cache import OffloadedCache
+from megakv.offload.cache import OffloadedCache, groups_of
 from megakv.offload.link import Link, Move
 from megakv.offload.pages import start_reading
 from megakv.offload.pool import Page
 from megakv.offload.split import Split, spread
 from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
 from megakv.offload.store import TieredStore
-from megakv.offload.windows import UnseenTokens
+from megakv.offload.windows import OutOfWindow, Windows
 
 if TYPE_CHECKING:
+    from megakv.distributed.sharding import Layout
     from megakv.offload.planner import Planner
     from megakv.offload.split import Plan
 
@@ -29,17 +30,18 @@ BUFFERS = 2
 class Prefetch:
     """Brings groups of sequences, layer by layer, in the order in which they are attended to.
 
-    Of the pass under way it is told `groups`, the sequences that each layer attends to one behind the other; `stays`,
-    whether cached rows are attended to where they lie (only then may some stay away); and tokens that are `unseen`.
+    Of the pass under way it knows the `groups` that each layer attends to one behind the other, and how many `new`
+    tokens each sequence has. `windows` are those of the layers, as their attention showed them.
     """
 
-    def __init__(self, planner: Planner, link: Link, *, layers: int, device: torch.device):
+    def __init__(self, planner: Planner, link: Link, *, layers: int, groups: int, device: torch.device):
         self.groups: list[range] = []
-        self.stays = True
-        self.unseen: UnseenTokens
-        self._planner = planner
-        self._link = link
-        self._layers = layers
+        self.new: list[int] = []
+        self.windows: Windows = [None] * layers
+        self._planner, self._link, self._layers, self._most = planner, link, layers, groups
+        self._cache: OffloadedCache | None = None
+        self._stays = True
+        self._hidden: OutOfWindow
         self._free = [StagingBuffer(device) for _ in range(BUFFERS)]
         self._staged: dict[tuple[int, int], StagedLayer] = {}
 
@@ -55,69 +57,82 @@ class Prefetch:
         """A group of a layer, if it was brought."""
         return self._staged.get((layer, index))
 
-    def valid(self, cache: OffloadedCache, new: list[int]) -> bool:
-        """Whether all that was brought of a cache is what a pass with so many new tokens per sequence needs."""
-        return all(self._valid(staged, cache.store(layer), new) for (layer, _), staged in self._staged.items())
+    def enter(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> bool:
+        """A pass over a cache begins, its new tokens in the table; whether what was brought ahead is of use, if any.
 
-    def _valid(self, staged: StagedLayer, store: TieredStore, new: list[int]) -> bool:
-        room, group = staged.room, staged.group
-        fits = len(new) == len(room) and all(new[sequence] <= room[sequence] for sequence in group)
-        fits = fits and group in self.groups and (self.stays or not any(staged.away))
+        `stays` says whether cached rows are attended to where they lie: only then may some stay away.
+        """
+        new = [np.diff(block.bounds).tolist() for block in layout.stored]
+        same, self._cache = self._cache is cache, cache
+        self.groups, self.new, self._stays = groups_of(layout, self._most), new[cache.rank], stays
+        # Rows that travel to other ranks are counted there.
+        windows: Windows = self.windows if stays else [None] * self._layers
+        self._hidden = OutOfWindow(windows, cache.table, cache.rank, new)
+        useful = same and all(self._valid(staged, cache.store(layer)) for (layer, _), staged in self._staged.items())
+        ready = useful or not self._staged
+        if not useful:
+            self.drop_all()
+        return ready
+
+    def _valid(self, staged: StagedLayer, store: TieredStore) -> bool:
+        """Whether what was brought is what the pass needs."""
+        capacity, group, new = staged.capacity, staged.group, self.new
+        fits = len(new) == len(capacity) and all(new[sequence] <= capacity[sequence] for sequence in group)
+        fits = fits and group in self.groups and (self._stays or not any(staged.away))
         return fits and staged.version == store.version and staged.cached == _within(group, store.lengths())
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a layer, in this step or the next."""
-        unseen = self.unseen.in_the_mean(beyond=beyond)
-        return self._planner.plan(store, self.groups, unseen, stays=self.stays, beyond=beyond)
+        out_of_window = self._hidden.in_the_mean(beyond=beyond)
+        return self._planner.plan(store, self.groups, out_of_window, stays=self._stays, beyond=beyond)
 
-    def begin(self, cache: OffloadedCache, new: list[int]) -> None:
+    def begin(self) -> None:
         """Bring the first groups of a pass."""
         for unit in range(min(BUFFERS, self._layers * len(self.groups))):
-            self.stage(cache, *divmod(unit, len(self.groups)), new)
+            self._stage(*divmod(unit, len(self.groups)))
 
-    def follow(self, cache: OffloadedCache, layer: int, index: int, new: list[int], *, beyond: bool) -> None:
-        """The buffer of the group that was attended to last was given back: bring those that come next.
+    def follow(self, layer: int, index: int, *, beyond: bool) -> None:
+        """A group was attended to: give its buffer to those that come next.
 
         With `beyond` the next step's first groups may come too: one more token of each sequence. Rows of this step are
         in their tiers or on the way there.
         """
-        count = len(self.groups)
-        unit, units = layer * count + index, self._layers * count
-        for following in range(unit + 1, unit + BUFFERS + 1):
-            if following < units:
-                self.stage(cache, *divmod(following, count), new)
-            elif beyond and following - units <= unit:
-                self.stage(cache, *divmod(following - units, count), [1] * len(new), beyond=True)
-
-    def stage(self, cache: OffloadedCache, layer: int, index: int, new: list[int], *, beyond: bool = False) -> None:
-        """Begin to bring a group's rows in a layer, if there is a buffer and anything to bring."""
-        store, group = cache.store(layer), self.groups[index]
-        tokens = sum(store.cached_before_step()[group.start : group.stop])
-        if (layer, index) in self._staged or not self._free or not tokens:
-            return
-        store.flush()
-        plan = self.plan(store, beyond=beyond)
-        staged = _placed(
-            store, group, self._free.pop(), plan.splits[index], new, self.unseen.in_layer(layer, beyond=beyond)
-        )
-        self._staged[layer, index] = staged
-        _bring_inputs(store, staged, self._link, plan.chunk)
-        _bring_rows(store, staged, self._link)
-
-    def ensure(self, cache: OffloadedCache, layer: int, index: int, new: list[int]) -> StagedLayer | None:
-        """A group of a layer, brought now if it was not before; None if it has no cached tokens."""
-        group, store = self.groups[index], cache.store(layer)
-        if (layer, index) not in self._staged and any(store.cached_before_step()[group.start : group.stop]):
-            self.drop_all()
-            self.stage(cache, layer, index, new)
-        return self.get(layer, index)
-
-    def release(self, layer: int, index: int) -> None:
-        """A group was attended to."""
         staged = self._staged.pop((layer, index), None)
         if staged is not None:
             staged.settle()
             self._free.append(staged.buffer)
+        count = len(self.groups)
+        unit, units = layer * count + index, self._layers * count
+        for following in range(unit + 1, unit + BUFFERS + 1):
+            if following < units:
+                self._stage(*divmod(following, count))
+            elif beyond and following - units <= unit:
+                self._stage(*divmod(following - units, count), beyond=True)
+
+    def _stage(self, layer: int, index: int, *, beyond: bool = False) -> None:
+        """Begin to bring a group's rows in a layer, if there is a buffer and anything to bring."""
+        assert self._cache is not None
+        store, group = self._cache.store(layer), self.groups[index]
+        cached = any(store.cached_before_step()[group.start : group.stop])
+        if (layer, index) in self._staged or not self._free or not cached:
+            return
+        store.flush()
+        plan = self.plan(store, beyond=beyond)
+        new, out_of_window = [1] * len(self.new) if beyond else self.new, self._hidden.in_layer(layer, beyond=beyond)
+        staged = _placed(store, group, self._free.pop(), plan.splits[index], new, out_of_window)
+        self._staged[layer, index] = staged
+        _bring_inputs(store, staged, self._link, plan.chunk)
+        _bring_rows(store, staged, self._link)
+
+    def ensure(self, layer: int, index: int) -> StagedLayer | None:
+        """A group of a layer, brought now if it was not before; None if it has no cached tokens."""
+        if (layer, index) not in self._staged:
+            assert self._cache is not None
+            group = self.groups[index]
+            if any(self._cache.store(layer).cached_before_step()[group.start : group.stop]):
+                self.drop_all()
+                self._stage(layer, index)
+        return self.get(layer, index)
 
     def drop_all(self) -> None:
         """Forget what was brought, whether or not it came."""
@@ -137,28 +152,29 @@ def _placed(
     store: TieredStore,
     group: range,
     buffer: StagingBuffer,
-    division: Split,
+    split: Split,
     new: list[int],
-    unseen: Sequence[int],
+    out_of_window: Sequence[int],
 ) -> StagedLayer:
-    """Where a group's rows of a layer will lie in a buffer, by the division of its cached tokens in the mean layer.
+    """Where a group's rows of a layer will lie in a buffer, by the split of its cached tokens in the mean layer.
 
     Everything appended to the store was sent to its tier. Room is left for `new` tokens of each sequence; the layer's
-    window leaves out the first `unseen` ones.
+    window leaves out the first `out_of_window` ones.
     """
-    cached, new, unseen = _within(group, store.cached_before_step()), _within(group, new), _within(group, unseen)
-    if any(unseen) or sum(cached) != division.tokens:
-        division = division.of_tokens(sum(cached) - sum(unseen))
-    # A later layer may have more on disk than the one that was divided.
-    memory = [max(0, min(each) - first) for first, *each in zip(unseen, store.in_memory(), cached, strict=True)]
-    on_host = spread(min(division.on_host, sum(memory)), memory)
-    away = [first + count for first, count in zip(unseen, on_host, strict=True)]
+    cached, new = _within(group, store.cached_before_step()), _within(group, new)
+    out_of_window = _within(group, out_of_window)
+    if any(out_of_window) or sum(cached) != split.tokens:
+        split = split.of_tokens(sum(cached) - sum(out_of_window))
+    # A later layer may have more on disk than the one that was split.
+    memory = [max(0, min(each) - first) for first, *each in zip(out_of_window, store.in_memory(), cached, strict=True)]
+    on_host = spread(min(split.on_host, sum(memory)), memory)
+    away = [first + count for first, count in zip(out_of_window, on_host, strict=True)]
     inputs = [max(0, min(each) - first) for first, *each in zip(away, store.with_inputs(), cached, strict=True)]
-    splits = spread(min(division.recomputed, sum(inputs)), inputs)
-    sizes = [count - first + room for count, first, room in zip(cached, away, new, strict=True)]
+    splits = spread(min(split.recomputed, sum(inputs)), inputs)
+    sizes = [count - first + capacity for count, first, capacity in zip(cached, away, new, strict=True)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
-    return StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, unseen, away)
+    return StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, out_of_window, away)
 
 
 def _bring_rows(store: TieredStore, staged: StagedLayer, link: Link) -> None:

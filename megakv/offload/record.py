@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megakv.device import Clock, HostClock
 from megakv.distributed.ledger import Ledger
-from megakv.offload.clock import Clock, HostClock
 from megakv.offload.host_rank import HostPart
-from megakv.offload.link import Link
+from megakv.offload.link import Link, Traffic
 from megakv.offload.split import Plan, Split
 from megakv.offload.weight_stream import WeightStream
 from megakv.tracking.measurements import OffloadStep
@@ -18,66 +19,31 @@ from megakv.tracking.measurements import OffloadStep
 class StepRecord:
     """What one pass over `cached` tokens, and `new` ones, did.
 
-    It is told of moments (`megakv.offload.clock`) of the accelerator; seconds are there once it has been `read`.
+    It is told of moments (`Clock`) of the accelerator; seconds are there once it has been `read`.
 
     `elapsed_s` is the model's forward pass, `gap_s` the time between the pass before and it; `waited_s`, `recompute_s`,
-    `attend_s`, `host_s` and `peers_s` go to transfers, recomputing, attending here and on the host, and
-    other ranks. Of the bytes to the accelerator, `disk_bytes` lay on disk, and `timed_bytes` came by transfers that
-    were found to have ended meanwhile, in `busy_s`; of these `mixed_bytes`, in `mixed_s`, by transfers that brought
-    `timed_disk_bytes` from disk. A step is `steady` where the one before was of the same plan, so that it began as all
-    of its kind do, and `profiled` where speeds of the machine were measured meanwhile.
+    `attend_s`, `host_s` and `peers_s` go to transfers, recomputing, attending here and on the host, and other ranks.
+    `traffic` went to the accelerator, and `rates` are the bandwidths of the link and of the disk. A step is `steady`
+    where the one before was of the same plan, so that it began as all of its kind do, and `profiled` where speeds of
+    the machine were measured meanwhile.
     """
 
     def __init__(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None = None, clock: Clock | None = None):
         self.cached, self.new, self.plan, self.kv_bits = cached, new, plan, kv_bits
         self.predicted_s = plan.predicted_s
-        self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = self.busy_s = 0.0
+        self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = 0.0
         self.host_s = self.attend_s = self.peers_s = 0.0
-        self.weight_bytes = self.timed_bytes = 0
-        self.link_bytes_s = self.disk_bytes_s = 0.0
+        self.traffic, self.bytes_out, self.weight_bytes = Traffic(), 0, 0
+        self.rates = 0.0, 0.0
         self.steady = self.decoding = self.profiled = False
-        self.bytes_in = self.bytes_out = self.disk_bytes = 0
-        self.mixed_bytes, self.timed_disk_bytes, self.mixed_s = 0, 0, 0.0
         self.clock = clock or HostClock()
+        self.before: Any = None
+        self.begun: Any = None
         self.ended: Any = None
-        self._begun: Any = None
-        self._before: Any = None
         self._attending: Any = None
-        self._waited: list[tuple[Any, Any]] = []
-        self._recomputed: list[tuple[Any, Any]] = []
-        self._attended: list[tuple[Any, Any]] = []
-        self._beside: list[tuple[Any, Any]] = []
+        self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._layers: set[int] = set()
         self._done: Counter[str] = Counter()
-
-    def begin(self, link: Link, ledger: Ledger, before: Any) -> None:
-        """Start the clock and the counts; `before` is the moment at which the step before ended, or None."""
-        self._counted = self._counts(link, ledger)
-        self._before, self._begun = before, self.clock.mark()
-
-    def finish(self, link: Link, ledger: Ledger, weights: WeightStream | None) -> None:
-        """Stop them."""
-        self.ended = self.clock.mark()
-        for name, value in self._counts(link, ledger).items():
-            setattr(self, name, value - self._counted[name])
-        if weights is not None:
-            self._waited += weights.waited
-            self.weight_bytes = weights.step_bytes
-
-    @staticmethod
-    def _counts(link: Link, ledger: Ledger) -> dict[str, Any]:
-        into = link.traffic["in"]
-        return {
-            "bytes_in": into.nbytes,
-            "bytes_out": link.traffic["out"].nbytes,
-            "timed_bytes": into.timed_bytes,
-            "busy_s": into.busy_s,
-            "disk_bytes": into.file_bytes,
-            "timed_disk_bytes": into.timed_file_bytes,
-            "mixed_bytes": into.mixed_bytes,
-            "mixed_s": into.mixed_s,
-            "peers_s": ledger.waited_s(),
-        }
 
     @property
     def attending(self) -> bool:
@@ -87,29 +53,29 @@ class StepRecord:
     def arrived(self, begun: Any) -> None:
         """A layer's rows are there, waited for since `begun`: attention to them begins."""
         now = self.clock.mark()
-        self._waited.append((begun, now))
+        self.waited([(begun, now)])
         if self._attending is None:
             self._attending = now
 
-    def attended(self, parts: Sequence[HostPart]) -> None:
-        """A layer, or a group in it, was attended to, some of it on the host."""
+    def waited(self, spans: Sequence[tuple[Any, Any]]) -> None:
+        self._spans["waited"] += spans
+
+    def attended(self, layer: int, parts: Sequence[HostPart], tokens: dict[str, int]) -> None:
+        """A layer, or a group in it, was attended to: parts on the host, and what became of its cached tokens."""
+        self._layers.add(layer)
+        self._done.update(tokens if parts else {**tokens, "on_host": 0})
         waits = [part.waited for part in parts if part.waited is not None]
         self.host_s += sum(part.seconds for part in parts)
-        self._waited += waits
+        self.waited(waits)
         if self._attending is not None:
-            self._attended.append((self._attending, self.clock.mark()))
-            self._beside += waits
+            self._spans["attended"].append((self._attending, self.clock.mark()))
+            self._spans["beside"] += waits
         self._attending = None
-
-    def count(self, layer: int, recomputed: int = 0, on_host: int = 0, resident: int = 0, unseen: int = 0) -> None:
-        """A layer, or a group in it, was attended to: what became of its cached tokens."""
-        self._layers.add(layer)
-        self._done.update(recomputed=recomputed, on_host=on_host, resident=resident, unseen=unseen)
 
     def recomputed(self, begun: Any, landed: Any, ended: Any) -> None:
         """Activations were waited for and recomputed from."""
-        self._waited.append((begun, landed))
-        self._recomputed.append((landed, ended))
+        self.waited([(begun, landed)])
+        self._spans["recomputed"].append((landed, ended))
 
     @property
     def known(self) -> bool:
@@ -118,20 +84,18 @@ class StepRecord:
 
     def read(self) -> None:
         """Take the seconds of a step that is `known`."""
-        self.elapsed_s = self.clock.seconds(self._begun, self.ended)
-        self.gap_s = 0.0 if self._before is None else self.clock.seconds(self._before, self._begun)
-        self.waited_s, self.recompute_s = self._sum(self._waited), self._sum(self._recomputed)
-        self.attend_s = self._sum(self._attended) - self._sum(self._beside)
-        for spans in (self._waited, self._recomputed, self._attended, self._beside):
-            spans.clear()
-
-    def _sum(self, spans: Sequence[tuple[Any, Any]]) -> float:
-        return sum(self.clock.seconds(first, last) for first, last in spans)
+        self.elapsed_s = self.clock.seconds(self.begun, self.ended)
+        self.gap_s = 0.0 if self.before is None else self.clock.seconds(self.before, self.begun)
+        kinds = ("waited", "recomputed", "attended", "beside")
+        sums = (sum(self.clock.seconds(*span) for span in self._spans[kind]) for kind in kinds)
+        self.waited_s, self.recompute_s, attended_s, beside_s = sums
+        self.attend_s = attended_s - beside_s
+        self._spans.clear()
 
     @property
     def split(self) -> Split:
-        """What became of the cached tokens that are not unseen, in the mean of all layers, whatever was planned."""
-        return Split(self.cached - self._mean("unseen"), *map(self._mean, ("recomputed", "on_host", "resident")))
+        """What became of the cached tokens that are not out of window, in the mean of all layers."""
+        return Split(self.cached - self._mean("out_of_window"), *map(self._mean, ("recomputed", "on_host", "resident")))
 
     def _mean(self, kind: str) -> int:
         """Tokens of a kind in a layer."""
@@ -147,37 +111,32 @@ class StepRecord:
         """Whether one step followed the other at once: where somebody thought in between, times show that."""
         return self.gap_s <= self.elapsed_s
 
-    def report(self) -> OffloadStep:
-        """As it stands in the report of a run."""
-
-        def utilisation(nbytes: int, bytes_s: float) -> float:
-            carried = bytes_s * self.measured_s
-            return nbytes / carried if carried else 0.0
-
-        return OffloadStep(
-            plan=self.plan.name,
-            cached=self.cached,
-            resident=self._mean("resident"),
-            recomputed=self._mean("recomputed"),
-            on_host=self._mean("on_host"),
-            unseen=self._mean("unseen"),
-            predicted_s=self.predicted_s,
-            measured_s=self.measured_s,
-            waited_s=self.waited_s,
-            bytes_in=self.bytes_in,
-            bytes_out=self.bytes_out,
-            weight_bytes=self.weight_bytes,
-            kv_bits=self.kv_bits,
-            link_utilisation=utilisation(self.bytes_in, self.link_bytes_s),
-            disk_bytes=self.disk_bytes,
-            disk_utilisation=utilisation(self.disk_bytes, self.disk_bytes_s),
-            profiled=self.profiled,
-        )
-
     @property
     def measured_s(self) -> float:
         """From the end of the step before to the end of this one."""
         return self.elapsed_s + self.gap_s
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes to the accelerator."""
+        return self.traffic.nbytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of them, those that lay on disk."""
+        return self.traffic.file_bytes
+
+    def report(self) -> OffloadStep:
+        """As it stands in the report of a run."""
+        carried = [rate * self.measured_s for rate in self.rates]
+        link, disk = (
+            nbytes / most if most else 0.0
+            for nbytes, most in zip((self.bytes_in, self.disk_bytes), carried, strict=True)
+        )
+        alike = ("cached", "predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "kv_bits")
+        found: dict[str, Any] = {name: getattr(self, name) for name in (*alike, "disk_bytes", "profiled")}
+        found |= {name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window")}
+        return OffloadStep(plan=self.plan.name, **found, link_utilisation=link, disk_utilisation=disk)
 
 
 class StepLog:
@@ -189,9 +148,9 @@ class StepLog:
     `learn` is told of every step of decoding, in order, once its times are known; `current` is the pass under way.
     """
 
-    def __init__(self, link: Link, learn: Callable[[StepRecord], None]):
+    def __init__(self, link: Link, ledger: Ledger, learn: Callable[[StepRecord], None]):
         self.current: StepRecord | None = None
-        self._link, self._learn = link, learn
+        self._link, self._ledger, self._learn = link, ledger, learn
         self._steps: list[StepRecord] = []
         self._unread: deque[StepRecord] = deque()
         self._plan: str | None = None
@@ -208,20 +167,28 @@ class StepLog:
         self.read()
         self._steps.clear()
 
-    def begin(self, ledger: Ledger, *, cached: int, new: int, plan: Plan, kv_bits: int | None, ready: bool) -> None:
+    def begin(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None, ready: bool) -> None:
         """A pass begins; `ready` says whether its first layers are as far as they are in others of its kind."""
         record = StepRecord(cached=cached, new=new, plan=plan, kv_bits=kv_bits, clock=self._link.clock)
         record.steady = ready and plan.name == self._plan
-        record.begin(self._link, ledger, self._ended)
+        traffic = self._link.traffic
+        self._before = replace(traffic["in"]), traffic["out"].nbytes, self._ledger.waited_s()
+        record.before, record.begun = self._ended, record.clock.mark()
         self.current = record
 
-    def end(self, ledger: Ledger, weights: WeightStream | None, *, decoding: bool, rates: tuple[float, float]) -> None:
-        """The pass has succeeded; `rates` are the bandwidths of the link and of the disk."""
+    def end(self, weights: WeightStream | None, *, decoding: bool, profiled: bool, rates: tuple[float, float]) -> None:
+        """The pass has succeeded."""
         record, self.current = self.current, None
         if record is None:
             return
-        record.finish(self._link, ledger, weights)
-        record.decoding, (record.link_bytes_s, record.disk_bytes_s) = decoding, rates
+        record.ended = record.clock.mark()
+        traffic, (into, out, peers_s) = self._link.traffic, self._before
+        record.traffic, record.bytes_out = traffic["in"].since(into), traffic["out"].nbytes - out
+        record.peers_s = self._ledger.waited_s() - peers_s
+        if weights is not None:
+            record.waited(weights.waited)
+            record.weight_bytes = weights.step_bytes
+        record.decoding, record.profiled, record.rates = decoding, profiled, rates
         self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
         if record.cached:
             self._steps.append(record)

@@ -7,33 +7,30 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from megakv.errors import MegaKVError
-from megakv.offload.cache import OffloadedCache, group_call, groups_of
+from megakv.injection.recomputation import Recomputation
+from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
-from megakv.offload.host_memory import in_units
 from megakv.offload.host_rank import HostPart, HostRank, Queries
 from megakv.offload.link import Link, Transfer
 from megakv.offload.planner import Planner
 from megakv.offload.pool import PagePool
 from megakv.offload.prefetch import Prefetch
-from megakv.offload.profiler import Profiler
+from megakv.offload.profile import OffloadProfile, Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.staging import StagedLayer
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
-from megakv.offload.windows import UnseenTokens, Windows
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from megakv.attention.method import AttentionCall
     from megakv.distributed.sharding import Layout, TokenBlock
-    from megakv.injection.recomputation import Recomputation
-    from megakv.offload.profile import OffloadProfile
+    from megakv.forward_pass import ForwardPass
     from megakv.runtime import Runtime
 
 OUTGOING = 4
@@ -47,51 +44,53 @@ class Offloader:
         self,
         config: OffloadConfig,
         runtime: Runtime,
+        model: PreTrainedModel,
         *,
         layers: int,
         link: Link,
         pool: PagePool,
-        device: torch.device,
-        model_type: str,
+        recomputes: bool,
         weights: WeightStream | None = None,
     ):
-        self.config, self.link, self.pool, self.device, self.weights = config, link, pool, device, weights
+        comm = runtime.comm
+        self.config, self.link, self.pool, self.weights, self.device = config, link, pool, weights, comm.mesh.device
         self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
-        profiler = Profiler(config, link, pool, device, model_type)
-        self.costs = OffloadCosts(profiler, sharers=runtime.comm.watch.neighbours)
-        self._log = StepLog(link, self._learn)
-        self._recomputation: Recomputation | None = None
-        self._recomputes = False
-        self._runtime, self._layers = runtime, layers
+        profiler = Profiler(config, link, pool.disk, self.device, model.config.model_type)
+        self.costs = OffloadCosts(profiler, sharers=comm.watch.neighbours)
+        self._log = StepLog(link, comm.ledger, self._learn)
+        self._recomputes, self._runtime, self._layers = recomputes, runtime, layers
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
-        self._new: list[int] = []
         self._outgoing: deque[Transfer] = deque()
         self._current: int | None = None
         self._decoding, self._keeps, self._group = False, True, 0
         self._announced: tuple[int, int] | None = None
         self._measured: OffloadProfile | None = None
         self._host_rank = HostRank(config.cpu_threads, link.clock) if config.host_attends else None
-        leads = runtime.comm.mesh.rank == 0 if runtime.comm.mesh.world_size > 1 else None
-        self._planner = Planner(
-            config, self.costs, layers=layers, host_rank=self._host_rank, leads=leads, weights=weights
-        )
-        self._windows: Windows = [None] * layers
-        self._prefetch = Prefetch(self._planner, link, layers=layers, device=device)
         self._host_parts: list[HostPart] = []
 
-    def attach(self, recomputation: Recomputation, *, recomputes: bool) -> None:
-        """Take the hooks that call `enter`; `recomputes` says whether activations are kept."""
-        self._recomputation, self._recomputes = recomputation, recomputes
-        self._planner.recomputation = recomputation
+        def current() -> ForwardPass:
+            assert runtime.current is not None
+            return runtime.current
+
+        self._recomputation = Recomputation(model, entered=self.enter, current=current)
+        self._planner = Planner(
+            config,
+            self.costs,
+            layers=layers,
+            recomputation=self._recomputation,
+            host_rank=self._host_rank,
+            leads=comm.mesh.rank == 0 if comm.mesh.world_size > 1 else None,
+            weights=weights,
+        )
+        self._prefetch = Prefetch(self._planner, link, layers=layers, groups=config.num_gpu_batches, device=self.device)
 
     def close(self) -> None:
         """End all transfers and give the tiers back."""
         self._prefetch.drop_all()
         if self.weights is not None:
             self.weights.close()
-        if self._recomputation is not None:
-            self._recomputation.remove()
+        self._recomputation.remove()
         if self._host_rank is not None:
             self._host_rank.close()
         self.link.close()
@@ -117,32 +116,27 @@ class Offloader:
         """A pass over a cache begins, its new tokens in the table; `stays` as for `ShardedCache.begin`."""
         self._log.read()
         self._measured = self.costs.measured
-        new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        self._prefetch.groups, self._prefetch.stays = groups_of(layout, self.config.num_gpu_batches), stays
-        news = [np.diff(block.bounds).tolist() for block in layout.stored]
-        # Rows that travel to other ranks are counted there.
-        windows: Windows = self._windows if stays else [None] * self._layers
-        self._prefetch.unseen = UnseenTokens(windows, cache.table, cache.rank, news)
-        if self._cache is not cache or not self._prefetch.valid(cache, new):
-            # What was brought ahead is of no use: beams have changed places, say.
-            self._planner.ahead = self._planner.ahead and not len(self._prefetch)
-            self._prefetch.drop_all()
-        self._cache, self._layout, self._current, self._new = cache, layout, None, new
+        if not self._prefetch.enter(cache, layout, stays=stays):
+            # Beams have changed places, say.
+            self._planner.ahead = False
+        self._cache, self._layout, self._current, new = cache, layout, None, self._prefetch.new
         self._decoding = all(count <= 1 for count in new)
         self._group = 0
         cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
         self._keeps = self._planner.wants_inputs or not self._decoding
-        if not (self._decoding or cached):
-            self._keeps = self._inputs_pay(cache.store(0), new)
+        if self.pool.disk is not None and not (self._decoding or cached):
+            # What has no room in memory lies on disk, where the host cannot attend to it.
+            to_come = self._announced[1] if self._announced else 0
+            memory = self.pool.free_bytes(self.pool.tiers[0]) / self._layers
+            self._keeps = self._planner.keeps_inputs(cache.store(0), [count + to_come for count in new], memory)
         # Where nothing can be brought ahead, each step is like the others all the same.
         ready = len(self._prefetch) > 0 or not self._planner.ahead
-        bits, ledger = self.config.kv_bits, self._runtime.comm.ledger
-        self._log.begin(ledger, cached=cached, new=sum(new), plan=plan, kv_bits=bits, ready=ready)
+        self._log.begin(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits, ready=ready)
         if self.weights is not None:
             self.weights.waited.clear()
             self.weights.spread = len(self._prefetch.groups) > 1
-        self._prefetch.begin(cache, new)
+        self._prefetch.begin()
 
     def enter(self, layer: int, hidden_LE: Tensor) -> None:
         """A layer's attention begins: keep its input, and recompute what has landed."""
@@ -158,7 +152,7 @@ class Offloader:
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
         """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
-        self._windows[call.layer] = call.scoring.window
+        self._prefetch.windows[call.layer] = call.scoring.window
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
@@ -176,33 +170,20 @@ class Offloader:
         cache = self._cache
         if self._announced is None or cache is None or cache.store(store.layer) is not store:
             return
-        announced, self._announced = self._announced, None
-        self._check_capacity(store, cache, *announced)
-        self.costs.check(store)
-
-    def _check_capacity(self, store: TieredStore, cache: OffloadedCache, prompt: int, new_tokens: int) -> None:
-        """Refuse, with numbers, what would outgrow the budgets in this layer or a later one, or while decoding.
-
-        The store is that of the first layer, before any row of the prompt is in it: the other layers hold as many. The
-        prompt may come in pieces; each row may get so many new tokens beyond it. Budgets are the same on all ranks,
-        tokens are not quite: every rank looks at the one with most, so that none is refused while others wait for it.
-        """
-        table, pool = cache.table, self.pool
+        (prompt, new_tokens), self._announced = self._announced, None
+        # No row of the prompt, which may come in pieces, is there yet, and the other layers will hold as many. Budgets
+        # are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that none is
+        # refused while others wait for it.
+        table = cache.table
         ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
         to_come = -(-(new_tokens + max(0, prompt - 1 - int(max(ends)))) // table.size)
         lengths, needed = max(
             ((row, self._layers * store.bytes_for([n + to_come for n in row])) for row in table.counts().tolist()),
             key=lambda found: found[1],
         )
-        held = self._layers * store.nbytes()
-        if not pool.has_room(needed - held):
-            raise MegaKVError(
-                f"this generation needs {in_units(needed)} for offloaded keys and values on a rank "
-                f"({sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences), but "
-                f"{pool.budgets()}, of which {in_units(pool.free_bytes() + held)} can be used; raise "
-                f"megakv.offload.host_gb or disk_gb, lower megakv.offload.page_kib = {pool.page_bytes >> 10} if "
-                "sequences are short, or ask for fewer tokens"
-            )
+        tokens = f"{sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences"
+        self.pool.check_capacity(needed, self._layers * store.nbytes(), tokens)
+        self.costs.check(store)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
@@ -221,10 +202,9 @@ class Offloader:
         if cache is not self._cache:
             return
         self._current = self._layout = None
-        rates = self.costs.link_bytes_s, self.costs.disk_bytes_s
-        if self._log.current is not None:
-            self._log.current.profiled = self.costs.measured is not self._measured
-        self._log.end(self._runtime.comm.ledger, self.weights, decoding=self._decoding, rates=rates)
+        costs, profiled = self.costs, self.costs.measured is not self._measured
+        rates = costs.link_bytes_s, costs.disk_bytes_s
+        self._log.end(self.weights, decoding=self._decoding, profiled=profiled, rates=rates)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
@@ -265,18 +245,19 @@ class Offloader:
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> HostPart | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
-        if self._planner.queries is None:
+        host, staged = self._host_rank, self.staged(store)
+        if host is None:
+            return None
+        if host.queries is None:
             # It is given what its queries see.
             scoring = replace(call.scoring, window=None)
-            self._planner.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], scoring)
-        staged = self.staged(store)
+            host.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], scoring)
         if staged is None or not staged.host_attends:
             return None
-        assert self._host_rank is not None
         if staged.on_host is None:
-            spans = enumerate(zip(staged.unseen, staged.away, strict=True))
+            spans = enumerate(zip(staged.out_of_window, staged.away, strict=True))
             staged.on_host = [store.rows_in_memory(sequence, end, first) for sequence, (first, end) in spans]
-        self._host_parts.append(self._host_rank.start(call, q_HLD, tokens, store, staged.on_host))
+        self._host_parts.append(host.start(call, q_HLD, tokens, store, staged.on_host))
         return self._host_parts[-1]
 
     def sent(self, transfer: Transfer) -> None:
@@ -290,12 +271,6 @@ class Offloader:
 
     # Inside
 
-    def _inputs_pay(self, store: TieredStore, new: list[int]) -> bool:
-        """Whether a prompt's activations are worth their memory; without a disk they are kept."""
-        to_come = self._announced[1] if self._announced else 0
-        memory = self.pool.free_bytes(self.pool.tiers[0]) / self._layers
-        return self.pool.disk is None or self._planner.keeps_inputs(store, [count + to_come for count in new], memory)
-
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)
         self._planner.observe(record)
@@ -305,9 +280,10 @@ class Offloader:
         cache = self._cache
         assert cache is not None
         self._group = index
-        staged = self._prefetch.ensure(cache, layer, index, self._new)
-        if staged is not None and not staged.recomputed:
-            self._recompute(layer, staged, cache)
+        staged = self._prefetch.ensure(layer, index)
+        if staged is not None and staged.chunks:
+            assert self._log.current is not None
+            staged.recompute(layer, cache.table, cache.rank, self._recomputation, self._log.current)
 
     def _pass_on(self, layer: int, index: int) -> None:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
@@ -317,22 +293,8 @@ class Offloader:
         if staged is not None:
             cache.store(layer).move_residents(staged)
         if record is not None:
-            record.attended(self._host_parts)
-            if staged is not None:
-                left = sum(staged.away) - sum(staged.unseen) if self._host_parts else 0
-                counts = sum(staged.splits), left, staged.resident, sum(staged.unseen)
-                record.count(layer, *counts)
-            else:
-                record.count(layer)
+            record.attended(layer, self._host_parts, {} if staged is None else staged.counts())
         self._host_parts.clear()
-        self._prefetch.release(layer, index)
-        self._prefetch.follow(cache, layer, index, self._new, beyond=self._decoding and self._planner.ahead)
+        self._prefetch.follow(layer, index, beyond=self._decoding and self._planner.ahead)
         if self.weights is not None:
             self.weights.next_piece()
-
-    def _recompute(self, layer: int, staged: StagedLayer, cache: OffloadedCache) -> None:
-        """Keys and values of the activations, as they land, into their rows."""
-        staged.recomputed = True
-        if staged.chunks:
-            assert self._recomputation is not None and self._log.current is not None
-            staged.recompute(layer, cache.table, cache.rank, self._recomputation, self._log.current)

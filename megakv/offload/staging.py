@@ -79,11 +79,11 @@ class StagedLayer:
     """Per sequence, as all that follows: its first row;"""
     cached: list[int]
     """cached tokens;"""
-    room: list[int]
-    """room for new ones;"""
+    capacity: list[int]
+    """rows for new ones;"""
     splits: list[int]
     """tokens that are recomputed from activations: the first ones that do not stay away;"""
-    unseen: list[int]
+    out_of_window: list[int]
     """first tokens that the layer's window leaves out;"""
     away: list[int]
     """first tokens that stay away: those, and behind them those that the host attends to."""
@@ -92,8 +92,6 @@ class StagedLayer:
     """The transfer of all other rows."""
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Where rows are quantised: what comes, and the rows that it stands for."""
-    recomputed: bool = False
-    """Whether nothing is left to be recomputed."""
     resident: int = 0
     """Tokens of all sequences that were on the accelerator already."""
     on_host: list[list[tuple[int, Tensor]]] | None = None
@@ -102,7 +100,13 @@ class StagedLayer:
     @property
     def host_attends(self) -> bool:
         """Whether the host attends to any token."""
-        return self.away != self.unseen
+        return self.away != self.out_of_window
+
+    def counts(self) -> dict[str, int]:
+        """What becomes of its cached tokens, by the names in the report."""
+        hidden = sum(self.out_of_window)
+        found = {"recomputed": sum(self.splits), "on_host": sum(self.away) - hidden, "resident": self.resident}
+        return {**found, "out_of_window": hidden}
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""
@@ -153,13 +157,15 @@ class StagedLayer:
     def put(self, sequence: int, first: int, rows: Tensor) -> None:
         """Write rows of tokens from `first` on."""
         at, count = self.row(sequence, first), rows.shape[0]
-        assert first + count <= self.cached[sequence] + self.room[sequence]
+        assert first + count <= self.cached[sequence] + self.capacity[sequence]
         self.rows[at : at + count] = rows
 
     def put_each(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
         """Write one row ``[n, W]`` of each of some sequences: the tokens of these indices."""
         at = [self.row(sequence, first) for sequence, first in zip(sequences, firsts, strict=True)]
-        assert all(first < self.cached[each] + self.room[each] for each, first in zip(sequences, firsts, strict=True))
+        assert all(
+            first < self.cached[each] + self.capacity[each] for each, first in zip(sequences, firsts, strict=True)
+        )
         steps = {after - before for before, after in pairwise(at)}
         if len(steps) == 1 and (step := steps.pop()) > 0:
             self.rows[at[0] : at[-1] + 1 : step] = rows

@@ -45,14 +45,8 @@ class WeightStream:
     A layer passes through one of two buffers. What keys and values are computed with may be overwritten as soon as the
     layer has attended, all else when it has ended; only then does the layer after the next come into its place.
     `HostWeights.withdraw` left the parameters without memory; `groups` of sequences share a layer's weights
-    (``num_gpu_batches``).
-
-    Attributes
-    ----------
-    spread : bool
-        Whether pieces are asked for one by one, by `next_piece`; what is left when a layer begins then comes at once.
-    waited : list of (object, object)
-        Moments between which modules waited for their weights.
+    (``num_gpu_batches``). Where pieces are `spread` they are asked for one by one, by `next_piece`; what is left when a
+    layer begins then comes at once. `waited` are moments between which modules waited for their weights.
     """
 
     def __init__(
@@ -100,22 +94,16 @@ class WeightStream:
 
     def attended(self) -> None:
         """The layer at work has attended: the weights for keys and values of the layer after the next may come."""
-        if self._active is None or self._successor() is not None:
-            return
-        following = self._follow(self._active)
-        head = self._cuts[following.layer][1]
-        if head <= self._weights.layers[self._active.layer].keys_rows:
-            self._start_piece(following)
+        if self._active is not None:
+            following = self._following(self._active)
+            fits = self._cuts[following.layer][1] <= self._weights.layers[self._active.layer].keys_rows
+            if fits and not following.transfers:
+                self._start_piece(following)
 
     def next_piece(self) -> None:
         """Where pieces are spread: begin to bring one more, of the first layer that may come and lacks any."""
         for coming in self._open()[: self.spread]:
             self._start_piece(coming)
-
-    def flush(self) -> None:
-        """Begin to bring whatever can come."""
-        for coming in self._open():
-            self._start_all(coming)
 
     def close(self) -> None:
         """End all transfers, take the hooks off, and leave the weights on the host."""
@@ -165,11 +153,10 @@ class WeightStream:
             # A layer may leave a module out (an expert): its memory is about to be written to again.
             transfer.wait()
         self._leave(active)
-        if self._successor() is None:
-            self._follow(active)
+        self._following(active)
         self._active = None
         if not self.spread:
-            self.flush()
+            self._start_all(*self._open())
 
     # Inside
 
@@ -178,7 +165,7 @@ class WeightStream:
         self._settle()
         count = len(self._parameters)
         self._queue.extend(_BufferedLayer((layer + ahead) % count, ahead) for ahead in range(BUFFERS))
-        self.flush()
+        self._start_all(*self._open())
 
     def _settle(self) -> None:
         for each in (*self._queue, *([] if self._active is None else [self._active])):
@@ -192,17 +179,13 @@ class WeightStream:
     def _leave(self, active: _BufferedLayer) -> None:
         """No parameter refers to a buffer any more."""
         for parameter, place in self._parameters[active.layer]:
-            parameter.data = torch.empty((), dtype=place.dtype, device=self._device).expand(place.shape)
+            parameter.data = place.without_memory(self._device)
 
-    def _successor(self) -> _BufferedLayer | None:
+    def _following(self, active: _BufferedLayer) -> _BufferedLayer:
         """What comes into the active layer's buffer next."""
-        assert self._active is not None
-        return next((coming for coming in self._queue if coming.buffer == self._active.buffer), None)
-
-    def _follow(self, active: _BufferedLayer) -> _BufferedLayer:
-        following = _BufferedLayer((active.layer + BUFFERS) % len(self._parameters), active.buffer)
-        self._queue.append(following)
-        return following
+        if all(coming.buffer != active.buffer for coming in self._queue):
+            self._queue.append(_BufferedLayer((active.layer + BUFFERS) % len(self._parameters), active.buffer))
+        return next(coming for coming in self._queue if coming.buffer == active.buffer)
 
     def _lacks(self, coming: _BufferedLayer) -> bool:
         return len(coming.transfers) < len(self._cuts[coming.layer]) - 1
@@ -212,9 +195,10 @@ class WeightStream:
         taken = None if self._active is None else self._active.buffer
         return [coming for coming in self._queue if coming.buffer != taken and self._lacks(coming)]
 
-    def _start_all(self, coming: _BufferedLayer) -> None:
-        while self._lacks(coming):
-            self._start_piece(coming)
+    def _start_all(self, *layers: _BufferedLayer) -> None:
+        for coming in layers:
+            while self._lacks(coming):
+                self._start_piece(coming)
 
     def _start_piece(self, coming: _BufferedLayer) -> None:
         first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]

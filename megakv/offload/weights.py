@@ -42,6 +42,10 @@ class Place:
         """The weight in a layer's memory ``[n, ALIGNMENT]``: a view."""
         return memory.view(-1)[self.offset : self.stop].view(self.dtype).view(self.shape)
 
+    def without_memory(self, device: torch.device) -> Tensor:
+        """Its shape and type alone."""
+        return torch.empty((), dtype=self.dtype, device=device).expand(self.shape)
+
 
 @dataclass(frozen=True)
 class LayerPlaces:
@@ -143,8 +147,7 @@ class HostWeights:
     def withdraw(self, model: nn.Module, device: torch.device) -> None:
         """Leave the parameters their shapes and types, on the device, without memory."""
         for place in (place for layer in self.layers for place in layer.places):
-            parameter = model.get_parameter(place.name)
-            parameter.data = torch.empty((), dtype=place.dtype, device=device).expand(place.shape)
+            model.get_parameter(place.name).data = place.without_memory(device)
 
     def close(self) -> None:
         """Give the memory back."""

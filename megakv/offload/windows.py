@@ -13,7 +13,7 @@ Windows = list[int | None]
 """Of each layer, as its attention showed it; None where queries see all that comes before them."""
 
 
-class UnseenTokens:
+class OutOfWindow:
     """First tokens of each sequence on a rank that lie before every query's window, in a pass and the one after it.
 
     Queries of a pass come behind all that was cached before it, so the first slot behind that is the least they have.

@@ -89,7 +89,7 @@ class OffloadStep:
     ----------
     plan
         The method that it was planned by; ``all`` for one in which activations are recomputed and the host attends.
-    cached, resident, recomputed, on_host, unseen
+    cached, resident, recomputed, on_host, out_of_window
         Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
         those recomputed from activations (the split point), those attended to by the host, and those before the windows
         of all queries. They are counted as it happens, which may be otherwise than planned: all but the first are means
@@ -129,13 +129,13 @@ class OffloadStep:
     disk_bytes: int = 0
     disk_utilisation: float = 0.0
     profiled: bool = False
-    unseen: int = 0
+    out_of_window: int = 0
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def streamed(self) -> int:
         """Tokens whose keys and values were sent."""
-        return self.cached - self.resident - self.recomputed - self.on_host - self.unseen
+        return self.cached - self.resident - self.recomputed - self.on_host - self.out_of_window
 
 
 def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
@@ -151,7 +151,8 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
     if any(step.disk_bytes for step in steps):
         values["offload/disk_bytes"] = float(sum(step.disk_bytes for step in steps))
         values["offload/disk_utilisation"] = statistics.median(step.disk_utilisation for step in steps)
-    for share in ("resident", "recomputed", "on_host", *(("unseen",) if any(step.unseen for step in steps) else ())):
+    windows = ["out_of_window"] if any(step.out_of_window for step in steps) else []
+    for share in ("resident", "recomputed", "on_host", *windows):
         shares = (getattr(step, share) / max(1, step.cached) for step in steps)
         values[f"offload/{share}_share"] = statistics.median(shares)
     errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s and not step.profiled]

@@ -20,7 +20,7 @@ _TOKENS = {
     "recomputed": "#f2b872",
     "on_host": "#3b8f5f",
     "streamed": "#2f6db3",
-    "unseen": "#dde1e6",
+    "out_of_window": "#dde1e6",
 }
 _PANELS = ("cached tokens, a layer", "bytes of a pass", "share of the link", "time of a pass")
 _UNITS = {"bytes of a pass": "B", "time of a pass": "s"}

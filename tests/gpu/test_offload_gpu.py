@@ -123,7 +123,7 @@ def test_what_steps_show_is_learned() -> None:
     for _ in range(2):
         generate(engine, ids, mask, max_new_tokens=20, min_new_tokens=20)
     costs, steps = engine._offloader.costs, engine._offloader.steps
-    assert costs.settled and costs._shown.get("device_s") > 0 and costs._shown.get("link_bytes_s") > 0
+    assert costs.warmed_up and costs._shown.get("device_s") > 0 and costs._shown.get("link_bytes_s") > 0
     assert all(0 < step.measured_s < 10 and 0 <= step.waited_s <= step.measured_s for step in steps[1:])
     assert all((step.recompute_s > 0) == (step.split.recomputed > 0) for step in steps)
     engine.destroy()

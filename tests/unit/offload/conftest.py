@@ -43,6 +43,6 @@ def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
     monkeypatch.setattr(OffloadCosts, "layer", layer)
     monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
     # The last plan is the one that treats tokens in most ways.
-    monkeypatch.setattr(OffloadCosts, "settled", True)
+    monkeypatch.setattr(OffloadCosts, "warmed_up", True)
     monkeypatch.setattr(Auto, "choose", lambda self, predicted, tokens: list(predicted)[-1])
     return costs

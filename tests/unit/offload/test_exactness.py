@@ -152,8 +152,8 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
         offloader, sent = engine._offloader, [0]
 
         def note(*_: Any, offloader: Offloader = offloader, sent: list[int] = sent, **__: Any) -> Tensor:
-            for ticket in offloader._outgoing:
-                ticket.settle()
+            for transfer in offloader._outgoing:
+                transfer.settle()
             sent.append(offloader.link.traffic["out"].nbytes)
             return torch.zeros(len(ids), dtype=torch.bool)
 

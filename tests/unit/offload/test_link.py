@@ -91,9 +91,9 @@ def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
     link = EmulatedLink()
     broken = link.start("in", [Move(Broken(), torch.zeros(1, 1))])
     depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
-    for ticket in (broken, depending):
+    for transfer in (broken, depending):
         with pytest.raises(MegaKVError, match="transfer of 4 bytes failed.*no space left"):
-            ticket.wait()
+            transfer.wait()
     target = torch.zeros(3, 2)
     link.start("in", moves((torch.ones(3, 2), target))).wait()
     assert target.sum() == 6
@@ -117,9 +117,9 @@ def test_the_pace_is_kept() -> None:
     link = EmulatedLink(200e6)
     host = torch.randn(1000, 5000)
     begun = time.perf_counter()
-    tickets = [link.start("in", moves((host[part::4].contiguous(), torch.empty(250, 5000)))) for part in range(4)]
-    for ticket in tickets:
-        ticket.wait()
+    transfers = [link.start("in", moves((host[part::4].contiguous(), torch.empty(250, 5000)))) for part in range(4)]
+    for transfer in transfers:
+        transfer.wait()
     taken = time.perf_counter() - begun
     # A busy machine may be slower, never faster.
     assert taken >= 0.1

@@ -16,6 +16,7 @@ from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, WeightTim
 from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
+from megakv.offload.link import Traffic
 from megakv.offload.record import StepRecord
 from megakv.offload.split import Plan, Split
 from tests.measuring import until_it_holds
@@ -39,9 +40,6 @@ def test_an_emulated_link_is_found_to_be_what_it_is(offloaded: Any) -> None:
         profile = offloader.costs.profile
         assert profile.link_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.1)
         assert profile.row_bytes == 2 * 64 * 4 and profile.input_bytes == 64 * 4
-        # Each way has a wire of its own.
-        assert 0.3 * LINK_GB_S < profile.out_bytes_s / 1e9 < 1.2 * LINK_GB_S
-        assert 0.3 * LINK_GB_S < profile.both_bytes_s / 1e9 < 1.2 * LINK_GB_S
         assert 0 < profile.recompute_s < 1e-3
         # Recomputing is much cheaper here than sending, so nearly every token is recomputed, and the link is the limit.
         late = offloader.steps[-3:]
@@ -115,7 +113,7 @@ def test_the_disk_is_measured_where_there_is_one(offloaded: Any, tmp_path: Path)
         held = offloader.pool.used()["disk"]
         assert held and all(0 < step.disk_bytes < min(step.bytes_in, 1.5 * held) for step in offloader.steps)
         assert offloader.steps[-1].report().disk_utilisation > 0
-    assert found[0]["disk_read_bytes_s"] > 0 and found[0]["disk_write_bytes_s"] > 0
+    assert found[0]["disk_read_bytes_s"] > 0
     assert found[0]["disk"] == f"{tmp_path / 'one'} (files)" and found[1] == found[0]
     assert found[2]["disk"] == f"{tmp_path / 'two'} (files)"
     assert found[2]["link_bytes_s"] == found[0]["link_bytes_s"]
@@ -168,8 +166,8 @@ def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:
 def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
     """A steady step of 1,000 cached tokens of one sequence, all of them sent."""
     record = StepRecord(cached=1000, new=1, plan=Plan(plan, (Split(1000),), 1.0, 1.0))
-    record.timed_bytes = 2 * 1000 * 64
-    record.elapsed_s, record.busy_s = elapsed_s, record.timed_bytes / link_bytes_s
+    nbytes = 2 * 1000 * 64
+    record.elapsed_s, record.traffic = elapsed_s, Traffic(timed_bytes=nbytes, busy_s=nbytes / link_bytes_s)
     record.waited_s, record.attend_s, record.steady = 0.5 * elapsed_s, 0.1 * elapsed_s, True
     return record
 

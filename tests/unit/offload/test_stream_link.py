@@ -118,12 +118,12 @@ def test_errors_reach_the_waiter_and_the_link_goes_on(link: StreamLink) -> None:
     broken = link.start("in", [*moves((torch.ones(1, 1), memory)), Move(gate, torch.zeros(1, 1))])
     depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
     gate.open.set()
-    for ticket in (broken, depending):
+    for transfer in (broken, depending):
         with pytest.raises(MegaKVError, match=r"transfer of \d bytes failed.*no such rows"):
-            ticket.wait()
+            transfer.wait()
         with pytest.raises(MegaKVError, match="no such rows"):
-            ticket.settle()
-        assert ticket.done
+            transfer.settle()
+        assert transfer.done
     target = torch.zeros(3, 2)
     link.start("in", moves((torch.ones(3, 2), target))).settle()
     assert target.sum() == 6 and link.traffic["in"].timed_bytes == 24
@@ -132,11 +132,11 @@ def test_errors_reach_the_waiter_and_the_link_goes_on(link: StreamLink) -> None:
 def test_transfers_are_timed_when_they_have_ended(link: StreamLink, ahead: ThreadStreams) -> None:
     slow, rows = threading.Event(), torch.randn(500, 100)
     ahead.compute.put(lambda: slow.wait(10))
-    ticket = link.start("in", moves((rows, torch.empty_like(rows))))
+    transfer = link.start("in", moves((rows, torch.empty_like(rows))))
     traffic = link.traffic["in"]
     assert traffic.nbytes == rows.nbytes and traffic.timed_bytes == 0 and traffic.busy_s == 0
     slow.set()
-    ticket.settle()
+    transfer.settle()
     assert link.traffic["in"] is traffic and traffic.timed_bytes == rows.nbytes and 0 < traffic.busy_s < 0.5
 
 
@@ -214,7 +214,7 @@ def test_costs_are_learned_behind_the_steps(offloaded: Any, monkeypatch: pytest.
     costs, steps = engine._offloader.costs, engine._offloader.steps
     assert len(steps) == 11 and len(log._unread) == 2 and costs._steps == sum(step.usual for step in steps[:-2])
     assert all(step.measured_s > 0 and step.waited_s >= 0 for step in steps[1:-2])
-    assert 0 < sum(step.timed_bytes for step in steps) <= engine._offloader.link.traffic["in"].nbytes
+    assert 0 < sum(step.traffic.timed_bytes for step in steps) <= engine._offloader.link.traffic["in"].nbytes
     assert all(step.recompute_s > 0 for step in steps[:-2] if step.split.recomputed)
     assert costs._shown.get("device_s") > 0
 

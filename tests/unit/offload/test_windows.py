@@ -10,7 +10,7 @@ import torch
 
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.offload.split import Split
-from megakv.offload.windows import UnseenTokens, Windows
+from megakv.offload.windows import OutOfWindow, Windows
 from tests.families import WINDOW
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
@@ -59,11 +59,11 @@ def test_unseen_tokens_are_those_that_no_query_sees(seed: int) -> None:
     for layer, window in enumerate((None, int(generator.integers(1, 12)), int(generator.integers(1, 50)))):
         windows[layer] = window
     for rank in range(ranks):
-        unseen = UnseenTokens(windows, table, rank, news)
+        out_of_window = OutOfWindow(windows, table, rank, news)
         for beyond in (False, True):
-            found = [unseen.in_layer(layer, beyond=beyond) for layer in range(3)]
+            found = [out_of_window.in_layer(layer, beyond=beyond) for layer in range(3)]
             assert found[0] == [0] * batch
-            assert unseen.in_the_mean(beyond=beyond) == [sum(each) // 3 for each in zip(*found, strict=True)]
+            assert out_of_window.in_the_mean(beyond=beyond) == [sum(each) // 3 for each in zip(*found, strict=True)]
             for layer in (1, 2):
                 window = windows[layer]
                 assert window is not None
@@ -91,8 +91,8 @@ def test_tokens_are_the_plain_model_s(name: str, way: str, offloaded: Callable[.
     for options in (LONG, {"num_beams": 3, "max_new_tokens": 12}):
         assert torch.equal(generate(engine, ids, mask, **options), generate(model, ids, mask, **options))
         step = engine._offloader.steps[-1].report()
-        assert 0 < step.unseen < step.cached and step.streamed >= 0
-        parts = (step.resident, step.recomputed, step.on_host, step.streamed, step.unseen)
+        assert 0 < step.out_of_window < step.cached and step.streamed >= 0
+        parts = (step.resident, step.recomputed, step.on_host, step.streamed, step.out_of_window)
         assert sum(parts) == step.cached
         # It keeps to its parts in layers that see more, and in those that see less.
         assert way != "cpu_rank" or step.on_host and not step.recomputed
@@ -112,7 +112,7 @@ def test_only_what_is_seen_is_sent(name: str, offloaded: Callable[..., Any]) -> 
         seen = [min(cached, cached if window is None else window - 1) for window in windows_of(model)]
         ahead = sum(window is None for window in windows_of(model)[:2])
         assert step.bytes_in == 2 * row * (sum(seen) + ahead)
-        assert step.report().unseen == round(2 * (len(seen) * cached - sum(seen)) / len(seen))
+        assert step.report().out_of_window == round(2 * (len(seen) * cached - sum(seen)) / len(seen))
 
 
 @pytest.mark.usefixtures("fixed_costs")
