@@ -102,14 +102,6 @@ def _print(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-def write(arguments: argparse.Namespace, profile: BudgetProfile) -> None:
-    """Write the files and print the tables."""
-    profile.save(arguments.json)
-    draw_profile(profile, picture_path(arguments))
-    print_tables(profile)
-    print(f"profile: {Path(arguments.json).resolve()}, picture: {Path(picture_path(arguments)).resolve()}", flush=True)
-
-
 def main() -> None:
     """Entry of every rank."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -126,7 +118,12 @@ def main() -> None:
         engine = megakv.init_inference(arguments.model, config)
         measured, identity = measure(engine, prompts), ModelIdentity.of_model(engine.module)
         if own_rank() == 0:
-            write(arguments, make_profile(arguments.model, config.megakv.fairkv.method, measured, identity))
+            profile = make_profile(arguments.model, config.megakv.fairkv.method, measured, identity)
+            picture = picture_path(arguments)
+            profile.save(arguments.json)
+            draw_profile(profile, picture)
+            print_tables(profile)
+            print(f"profile: {Path(arguments.json).resolve()}, picture: {Path(picture).resolve()}", flush=True)
         engine.destroy()
 
 

@@ -131,7 +131,7 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         section = values["megakv"]
         del section["tracking"]
         for name, key in FILES:
-            section[name][key] = section[name][key] is not None
+            section[name][key] = section[name].get(key) is not None
         return values
 
 
@@ -163,11 +163,12 @@ def _known_keys(path: Sequence[int | str]) -> str:
     for part in path[:-1]:
         fields = getattr(model, "model_fields", {})
         model = fields[part].annotation if part in fields else None
-    keys = sorted(getattr(model, "model_fields", {}))
+    ours = isinstance(model, type) and issubclass(model, Section)
+    keys = sorted(model.settings() if ours else getattr(model, "model_fields", {}))
     similar = get_close_matches(str(path[-1]), keys, n=3)
     if similar:
         return f"did you mean {' or '.join(map(repr, similar))}?"
-    own = keys if isinstance(model, type) and issubclass(model, Section) else ["megakv"]
+    own = keys if ours else ["megakv"]
     return f"allowed: {', '.join(own)}" + ("" if own == keys else " and those of DeepSpeed's inference config")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 
@@ -36,6 +37,11 @@ class Section(DeepSpeedConfigModel):
     def __init__(self, **data: Any):
         # DeepSpeed's own class drops what is "auto", whatever the key.
         BaseModel.__init__(self, **data)
+
+    @classmethod
+    def settings(cls) -> dict[str, FieldInfo]:
+        """What may be given."""
+        return dict(cls.model_fields)
 
 
 def registered(section: type[BaseModel], key: str) -> dict[str, list[str]]:

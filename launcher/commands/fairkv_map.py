@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.length is not None and arguments.length < 1:
         raise ValueError(f"--length {arguments.length}: allowed: 1 or more")
     profile = load_budgets(arguments.profile, setting="--profile")
-    identity = _identity(arguments.model) if arguments.model else None
+    model = _shape(arguments.model) if arguments.model else None
     try:
-        if identity is not None:
-            profile.check_model(*identity)
+        if model is not None:
+            profile.check_model(*model)
         if arguments.length is not None:
             profile.check_length(arguments.length)
     except ValueError as error:
@@ -64,11 +63,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         max_replicas=arguments.max_replicas,
         copied_heads=arguments.copied_heads,
     )
-    with _written("--json", arguments.json):
-        found.save(arguments.json)
-    if arguments.png:
-        with _written("--png", arguments.png):
-            draw_mapping(found, arguments.png)
+    writers = {"--json": (arguments.json, found.save), "--png": (arguments.png, partial(draw_mapping, found))}
+    for option, (path, write) in writers.items():
+        try:
+            if path:
+                write(path)
+        except OSError as error:
+            raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from error
     return {
         "layers": len(found.mapping),
         "kv_heads": found.n_kv_heads,
@@ -90,15 +91,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
                 raise ValueError(f"--{name} {path} is the file of --{other}: name another one")
 
 
-@contextmanager
-def _written(setting: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{setting} {path}: cannot be written: {error.strerror}") from error
-
-
-def _identity(model: str) -> tuple[str, int, int]:
+def _shape(model: str) -> tuple[str, int, int]:
     """Name, layers and KV heads of a model; no weights are read."""
     try:
         shape = ModelShape.from_path(model, dtype=torch.float32)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from megakv.config import MegaKVConfig, load_config
 from megakv.fairkv.methods import METHODS
 from megakv.launcher.prompts import read_prompts
-from megakv.launcher.ranks import command_line, start_ranks
+from megakv.launcher.ranks import check_writable, command_line, start_ranks
 from megakv.tracking import TrackingConfig
 
 UNEVEN = tuple(name for name, method in METHODS.items() if method.uneven)
@@ -81,9 +80,7 @@ def check_budgets(arguments: argparse.Namespace) -> None:
     if arguments.threads < 1:
         raise ValueError(f"--threads {arguments.threads}: allowed: 1 or more")
     for name, path in (("json", arguments.json), ("png", picture_path(arguments))):
-        folder = Path(path).resolve().parent
-        if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"--{name} {path}: cannot be written: the folder must exist and be writable")
+        check_writable(f"--{name}", path)
     if Path(arguments.json).resolve() == Path(picture_path(arguments)).resolve():
         raise ValueError(f"--json {arguments.json} is where the picture would go: name it .json, or give --png")
     read_prompts(arguments.prompts, field=arguments.field)

@@ -27,9 +27,8 @@ EXCHANGED = 16
 class Schemes:
     """Ways to place heads that are sorted by budget, the largest first.
 
-    ``counts[scheme, head]``: how many places a head goes to, which divide it equally. ``speeds[scheme, place]``: the
-    ranks of a place; where a head goes to several places, these are single ranks. `complete`: whether these are all
-    that there are.
+    ``counts[scheme, head]`` places divide a head equally; a place has ``speeds[scheme, place]`` ranks. `complete`:
+    whether these are all ways that there are.
     """
 
     counts: NDArray[np.int64]

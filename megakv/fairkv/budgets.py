@@ -29,32 +29,23 @@ class HeadBudgets:
 
 
 def is_compressed(budget: float, min_tokens: int, length: IntArray) -> npt.NDArray[np.bool_]:
-    """Which sequences of `length` new tokens are compressed: long ones that have more tokens than they may keep.
-
-    A budget of 1, a fraction that keeps everything, is taken as it is.
-    """
+    """Which sequences of `length` new tokens are compressed: long ones that have more tokens than they may keep."""
     return (length >= min_tokens) & ((budget <= 1) | (length > budget))
 
 
 def tokens_per_head(budget: float, length: int, least: int) -> int:
-    """Tokens that a head keeps on average of a sequence of `length`, `least` in any case.
-
-    A budget up to 1 is a fraction of the sequence's tokens, above 1 their number.
-    """
+    """Tokens that a head keeps on average of a sequence of `length`, `least` in any case."""
     wanted = round(budget * length) if budget <= 1 else int(budget)
     return min(length, max(wanted, least))
 
 
 def equal(tokens: int, kv_heads: int) -> HeadBudgets:
-    """The same for every head."""
     return HeadBudgets(np.full(kv_heads, tokens, dtype=np.int64), tokens * kv_heads)
 
 
 def shared(tokens: int, kv_heads: int, safeguard: float, least: int) -> HeadBudgets:
-    """One pool for all heads of the layer (Ada-KV, Algorithm 1), but no head below a safeguard.
-
-    Every head keeps `least`, the observation window, and the fraction `safeguard` of what that leaves of the mean
-    `tokens`.
+    """One pool for all heads of the layer (Ada-KV, Algorithm 1), but no head below `least`, the observation window, and
+    the fraction `safeguard` of what that leaves of the mean `tokens`.
     """
     floor = least + int(safeguard * (tokens - least))
     return HeadBudgets(np.full(kv_heads, floor, dtype=np.int64), tokens * kv_heads)
@@ -63,8 +54,8 @@ def shared(tokens: int, kv_heads: int, safeguard: float, least: int) -> HeadBudg
 def pyramid(tokens: int, layer: int, layers: int, *, length: int, least: int, decay: float) -> int:
     """Tokens per head of a layer, falling linearly from the first layer to the last (PyramidKV, Section 4.2).
 
-    `tokens` is the mean over the layers; only what is beyond `least`, the observation window, falls, and the last layer
-    keeps the mean of that over `decay`. No layer exceeds `length`, the sequence's.
+    Of `tokens`, the mean over layers, only what is beyond `least`, the window, falls; the last layer keeps the mean of
+    that over `decay`.
     """
     mean, room = max(tokens - least, 0), max(length - least, 0)
     first = min(2 * mean - mean / decay, float(room))
@@ -89,10 +80,7 @@ def weighted(tokens: int, weights: FloatArray, *, length: int, least: int, sprea
 
 
 def divide(total: int, weights: Sequence[float] | FloatArray, most: int) -> IntArray:
-    """Divide a number in proportion to weights, no share above `most`, rounded so that the sum is right.
-
-    `total` must be at most ``most * len(weights)``. Where all weights of those with room are zero, they share alike.
-    """
+    """Divide at most ``most * len(weights)`` in proportion to weights, no share above `most`, the sum exact."""
     weight = np.asarray(weights, dtype=np.float64)
     shares = np.zeros(len(weight))
     full = np.zeros(len(weight), dtype=bool)

@@ -13,7 +13,7 @@ from megakv.attention.method import AttentionCall
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
-from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
+from megakv.fairkv.budgets import is_compressed, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.method import EVERYTHING, Segment
 from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
@@ -23,11 +23,7 @@ from megakv.weights.placement.heads import HeadMap
 
 
 class Compressor:
-    """Compresses an engine's caches to per-head budgets.
-
-    `replicas` are the ranks of copied heads, which share what such a head keeps. A setting that does not fit the method
-    or the model is a `ValueError`.
-    """
+    """Compresses an engine's caches to per-head budgets; `replicas` share what a copied head keeps."""
 
     def __init__(
         self, config: FairKVConfig, head_map: HeadMap, comm: Communicator, replicas: HeadReplicas | None = None
@@ -55,9 +51,9 @@ class Compressor:
             raise MegaKVError(f"megakv.fairkv is not supported beyond {SLOTS} tokens; the sequence has {turn.stop}")
 
     def observe(self, call: AttentionCall, lse_HL: Tensor, turn: Turn) -> None:
-        """Note what the queries of a pass look at, of a turn that goes on. Every rank must call it.
+        """Note what the queries of a pass, of a turn that goes on, look at. Every rank must call it.
 
-        `lse_HL` is the log-sum-exp of the layer's attention, just computed, attention sinks included.
+        `lse_HL` is the log-sum-exp of the layer's attention, attention sinks included.
         """
         if self.method.observed == EVERYTHING:
             masses = self._observed(call, lse_HL, turn, range(call.table.batch))
@@ -69,15 +65,22 @@ class Compressor:
     def compress(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> None:
         """Compress what a turn, which ends with this pass, added to some sequences of a layer's store.
 
-        Every rank must call it. The kept set is the same however tokens and heads are spread over ranks, and in however
-        many passes the turn was read. `lse_HL` is as in `observe`.
+        Every rank must call it. However tokens and heads are spread over ranks and passes, the same is kept.
         """
         segments = [self._segment(call, turn, sequence) for sequence in rows]
-        budgets = [self._budgets(call.layer, segment.length) for segment in segments]
-        masses: list[Tensor | None] = [None] * len(segments)
+        budgets = [
+            self.method.budgets(
+                call.layer,
+                self._layers,
+                self._heads.n_kv_heads,
+                tokens=self._tokens(segment),
+                length=segment.length,
+            )
+            for segment in segments
+        ]
+        masses: Sequence[Tensor | None] = [None] * len(segments)
         if self.method.observed:
-            observed = self._observed(call, lse_HL, turn, rows)
-            masses = list(self._masses(call, list(observed.values()), segments))
+            masses = self._masses(call, list(self._observed(call, lse_HL, turn, rows).values()), segments)
             turn.seen.pop(call.layer, None)
         shard = self._heads.shard(call.layer, self._comm.mesh.tp_rank)
         with call.comm.ledger.compute("compression", call.layer):
@@ -139,9 +142,8 @@ class Compressor:
         positions = call.table.positions(call.rank, sequence)[starts[call.rank] :]
         return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank, sorted_slots)
 
-    def _budgets(self, layer: int, length: int) -> HeadBudgets:
-        tokens = tokens_per_head(self._budget, length, self.method.least)
-        return self.method.budgets(layer, self._layers, self._heads.n_kv_heads, tokens=tokens, length=length)
+    def _tokens(self, segment: Segment) -> int:
+        return tokens_per_head(self._budget, segment.length, self.method.least)
 
     def _masses(self, call: AttentionCall, masses: list[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
         """What was observed of whole segments, made ready to be compared."""
@@ -150,20 +152,18 @@ class Compressor:
             masses = [self._over_copies(call.layer, mass) for mass in masses]
         # What is kept anyway lends nothing to its neighbours.
         for segment, mass in zip(segments, masses, strict=True):
-            mass[:, segment.recent(self._protected(segment))] = 0.0
+            mass[:, self._protected(segment)] = 0.0
         if self.method.peaks:
             masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
         return masses
 
-    def _protected(self, segment: Segment) -> int:
-        tokens = tokens_per_head(self._budget, segment.length, self.method.least)
-        return self.method.protected(tokens)
+    def _protected(self, segment: Segment) -> Tensor:
+        return segment.recent(self.method.protected(self._tokens(segment)))
 
     def _scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
-        scores = self.method.scores(segment, mass_KS)
-        return scores.masked_fill(segment.recent(self._protected(segment)), torch.inf)
+        return self.method.scores(segment, mass_KS).masked_fill(self._protected(segment), torch.inf)
 
     def _counted(self, layer: int) -> IntArray:
         """Local indices of the KV heads that no earlier rank holds."""

@@ -1,23 +1,25 @@
-"""Section ``megakv.fairkv``: compression of the cache to per-head budgets, and where heads are placed.
-
-The methods' own settings are declared by the methods (`megakv.fairkv.methods`), and become keys of this section here.
-"""
+"""Section ``megakv.fairkv``: compression of the cache to per-head budgets, and where heads are placed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Optional, Self
+from typing import Annotated, Self
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails
 
 from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS
 from megakv.sections import OneOf, Section
 
-WITHOUT_BUDGET = ("budget", "mapping")
 
+class FairKVConfig(Section):
+    """What is kept of a prompt's keys and values once it is read, and on which ranks.
 
-class GeneralConfig(Section):
-    """What is kept of a prompt's keys and values once it is read, and on which ranks."""
+    The fields of the registered methods are further keys.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     method: Annotated[str, OneOf(lambda: tuple(METHODS))] = "ada_snapkv"
     """How tokens are chosen."""
@@ -40,11 +42,20 @@ class GeneralConfig(Section):
             raise ValueError("allowed: a fraction such as 0.25, or a whole number of tokens such as 1024")
         return value
 
+    @classmethod
+    def settings(cls) -> dict[str, FieldInfo]:
+        """The section's own, and those of all methods that are registered by now."""
+        of_methods = {name: field for kind in METHODS.values() for name, field in kind.model_fields.items()}
+        return super().settings() | of_methods
+
     @model_validator(mode="after")
     def _check_use(self) -> Self:
-        given = [
-            name for name in type(self).model_fields if name in self.model_fields_set and name not in WITHOUT_BUDGET
-        ]
+        known, own = self.settings(), self.model_extra or {}
+        unknown = [name for name in own if name not in known]
+        if unknown:
+            details = [InitErrorDetails(type="extra_forbidden", loc=(name,), input=own[name]) for name in unknown]
+            raise ValidationError.from_exception_data(type(self).__name__, details)
+        given = [name for name in known if name in self.model_fields_set - {"budget", "mapping"}]
         if self.budget is None and given:
             raise ValueError(
                 f"{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it to a fraction "
@@ -55,8 +66,7 @@ class GeneralConfig(Section):
 
     def _make_method(self) -> CompressionMethod:
         kind = METHODS[self.method]
-        own = self.model_fields_set - GeneralConfig.model_fields.keys()
-        given = {name: value for name in sorted(own) if (value := getattr(self, name)) is not None}
+        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         for name in given:
             if name not in kind.model_fields:
                 raise ValueError(
@@ -75,14 +85,3 @@ class GeneralConfig(Section):
                 f"{self.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
             )
         return method
-
-
-def _keys() -> dict[str, Any]:
-    fields = {name: field for method in METHODS.values() for name, field in method.model_fields.items()}
-    return {name: (Optional[field.annotation], None) for name, field in fields.items()}  # noqa: UP045
-
-
-if TYPE_CHECKING:
-    FairKVConfig = GeneralConfig
-else:
-    FairKVConfig = create_model("FairKVConfig", __base__=GeneralConfig, __doc__=GeneralConfig.__doc__, **_keys())

@@ -31,8 +31,8 @@ MOST_SCHEMES = 12_000
 class CopyLimits:
     """What fair-copying may use in each layer of `tp_size` ranks.
 
-    `copies` are the extra replicas of all heads together; `max_replicas` is R_max of the paper's Equation 3, by default
-    the ranks; `copied_heads` is CH, the heads that may have more than one replica, by default all.
+    `copies` are the extra replicas of all heads together; `max_replicas` is R_max of the paper's Equation 3;
+    `copied_heads` is CH, how many heads may have more than one replica.
     """
 
     tp_size: int
@@ -204,9 +204,8 @@ def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSo
 
 
 def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSolution:
-    """Exact where neither R_max nor CH rules the optimum out.
-
-    Then the best of those that keep them: smaller groups, and equal shares made the best for that placement.
+    """Exact where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal shares made
+    the best for their placement.
     """
     size = limits.tp_size
     fewest = max(1, size - limits.copies)
@@ -226,10 +225,9 @@ def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSo
 def map_layer(
     weights: Sequence[float], limits: CopyLimits, split: Split = "free", *, nodes: int = NODES
 ) -> LayerSolution:
-    """One layer's heads, with budgets finite and not negative, on ranks so that the slowest rank is fastest.
+    """One layer's heads on ranks so that the slowest rank is fastest, within `limits` that are checked already.
 
-    `limits` are checked against the number of heads. Replicas may share a head in any way ("free") or equally ("even").
-    What the search has found after so many `nodes` is taken.
+    Replicas may share a head in any way ("free") or equally ("even").
     """
     order = sorted(range(len(weights)), key=lambda head: -weights[head])
     raised = positive([weights[head] for head in order])

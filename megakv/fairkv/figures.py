@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from megakv.fairkv.mapping import Balance, HeadMapping
 from megakv.fairkv.profile import BudgetProfile, last_part
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import write_picture
 
 INK, FAINT = "#22282f", "#8a929b"
 
@@ -86,6 +84,4 @@ def _finish(figure: Figure, all_axes: list[Any], label: str, path: str | Path) -
     bar = figure.colorbar(all_axes[-1].images[0], ax=all_axes, fraction=0.05, pad=0.03)
     bar.set_label(label, fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=8, colors=FAINT, length=0)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    write_whole(path, buffer.getvalue())
+    write_picture(path, figure)

@@ -20,10 +20,8 @@ TOLERANCE = 0.02
 
 
 class ModelIdentity(BaseModel):
-    """Of a model that something was measured on.
-
-    `sizes` are fields of its config, None for those that it does not have; `embeddings` samples of its input
-    embeddings, which every rank holds whole.
+    """Of a model that something was measured on: fields of its config, and samples of its input embeddings, which
+    every rank holds whole.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -33,7 +31,6 @@ class ModelIdentity(BaseModel):
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> Self:
-        """Of a model with its weights."""
         return cls(sizes=_sizes(model.config), embeddings=tuple(_samples(model).tolist()))
 
     def check_sizes(self, config: PreTrainedConfig) -> None:

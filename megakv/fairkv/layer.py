@@ -11,10 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True)
 class LayerMapping:
-    """The replicas of every KV head of a layer.
-
-    ``ranks[head]`` hold the head, ascending; more than one where it is copied. ``shares[head]`` says what part of the
-    head's kept tokens each of those ranks attends to; they sum to 1.
+    """``ranks[head]`` hold a KV head, ascending; more than one where it is copied. ``shares[head]`` says what part of
+    the head's kept tokens each of those ranks attends to; they sum to 1.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -33,12 +31,10 @@ class LayerMapping:
 
     @property
     def replicas(self) -> list[int]:
-        """Of each head."""
         return [len(held) for held in self.ranks]
 
     @property
     def copies(self) -> int:
-        """Replicas beyond one per head."""
         return sum(self.replicas) - len(self.ranks)
 
     def loads(self, budgets: Sequence[float], tp_size: int) -> list[float]:
@@ -98,8 +94,7 @@ def _of_slowest(loads: NDArray[np.float64]) -> NDArray[np.float64]:
 def barrier_utilisation(loads: ArrayLike) -> float:
     """Mean load over the slowest rank's, averaged over layers, of ``[layers, ranks]`` loads.
 
-    Every layer ends in an all-reduce, at which the ranks wait for the slowest: this is the part of the attention time
-    in which a rank works. A layer without any load counts as 1.
+    Ranks wait for the slowest at every layer's end: it is the part of the attention time in which a rank works.
     """
     return float(_of_slowest(_checked(loads)).mean(axis=1).mean())
 
@@ -107,8 +102,7 @@ def barrier_utilisation(loads: ArrayLike) -> float:
 def efficiency(loads: ArrayLike) -> float:
     """Equation 5 of the paper: mean over ranks of a rank's load, summed over layers, over the largest such sum.
 
-    It is what would count if ranks met once per token and not in every layer, and what memory is like: a mapping whose
-    slowest rank is another one in every layer has an efficiency of 1 and keeps the ranks waiting all the same.
+    It is 1 where the slowest rank is another one in every layer, and ranks wait all the same.
     """
     return float(_of_slowest(_checked(loads).sum(axis=0)).mean())
 

@@ -30,11 +30,9 @@ class Replica(BaseModel):
 
 
 class Balance(BaseModel):
-    """How evenly a mapping loads the ranks.
+    """How evenly a mapping loads the ranks, as in `megakv.fairkv.layer`.
 
-    `barrier_utilisation` is the mean load over the slowest rank's, averaged over layers; `efficiency` the paper's
-    Equation 5. ``loads[layer][rank]`` are kept tokens that the rank attends to, `rank_loads` their sums over all
-    layers, which is the ranks' memory; `busy_rates` the part of the attention time that each rank works.
+    ``loads[layer][rank]`` are kept tokens that the rank attends to, `rank_loads` their sums, which is its memory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,11 +45,10 @@ class Balance(BaseModel):
 
 
 class HeadMapping(Record, Balance):
-    """A mapping of a model's KV heads, as the mapper found it under the settings of `megakv.fairkv.mapper.map_heads`.
+    """A mapping of a model's KV heads, and the settings of `megakv.fairkv.mapper.map_heads` that it was found under.
 
-    `model` is what the profile was measured on. ``mapping[layer][rank]`` are the rank's KV heads, ascending. No mapping
-    has a smaller value of the objective than `bound`, as far as was proven; it is 0 where nothing was. `contiguous` is
-    the balance of heads in runs of neighbours, the paper's SHA.
+    ``mapping[layer][rank]`` are the rank's KV heads, ascending. No mapping has a smaller value of the objective than
+    `bound`. `contiguous` is the balance of heads in runs of neighbours, the paper's SHA.
     """
 
     format: Literal["megakv head mapping"] = "megakv head mapping"
@@ -93,7 +90,14 @@ class HeadMapping(Record, Balance):
     @property
     def layers(self) -> list[LayerMapping]:
         """The same by KV head."""
-        return [_by_head(ranks, self.n_kv_heads) for ranks in self.mapping]
+        found = []
+        for ranks in self.mapping:
+            parts: list[dict[int, float]] = [{} for _ in range(self.n_kv_heads)]
+            for rank, replicas in enumerate(ranks):
+                for replica in replicas:
+                    parts[replica.kv_head][rank] = replica.share
+            found.append(LayerMapping.of(parts))
+        return found
 
     def placement_digest(self) -> str:
         """Equal for mappings that put the same KV heads on the same ranks, whatever else they say."""
@@ -101,11 +105,9 @@ class HeadMapping(Record, Balance):
         return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
     def head_map(self, n_heads: int, *, whole: bool = False) -> HeadMap:
-        """The placement of weights.
+        """The placement of weights: every replica of a KV head with all its query heads if `whole`, such heads last.
 
-        Where every rank of a copied KV head holds it `whole`, with all its query heads, the ranks can share its tokens;
-        such heads come last on their ranks. Else its query heads are divided among its ranks by their shares, and more
-        replicas than query heads are a `ValueError`.
+        Else they are divided among its ranks by their shares; more replicas than query heads are a `ValueError`.
         """
         group, remainder = divmod(n_heads, self.n_kv_heads)
         if remainder or not group:
@@ -134,20 +136,12 @@ class HeadMapping(Record, Balance):
 
 
 def apportioned(shares: Sequence[float], count: int) -> list[int]:
-    """`count` things divided by shares that sum to 1, everybody getting one at least."""
+    """`count` things divided by shares that sum to 1, one for each at least."""
     parts = [1] * len(shares)
     for _ in range(count - len(shares)):
         lacking = max(range(len(shares)), key=lambda i: shares[i] * count - parts[i])
         parts[lacking] += 1
     return parts
-
-
-def _by_head(ranks: Sequence[Sequence[Replica]], heads: int) -> LayerMapping:
-    parts: list[dict[int, float]] = [{} for _ in range(heads)]
-    for rank, replicas in enumerate(ranks):
-        for replica in replicas:
-            parts[replica.kv_head][rank] = replica.share
-    return LayerMapping.of(parts)
 
 
 def by_rank(layer: LayerMapping, tp_size: int) -> tuple[tuple[Replica, ...], ...]:

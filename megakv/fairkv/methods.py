@@ -24,11 +24,9 @@ class StreamingLLM(CompressionMethod):
 
     @property
     def least(self) -> int:
-        """The sinks and one recent token."""
         return self.sinks + 1
 
     def scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
-        """Later is better, but the sinks are best."""
         score = segment.order.float()
         score[segment.order < self.sinks] = torch.inf
         return score.expand(segment.k_KSD.shape[0], -1)
@@ -60,26 +58,21 @@ class SnapKV(CompressionMethod):
 
     @property
     def observed(self) -> int:
-        """The window, or everything."""
         return self.window if self.observe == "window" else EVERYTHING
 
     @property
     def peaks(self) -> bool:
-        """See `reduce`."""
         return self.reduce == "peak"
 
     @property
     def pool_radius(self) -> int:
-        """Neighbours on either side."""
         return self.pool // 2
 
     @property
     def least(self) -> int:
-        """The window."""
         return self.window
 
     def protected(self, tokens: int) -> int:
-        """The window."""
         return self.window
 
 
@@ -91,7 +84,6 @@ class PyramidKV(SnapKV):
     """The last layer keeps the mean over this, beside its window."""
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
-        """The same for all heads of a layer."""
         own = pyramid(tokens, layer, layers, length=length, least=min(self.window, length), decay=self.decay)
         return equal(own, kv_heads)
 
@@ -108,16 +100,13 @@ class H2O(CompressionMethod):
 
     @property
     def observed(self) -> int:
-        """Everything."""
         return EVERYTHING
 
     @property
     def least(self) -> int:
-        """A heavy hitter and a recent token."""
         return 2
 
     def protected(self, tokens: int) -> int:
-        """The recent share."""
         return int(self.recent * tokens)
 
 
@@ -130,7 +119,6 @@ class AdaSnapKV(SnapKV):
     """Fraction of the mean budget beside the window that every head keeps of its own best."""
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
-        """A pool above the safeguard."""
         return shared(tokens, kv_heads, self.safeguard, min(self.window, length))
 
 
@@ -147,7 +135,6 @@ class HeadKV(SnapKV):
     _weights: FloatArray = PrivateAttr(default_factory=lambda: np.zeros((0, 0)))
 
     def bind(self, layers: int, kv_heads: int) -> None:
-        """Read the importances."""
         if self.importance is None:
             raise ValueError(
                 "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance: a JSON file with the importance of "
@@ -156,7 +143,6 @@ class HeadKV(SnapKV):
         self._weights = read_importance(self.importance, layers, kv_heads)
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
-        """What the head's importance gives it."""
         own = weighted(tokens, self._weights, length=length, least=min(self.window, length), spread=self.spread)[layer]
         return HeadBudgets(own, int(own.sum()))
 
@@ -188,13 +174,5 @@ def read_importance(path: str, layers: int, kv_heads: int) -> FloatArray:
 
 
 METHODS: dict[str, type[CompressionMethod]] = {
-    method.name: method
-    for method in (
-        StreamingLLM,
-        SnapKV,
-        PyramidKV,
-        H2O,
-        AdaSnapKV,
-        HeadKV,
-    )
+    method.name: method for method in (StreamingLLM, SnapKV, PyramidKV, H2O, AdaSnapKV, HeadKV)
 }

@@ -31,8 +31,8 @@ SCORE_ELEMENTS = 4 << 20
 class Queries:
     """Queries of some tokens, each counted on one rank.
 
-    `tokens` are those of every context-parallel rank; `packed` ``[L, H, D + 1]`` are this rank's queries, and behind
-    them the log-sum-exp of their attention over all keys.
+    `tokens` are those of every context-parallel rank; `packed` ``[L, H, D + 1]`` this rank's, with the log-sum-exp of
+    their attention over all keys.
     """
 
     tokens: tuple[TokenBlock, ...]
@@ -71,8 +71,8 @@ def add_attention_mass(
 ) -> None:
     """Count in the attention that queries give to each token: its sum, or peak, over them and the heads of a KV group.
 
-    The masses, per segment ``[K, n]`` in float32 (float64 for float64 keys), are changed in place. Attention from a
-    query to itself and the `near` tokens before it does not count; 0 counts everything.
+    The masses, per segment ``[K, n]``, are changed in place. Attention from a query to itself and the `near` tokens
+    before it does not count; 0 counts everything.
     """
     for start in range(0, max(map(len, queries.tokens)), CHUNK_QUERIES):
         pieces = [np.arange(start, min(start + CHUNK_QUERIES, len(block))) for block in queries.tokens]
@@ -142,10 +142,7 @@ def _add_mass(
 def pooled_mass(
     call: AttentionCall, masses: Sequence[Tensor], segments: Sequence[Segment], radius: int
 ) -> list[Tensor]:
-    """The maximum over every token's neighbours within a radius, those on other ranks included.
-
-    Masses are per segment ``[K, n]``. Only tokens next to another rank's travel.
-    """
+    """The maximum over every token's neighbours within a radius; only those next to another rank's tokens travel."""
     edges = [_edges(segment.orders, radius) for segment in segments]
     counts = [sum(len(edge[rank]) for edge in edges) for rank in range(call.size)]
     pieces = [
@@ -173,11 +170,8 @@ def pooled_mass(
 
 
 def coarse_peaks(mass_KS: Tensor) -> Tensor:
-    """Peaks without their last 7 bits, in float32.
-
-    Many tokens are looked at with a weight of almost exactly 1: which of them is the highest would otherwise depend on
-    rounding, and so on the mesh.
-    """
+    """Peaks without their last 7 bits, in float32."""
+    # Many weights are almost exactly 1: which is the highest would depend on rounding, and so on the mesh.
     bits = mass_KS.float().contiguous().view(torch.int32)
     return ((bits + 64) & -128).view(torch.float32).to(mass_KS.dtype)
 
@@ -199,8 +193,8 @@ def _edges(orders: Sequence[IntArray], radius: int) -> list[IntArray]:
 class Observation:
     """What a layer has seen of a turn that goes on, on one rank.
 
-    `queries` are the last ones, which may yet belong to the window at the turn's end; None where there is no window.
-    `masses` has by sequence ``[K, n]`` what all queries so far have given to this rank's tokens of the turn.
+    `queries` may yet belong to the window at the turn's end. `masses` has by sequence ``[K, n]`` what all queries so
+    far have given to this rank's tokens of the turn.
     """
 
     queries: Queries | None = None
@@ -209,10 +203,7 @@ class Observation:
 
 @dataclass
 class Turn:
-    """Slots, from `first` to before `stop`, that are compressed together: read in one pass or as chunks in several.
-
-    `seen` has by layer what its tokens were observed to look at.
-    """
+    """Slots, from `first` to before `stop`, that are compressed together; `seen` by layer."""
 
     first: int
     stop: int

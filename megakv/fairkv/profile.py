@@ -33,12 +33,11 @@ TP_SIZES = (2, 4, 8)
 
 
 class DataSet(BaseModel):
-    """Prompts of one kind, and how their budgets compare with the others'.
+    """So many `prompts` of one kind, after those of the data sets before it.
 
-    `prompts` of the profile's, after those of the data sets before it. `similarity` is the cosine similarity of its
-    mean budgets with the mean of the other data sets' (the paper's Table 1), None where there is no other. `busy_rates`
-    has for each tensor-parallel degree the part of the attention time in which a rank with neighbouring heads works
-    (Table 2), the mean over its prompts.
+    `similarity` is the cosine similarity of its mean budgets with the mean of the other data sets' (the paper's Table
+    1). `busy_rates` has by tensor-parallel degree the part of the attention time in which a rank with neighbouring
+    heads works (Table 2), the mean over its prompts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,11 +51,9 @@ class DataSet(BaseModel):
 class BudgetProfile(Record):
     """Tokens kept per head, averaged over a user's prompts.
 
-    `model` is the hub id or folder that it was measured on, `identity` what tells it from others however it is called.
-    ``budgets[layer][KV head]`` are tokens kept, the mean over the prompts; ``prompts[prompt][layer][KV head]`` the same
-    of every prompt, and `lengths` its tokens: no budget may be above its prompt's length, nor the mean above the
-    longest. `method` is the compression that chose the tokens, `data_sets` say where the prompts are from, in their
-    order, and `busy_rates` are as in `DataSet`, over all prompts.
+    `model` is the hub id or folder that it was measured on. ``budgets[layer][KV head]`` are the mean over the prompts,
+    ``prompts[prompt][layer][KV head]`` those of every prompt, none above its tokens, `lengths`. `busy_rates` are as in
+    `DataSet`, over all prompts.
     """
 
     format: Literal["megakv budget profile"] = "megakv budget profile"
@@ -95,19 +92,14 @@ class BudgetProfile(Record):
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
         return len(self.budgets)
 
     @property
     def n_kv_heads(self) -> int:
-        """KV heads of a layer."""
         return len(self.budgets[0])
 
     def check_model(self, name: str, n_layers: int, n_kv_heads: int) -> None:
-        """A `ValueError` for the profile of another model.
-
-        Names, hub ids or folders, are compared by their last part, so that a model may lie anywhere.
-        """
+        """A `ValueError` for another model's profile; of hub ids and folders the last part is compared."""
         if (self.n_layers, self.n_kv_heads) != (n_layers, n_kv_heads):
             raise ValueError(
                 f"is the profile of {self.model!r} with {self.n_layers} layers of {self.n_kv_heads} KV heads; "
@@ -148,11 +140,8 @@ class MeasuredPrompt:
 
 
 def kept_tokens(report: RunReport, heads: HeadMap) -> BudgetArray:
-    """Tokens that each KV head of the whole model holds, by a report of all ranks.
-
-    Context-parallel ranks hold different tokens of a head, so theirs add up; tensor-parallel ones that copy a head hold
-    the same.
-    """
+    """Tokens that each KV head of the whole model holds, by a report of all ranks."""
+    # Context-parallel ranks hold different tokens of a head; tensor-parallel ones that copy a head hold the same.
     found = np.zeros((report.mesh["cp"], len(heads.layers), heads.n_kv_heads))
     for rank in report.ranks:
         for layer, counts in enumerate(rank.head_tokens):

@@ -29,11 +29,7 @@ AddUp = Callable[[Tensor], Tensor]
 
 
 def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
-    """``[K, S]`` numbers that order tokens by score, then by lower slot, then by lower head.
-
-    Scores ``[K, S]`` are at least 0, infinity included, and rounded to float32; NaN counts as 0. Slots (below `SLOTS`)
-    and heads (below `HEADS`) are int64, of the whole sequence and model.
-    """
+    """``[K, S]`` numbers that order tokens by score (0 or more; NaN counts as 0), then by lower slot, then head."""
     scores = scores_KS.float().nan_to_num(0.0, posinf=torch.inf).abs()
     # Floats that are not negative order as their bits do.
     bits = scores.contiguous().view(torch.int32).long()
@@ -44,9 +40,8 @@ def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
 def thresholds(keys: Tensor, groups: Tensor, wanted: Tensor, add_up: AddUp, counted: Tensor | None = None) -> Tensor:
     """``[G]`` for every group the least key that belongs to its `wanted` largest, over all ranks.
 
-    `keys` and `groups` ``[n]`` are this rank's keys and the group of each, int64; `counted` ``[n]`` says which of them
-    there are. `wanted` ``[G]`` is the same on all ranks: of a group that has fewer all belong to it, and where none is
-    wanted the result is above every key. `add_up` sums counts over the ranks that hold keys of these groups.
+    `keys` and `groups` ``[n]`` are this rank's keys and the group of each; `counted` ``[n]`` says which of them there
+    are. Where none is wanted the result is above every key; of a group that has fewer all belong to it.
     """
     found = torch.zeros_like(wanted)
     left = wanted
@@ -76,12 +71,11 @@ def choose(
     over_tokens: AddUp,
     over_all: AddUp,
 ) -> list[Tensor]:
-    """Which tokens of a layer are kept: per sequence ``[K, n]``, True where the token is.
+    """Which tokens of a layer are kept: per sequence ``[K, n]``.
 
-    Scores ``[K, n]`` and slots ``[n]`` of each sequence are those of this rank's tokens, and of its KV heads, whose
-    index in the whole model `heads` ``[K]`` has; budgets are those of all heads of the layer, the same on all ranks.
-    `counted` are local indices of the heads that this rank counts: every head on one rank only, however many hold it.
-    `over_tokens` sums counts over the ranks that hold the other tokens of this rank's heads, `over_all` over all ranks.
+    Scores ``[K, n]`` and slots ``[n]`` are those of this rank's tokens and KV heads; budgets those of all heads of the
+    layer. `counted` are local indices of the heads that this rank counts, of its copies only one does. `over_tokens`
+    sums counts over the ranks that hold other tokens of the same heads, `over_all` over all ranks.
     """
     device = scores[0].device
     local = upload(heads, device)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from docs.figures import DRAWINGS
 from docs.generated import ROOT, TABLES, documents, figure, refresh
 from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
-from megakv.sections import OneOf
+from megakv.sections import OneOf, Section
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = documents()
@@ -26,7 +26,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 def keys_of(model: type[BaseModel], prefix: str) -> dict[str, Any]:
     """Every key of a section of the JSON, with its field; nested sections are walked."""
     found: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
+    for name, field in (model.settings() if issubclass(model, Section) else model.model_fields).items():
         key = f"{prefix}.{field.alias or name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= keys_of(field.annotation, key)
