@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,25 +27,16 @@ from megakv.weights.files import local_directory
 from megakv.weights.placement.plan import decoder_layers
 
 MEGABYTE = 1 << 20
-
-
 RANK_KEYS = ("rank", "host", "tokens", "kv_bytes", "head_tokens", "bytes_sent", "traffic", "peak_bytes")
 """Of a rank's report, what the main job's JSON has."""
 
 
 @dataclass
 class Outcome:
-    """What a job produced, the same on every rank but for `tokens_equal`, which rank 0 alone knows.
+    """What a job produced, the same on every rank but for `tokens_equal`, which rank 0 alone knows."""
 
-    Parameters
-    ----------
-    answer : str
-        The generated text.
-    tokens_equal : bool, optional
-        Whether the tokens are those of a single-process transformers run; None where that was not asked for.
-    """
-
-    answer: str
+    answer: str  # The generated text.
+    # Whether the tokens are those of a single-process transformers run; None where that was not asked for.
     tokens_equal: bool | None
     report: RunReport
 
@@ -95,15 +85,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's directory or hub id.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read.
-    MegaKVError
-        If there is no such model.
-    """
+    """The tokenizer of a model's directory or hub id."""
     directory = local_directory(model)
     try:
         return AutoTokenizer.from_pretrained(directory)
@@ -147,24 +129,7 @@ def run_job(
     *,
     chat: bool = True,
 ) -> Outcome:
-    """Start the engine, generate, and report. Every rank must call it.
-
-    Parameters
-    ----------
-    model : str
-        Directory or hub id.
-    arguments : Namespace
-        As `add_job_arguments` defines them.
-    make_prompt : callable
-        Makes the prompt from the tokenizer.
-    chat : bool
-        Whether to use the model's chat template.
-
-    Raises
-    ------
-    ValueError, MegaKVError
-        What the engine refuses.
-    """
+    """Start the engine, generate, and report; `arguments` are those of `add_job_arguments`. Every rank must call it."""
     if arguments.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: allowed: 1 or more")
     if arguments.temperature < 0:
@@ -214,50 +179,43 @@ def plain_tokens(model: str, engine: megakv.MegaKVEngine, ids: Tensor, options: 
     return plain.generate(ids, **options).cpu()
 
 
-def print_outcome(outcome: Outcome, stream: Any = None) -> None:
-    """The table that a user sees at the end."""
-    stream = sys.stdout if stream is None else stream
+def print_outcome(outcome: Outcome) -> None:
+    """The tables that a user sees at the end."""
     report = outcome.report
-    ttft = "-" if report.ttft_s is None else f"{report.ttft_s * 1e3:.1f} ms"
-    ttit = "-" if report.ttit_s is None else f"{report.ttit_s * 1e3:.1f} ms"
-    print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens", file=stream)
+    ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (report.ttft_s, report.ttit_s))
+    print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens")
     if report.prefill is not None:
         times = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in report.prefill.predicted_s.items())
-        print(f"prefill: {report.prefill.chosen}{f' (predicted: {times})' if times else ''}", file=stream)
-    print(
-        f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)",
-        file=stream,
-    )
+        print(f"prefill: {report.prefill.chosen}{f' (predicted: {times})' if times else ''}")
+    print(f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)")
     for rank in report.ranks:
         sent = ", ".join(f"{name} {size / MEGABYTE:.2f}" for name, size in sorted(rank.bytes_sent.items()) if size)
         print(
             f"{rank.rank:>4} {rank.cp_rank:>3} {rank.tp_rank:>3} {rank.tokens:>8} {rank.kv_bytes / MEGABYTE:>8.2f} "
-            f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}",
-            file=stream,
+            f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}"
         )
-    print_budgets(report, stream)
-    print_offload(report, stream)
-    print_traffic(report, stream)
+    _print_budgets(report)
+    _print_offload(report)
+    _print_traffic(report)
     if outcome.tokens_equal is not None:
         word = "equal to" if outcome.tokens_equal else "DIFFERENT FROM"
         lossy = any(step.kv_bits for rank in report.ranks for step in rank.offload)
         why = ", as may be with keys and values in 4 bits" if lossy and not outcome.tokens_equal else ""
-        print(f"tokens are {word} those of a single-process transformers run{why}", file=stream)
+        print(f"tokens are {word} those of a single-process transformers run{why}")
 
 
-def print_budgets(report: RunReport, stream: Any) -> None:
+def _print_budgets(report: RunReport) -> None:
     """What a compressed cache keeps: tokens per KV head and layer."""
     if all(rank.head_tokens for rank in report.ranks):
         kept = np.concatenate([layer for rank in report.ranks for layer in rank.head_tokens])
         tokens = sum(rank.tokens for rank in report.ranks) // report.mesh["tp"]
         print(
             f"kept by a KV head on a rank: {kept.mean():.0f} tokens on average, {kept.min()} to {kept.max()}; "
-            f"{tokens} tokens were read",
-            file=stream,
+            f"{tokens} tokens were read"
         )
 
 
-def print_offload(report: RunReport, stream: Any) -> None:
+def _print_offload(report: RunReport) -> None:
     """What passes over keys and values off the accelerator did, on the first rank that has any."""
     rank = next((rank for rank in report.ranks if rank.offload), None)
     if rank is None:
@@ -273,21 +231,18 @@ def print_offload(report: RunReport, stream: Any) -> None:
     disk = f", {read} of it from disk" if any(step.disk_bytes for step in rank.offload) else ""
     print(
         f"off the accelerator, rank {rank.rank}: {passes} passes ({plans}); in the last {last.cached} cached tokens "
-        f"({tokens}); in each {come} in{disk} and {gone} out",
-        file=stream,
+        f"({tokens}); in each {come} in{disk} and {gone} out"
     )
 
 
-def print_traffic(report: RunReport, stream: Any) -> None:
+def _print_traffic(report: RunReport) -> None:
     """Communication by operation: sums over ranks and layers; times are means over ranks."""
     rows: list[list[Any]] = [*operations(report).rows]
     if rows:
-        print(f"{'operation':<16} {'calls':>7} {'MiB':>9} {'ms':>9} {'hidden ms':>10} {'exposed ms':>11}", file=stream)
+        print(f"{'operation':<16} {'calls':>7} {'MiB':>9} {'ms':>9} {'hidden ms':>10} {'exposed ms':>11}")
     for name, calls, sent, *seconds in rows:
         total, hidden, exposed = (1e3 * time for time in seconds)
-        print(
-            f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {exposed:>11.1f}", file=stream
-        )
+        print(f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {exposed:>11.1f}")
 
 
 def write_outcome(path: str, values: dict[str, Any]) -> None:

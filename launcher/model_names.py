@@ -10,25 +10,9 @@ import torch
 
 from megakv.costmodel.shape import ModelShape
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-"""Where recipes are, unless the working folder has some."""
-
 
 def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
-    """Sizes of a model, without its weights.
-
-    Parameters
-    ----------
-    name : str
-        A folder with a config.json, such a file, a folder's name in ``recipes``, or a hub id.
-    dtype : torch.dtype, optional
-        Of weights and cache; None: the checkpoint's.
-
-    Raises
-    ------
-    ValueError
-        If there is none: gives the nearest names.
-    """
+    """Sizes of a model: a folder with a config.json, such a file, a folder's name in ``recipes``, or a hub id."""
     recipe = _recipes() / name
     found = recipe if not Path(name).exists() and (recipe / "config.json").is_file() else Path(name)
     try:
@@ -65,4 +49,4 @@ def _nearest(name: str) -> list[str]:
 
 def _recipes() -> Path:
     here = Path("recipes")
-    return here if here.is_dir() else CHECKOUT / here
+    return here if here.is_dir() else Path(__file__).resolve().parents[1] / here

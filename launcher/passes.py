@@ -18,12 +18,7 @@ SEED = 20240
 
 
 class TimedPasses:
-    """Time to first token of partitions, measured by real prompts.
-
-    engine: with the method ``runahead``.
-    comm: of the same mesh.
-    repeats: passes of a partition that may be the best, of which the fastest counts.
-    """
+    """Time to first token of partitions, measured by real prompts; of `repeats` passes the fastest counts."""
 
     def __init__(self, engine: megakv.MegaKVEngine, comm: Communicator, repeats: int):
         self._engine = engine
@@ -34,10 +29,7 @@ class TimedPasses:
         self._seen: set[Partition] = set()
 
     def begin(self, context: int, best: float = float("inf")) -> None:
-        """Warm up for prompts of a length. Rank 0 calls it; the best time known so far may be given.
-
-        Raises ValueError if the model cannot read so many tokens.
-        """
+        """Warm up for prompts of a length. Rank 0 calls it; the best time known so far may be given."""
         self._best = best
         self._seen.clear()
         try:

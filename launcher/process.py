@@ -33,13 +33,7 @@ def own_rank() -> int:
 
 
 def adopt_slurm() -> None:
-    """Translate Slurm's task variables into those that torch.distributed reads, where nothing else set them.
-
-    Raises
-    ------
-    ValueError
-        If the first host of the allocation cannot be found and MASTER_ADDR is not set.
-    """
+    """Translate Slurm's task variables into those that torch.distributed reads, where nothing else set them."""
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
         return
     os.environ["RANK"] = os.environ["SLURM_PROCID"]

@@ -7,17 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LINES = ".jsonl"
-
 
 def read_text(path: str, setting: str) -> str:
-    """A user's text file.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read as UTF-8 or holds no text.
-    """
+    """A user's text file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -31,38 +23,18 @@ def read_text(path: str, setting: str) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One text.
-
-    Parameters
-    ----------
-    data_set : str
-        Name of its data set.
-    source : str
-        File, and line where there are several, for messages.
-    """
+    """One text of a data set."""
 
     data_set: str
-    source: str
+    source: str  # File, and line where there are several, for messages.
     text: str
 
 
 def read_prompts(paths: Sequence[str], *, field: str, setting: str = "--prompts") -> list[Prompt]:
-    """All prompts of some data sets.
+    """All prompts of some data sets, each named by its file.
 
-    Parameters
-    ----------
-    paths : sequence of str
-        Each a data set, named by its file: a ``.jsonl`` file with a prompt in every line, a folder with a prompt in
-        every text file, or one text file.
-    field : str
-        Of a line's JSON object that holds the prompt; a line may be a mere string, too.
-    setting : str
-        Named in messages.
-
-    Raises
-    ------
-    ValueError
-        If one cannot be read, holds no prompt, or two have the same name.
+    A path is a ``.jsonl`` file with a prompt in every line (text, or an object with this field), a folder with a prompt
+    in every text file, or one text file.
     """
     found: list[Prompt] = []
     names: dict[str, str] = {}
@@ -83,7 +55,7 @@ def _read(path: Path, name: str, field: str, setting: str) -> list[Prompt]:
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         return [Prompt(name, str(file), read_text(str(file), setting)) for file in files]
     text = read_text(str(path), setting)
-    if path.suffix != LINES:
+    if path.suffix != ".jsonl":
         return [Prompt(name, str(path), text)]
     lines = enumerate(text.split("\n"), start=1)
     return [_line(path, number, line, name, field, setting) for number, line in lines if line.strip()]

@@ -40,13 +40,7 @@ def add_rank_arguments(
 
 
 def check_rank_arguments(arguments: argparse.Namespace, ranks: int) -> None:
-    """Refuse impossible ones before anything is measured.
-
-    Raises
-    ------
-    ValueError
-        Naming the argument, its value and what is allowed.
-    """
+    """Refuse impossible ones before anything is measured."""
     if arguments.threads < 1:
         raise ValueError(f"--threads {arguments.threads}: allowed: 1 or more")
     if not 1 <= arguments.seconds <= 36000:
@@ -77,13 +71,7 @@ def command_line(arguments: argparse.Namespace, names: Sequence[str]) -> list[st
 
 
 def start_ranks(module: str, ranks: int, threads: int, values: Sequence[str]) -> None:
-    """Run a module on so many processes of this machine.
-
-    Raises
-    ------
-    MegaKVError
-        If they fail; they have said why.
-    """
+    """Run a module on so many processes of this machine."""
     options = ["--num_accelerators", str(ranks), "--master_port", str(_free_port()), "--no_local_rank", "--quiet"]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", module, *values]
     process = subprocess.Popen(
@@ -118,13 +106,7 @@ def _free_port() -> int:
 
 
 def join_ranks(arguments: argparse.Namespace) -> Communicator:
-    """This rank's communicator, on a context-parallel x tensor-parallel mesh over all ranks.
-
-    Raises
-    ------
-    ValueError
-        As `check_rank_arguments`.
-    """
+    """This rank's communicator, on a context-parallel x tensor-parallel mesh over all ranks."""
     torch.set_num_threads(arguments.threads)
     start_distributed(tp_only=False, timeout_s=TIMEOUT_S)
     world_size = torch.distributed.get_world_size()

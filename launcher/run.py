@@ -10,13 +10,7 @@ from megakv.launcher.prompts import read_text
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be understood.
-    """
+    """The command line."""
     parser = JobParser(description="Generate with any Hugging Face causal language model on all ranks.")
     parser.add_argument("--model", required=True, help="directory or hub id of the model")
     add_job_arguments(parser)
@@ -28,13 +22,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_text(arguments: argparse.Namespace) -> str:
-    """The prompt's text.
-
-    Raises
-    ------
-    ValueError
-        If neither a file nor a question was given, or the file cannot be read.
-    """
+    """The prompt's text."""
     if arguments.prompt_file is None and not arguments.question:
         raise ValueError("the prompt is empty: give --prompt-file, --question or both")
     parts = [] if arguments.prompt_file is None else [read_text(arguments.prompt_file, "--prompt-file")]

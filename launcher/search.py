@@ -45,18 +45,7 @@ MOST_PREDICTED = 1000
 
 
 class Desk:
-    """Rank 0's part: it searches, notes and writes.
-
-    Parameters
-    ----------
-    chain : ChainIdentity
-        What is searched.
-
-    Raises
-    ------
-    ValueError
-        If the table or the journal is of another model or machine.
-    """
+    """Rank 0's part: it searches, notes and writes."""
 
     def __init__(self, arguments: argparse.Namespace, chain: ChainIdentity, shape: ModelShape, passes: TimedPasses):
         self._arguments = arguments
@@ -64,6 +53,7 @@ class Desk:
         self._shape = shape
         self._passes = passes
         self._profile = load_profile(arguments.profile, setting="--profile") if arguments.profile is not None else None
+        self._how: dict[str, Any] = {"tp_size": chain.tp, "kv": chain.kv, "chunk_tokens": chain.chunk_tokens}
         self._journal = JournalFile(journal_path(arguments), chain)
         self._table: LookupTable | None = None
         if Path(arguments.table).exists():
@@ -126,17 +116,14 @@ class Desk:
         """The cost model's seconds of a partition, where there is a profile."""
         if self._profile is None:
             return None
-        chain = self._chain
-        costs = Chain(self._profile, self._shape, tp_size=chain.tp, kv=chain.kv, chunk_tokens=chain.chunk_tokens)
+        costs = Chain(self._profile, self._shape, **self._how)
         return lambda partition: costs.predict((partition,), (0,)).seconds
 
     def _seeds(self, context: int) -> tuple[Partition, ...]:
         """Where the best is expected: by the cost model, and by the neighbours that the table has."""
         seeds: list[Partition] = []
         if self._profile is not None:
-            chain = self._chain
-            how: dict[str, Any] = {"tp_size": chain.tp, "kv": chain.kv, "chunk_tokens": chain.chunk_tokens}
-            seeds.append(best_partition(self._profile, self._shape, context, chain.ranks, **how))
+            seeds.append(best_partition(self._profile, self._shape, context, self._chain.ranks, **self._how))
         if self._table is not None:
             fractions = self._table.fractions(context) or self._table.nearest(context).fractions
             seeds.append(from_fractions(fractions, context))

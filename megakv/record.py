@@ -62,7 +62,8 @@ class RunRecord:
             self.head_tokens = cache.head_tokens()
 
     def _rank_report(self, comm: Communicator) -> RankReport:
-        mesh, totals = comm.mesh, comm.ledger.by_operation()
+        mesh = comm.mesh
+        comm.ledger.read()
         return RankReport(
             rank=mesh.rank,
             host=comm.watch.host,
@@ -72,9 +73,6 @@ class RunRecord:
             kv_bytes=self.kv_bytes,
             head_tokens=self.head_tokens,
             peak_bytes=peak_memory_bytes(mesh.device),
-            bytes_sent={name: tally.bytes_sent for name, tally in totals.items()},
-            calls={name: tally.calls for name, tally in totals.items()},
-            seconds_exposed={name: tally.seconds_exposed for name, tally in totals.items()},
             traffic=[
                 Traffic(operation, layer, tally.calls, tally.bytes_sent, tally.seconds, tally.seconds_exposed)
                 for (operation, layer), tally in comm.ledger.tallies.items()

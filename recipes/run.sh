@@ -27,7 +27,7 @@ source "$root/scripts/setup.sh"
 
 if [ -n "$dry" ]; then
     cd "$root"
-    exec python -m recipes.common.rehearsal "$name" ${config:+--config "$(basename "$config")"}
+    exec python -m recipes.common.dry_run "$name" ${config:+--config "$(basename "$config")"}
 fi
 if [ -z "$model" ]; then
     echo "megakv: error: --model DIR is missing: $name holds no weights; --dry-run needs none" >&2

@@ -11,8 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megakv.costmodel.presets import hardware
-from megakv.dry_run import DryRun, VirtualRank
-from megakv.dry_run import dry_run as rehearse
+from megakv.dry_run import DryRun, VirtualRank, dry_run
 from megakv.errors import MegaKVError
 from megakv.tracking.files import write_whole
 
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        result = rehearse(
+        result = dry_run(
             arguments.model,
             arguments.config,
             context=arguments.context,

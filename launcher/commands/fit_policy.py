@@ -45,10 +45,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def check_tokens(tokens: list[int], ring: int) -> None:
-    """Refuse contexts without a point to measure.
-
-    Raises ValueError, naming the value and what is allowed.
-    """
+    """Refuse contexts without a point to measure."""
     if min(tokens) < 2 * ring:
         raise ValueError(f"--tokens {min(tokens)}: allowed: {2 * ring} or more, twice the context-parallel ranks")
 

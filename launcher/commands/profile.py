@@ -58,10 +58,7 @@ def measure(module: str, arguments: argparse.Namespace, names: Sequence[str]) ->
 
 
 def model_shape(arguments: argparse.Namespace) -> ModelShape:
-    """That of --model.
-
-    Raises ValueError if there is no such model, or its heads cannot be divided among --tp ranks.
-    """
+    """That of --model."""
     try:
         model = ModelShape.from_path(arguments.model, dtype=DTYPES[arguments.dtype])
         contiguous_head_map(len(model.layers), model.heads, model.kv_heads, arguments.tp)

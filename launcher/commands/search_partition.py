@@ -54,13 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_contexts(words: Sequence[str]) -> list[int]:
-    """The lengths of --contexts, ascending.
-
-    Raises
-    ------
-    ValueError
-        Where one is no whole number.
-    """
+    """The lengths of --contexts, ascending."""
     parts = [part for word in words for part in word.split(",") if part]
     for part in parts:
         if not part.isdecimal():
@@ -71,18 +65,7 @@ def read_contexts(words: Sequence[str]) -> list[int]:
 
 
 def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
-    """The run's JSON, with runahead as its method and whatever is to be searched left open.
-
-    Parameters
-    ----------
-    ranks : int, optional
-        All ranks of the world; by default those that the JSON wants.
-
-    Raises
-    ------
-    ValueError
-        If the JSON cannot be used, or the ranks do not fit it.
-    """
+    """The run's JSON, with runahead as its method, whatever is to be searched left open, and so many ranks if given."""
     config = load_config(arguments.config)
     parallel = config.megakv.context_parallel
     if ranks is not None:
@@ -107,13 +90,7 @@ def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> Me
 
 
 def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
-    """Refuse what cannot work before any rank starts.
-
-    Raises
-    ------
-    ValueError
-        Naming the argument, its value and what is allowed.
-    """
+    """Refuse what cannot work before any rank starts."""
     for name in ("threads", "repeats", "step", "patience"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -156,7 +133,4 @@ def journal_path(arguments: argparse.Namespace) -> str:
 
 def default_unit(context: int, size: int) -> int:
     """A power of two, about a 128th of the prompt, that leaves every rank one or more."""
-    unit = 1
-    while 2 * unit * UNITS <= context and 2 * unit * size <= context:
-        unit *= 2
-    return unit
+    return 1 << (max(1, context // max(UNITS, size)).bit_length() - 1)

@@ -95,10 +95,6 @@ def _rank_report(rank: int, found: _Rank, ranks: SimulatedRanks) -> RankReport:
         Traffic(name, layer, count.calls, count.nbytes, max(count.seconds, count.exposed), count.exposed)
         for (name, layer), count in counts
     ]
-    of = {
-        name: [entry for entry in traffic if entry.operation == name]
-        for name in sorted({name for name, _ in found.counts})
-    }
     return RankReport(
         rank=rank,
         host=ranks.hosts[rank],
@@ -107,9 +103,6 @@ def _rank_report(rank: int, found: _Rank, ranks: SimulatedRanks) -> RankReport:
         tokens=ranks.tokens[rank],
         kv_bytes=ranks.kv_bytes[rank],
         peak_bytes=ranks.peak_bytes[rank],
-        bytes_sent={name: sum(entry.bytes_sent for entry in entries) for name, entries in of.items()},
-        calls={name: sum(entry.calls for entry in entries) for name, entries in of.items()},
-        seconds_exposed={name: sum(entry.seconds_exposed for entry in entries) for name, entries in of.items()},
         traffic=traffic,
         events=sorted(found.events, key=lambda event: event.start),
     )

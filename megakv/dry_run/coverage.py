@@ -34,6 +34,8 @@ def check_coverage(
         for layer, name in enumerate(attentions)
     }
     cut = 0
+    # Layers are mostly cut alike.
+    duplicates: dict[tuple[object, ...], int] = {}
     for name, shape in shapes.items():
         specs = [placement[name] for placement in placements]
         if any(spec.zero for spec in specs):
@@ -45,7 +47,9 @@ def check_coverage(
             continue
         cut += 1
         copied = next((found for prefix, found in copies.items() if name.startswith(prefix)), None)
-        extra = _duplicates(name, shape, specs)
+        extra = duplicates.get((tuple(shape), *specs))
+        if extra is None:
+            extra = duplicates[tuple(shape), *specs] = _duplicates(name, shape, specs)
         allowed = 0 if copied is None else copied.indices(name, shape[specs[0].dim])
         if extra != allowed:
             raise MegaKVError(

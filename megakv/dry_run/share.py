@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.partial import Scoring
@@ -23,6 +23,10 @@ from megakv.weights.placement.attention import find_attention
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import shard_structure
 
+PLAIN = (bool, int, float, str, type(None), tuple, list)
+NUMBER = "layer_idx"
+"""Where modules keep the number of their layer."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -31,8 +35,7 @@ class Share:
     tp_rank: int
     weight_bytes: int  # Of parameters and buffers.
     row_bytes: tuple[int, ...]  # Per layer, bytes of one token's keys and values.
-    # Per decoder layer, bytes of what `megakv.offload.weights` puts into host memory.
-    layer_bytes: tuple[int, ...] = ()
+    layer_bytes: tuple[int, ...]  # Per layer, bytes of what `megakv.offload.weights` puts into host memory.
 
 
 @dataclass(frozen=True)
@@ -72,56 +75,43 @@ class WholeModel:
     def shares(self, tokens: set[int], *, fp8: bool) -> Iterator[Share]:
         """Build every rank's share and run it.
 
-        Shares whose parameters have the same shapes, and whose layers the same numbers of heads, are run once: nothing
-        else decides about the shapes in a pass.
+        Ranks that keep the same shapes and the same numbers of heads in each layer are alike: the first is built.
 
         tokens: numbers of tokens to run them over.
         fp8: whether feed-forward weights become FP8.
         Raises MegaKVError if a parameter has another shape than it should, or shapes do not fit in a pass.
         Raises ValueError if FP8 is not possible with this model.
         """
-        dtypes = parameter_dtypes(self.model, self.dtype)
-        kept = {id(parameter): parameter for parameter in self.model.parameters()}
-        known: dict[Any, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
-        for tp_rank in range(self.head_map.tp_size):
-            model = deepcopy(self.model, dict(kept))
-            shard_structure(model, self.placements[tp_rank], self.head_map, tp_rank, lambda tensor: tensor)
-            self._check_shapes(model, self.placements[tp_rank], tp_rank)
+        known: dict[Any, Share] = {}
+        for tp_rank, placement in enumerate(self.placements):
+            shapes = {name: placement[name].shape(whole) for name, whole in self.shapes.items()}
             shards = [layers[tp_rank] for layers in self.head_map.layers]
-            counts = [(len(shard.query_heads), len(shard.kv_heads), shard.group_size) for shard in shards]
-            form = tuple(parameter.shape for parameter in model.parameters()), tuple(counts)
+            counts = tuple((len(shard.query_heads), len(shard.kv_heads), shard.group_size) for shard in shards)
+            form = tuple(shapes.values()), counts
             if form not in known:
-                known[form] = self._run(model, tp_rank, tokens, dtypes, fp8)
-            yield Share(tp_rank, *known[form])
+                known[form] = self._build(tp_rank, shapes, tokens, fp8)
+            yield replace(known[form], tp_rank=tp_rank)
 
-    def _run(
-        self, model: PreTrainedModel, tp_rank: int, tokens: set[int], dtypes: Mapping[str, torch.dtype], fp8: bool
-    ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Bytes of a share's weights, by layer of a token's keys and values, and by layer of weights."""
-        # Some rotary embeddings keep more tables once they have seen a long prompt.
-        buffers = sum(buffer.nbytes for buffer in model.buffers())
-        found = [run_shapes(model, self.head_map, tp_rank, count) for count in sorted(tokens)]
-        if any(other != found[0] for other in found):
-            raise MegaKVError(
-                f"tensor-parallel rank {tp_rank}: keys and values of a token depend on how many there are"
-            )
-        if fp8:
-            use_fp8(model)
-        rows = tuple(found[0][layer] for layer in sorted(found[0]))
-        layers = () if fp8 else tuple(places.nbytes for places in layer_places(model, dtypes))
-        return buffers + parameter_bytes(model, dtypes), rows, layers
-
-    def _check_shapes(self, model: PreTrainedModel, placement: Mapping[str, SliceSpec], tp_rank: int) -> None:
+    def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: set[int], fp8: bool) -> Share:
+        dtypes = parameter_dtypes(self.model, self.dtype)
+        model = deepcopy(self.model, {id(parameter): parameter for parameter in self.model.parameters()})
+        shard_structure(model, self.placements[tp_rank], self.head_map, tp_rank, lambda tensor: tensor)
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        if parameters.keys() != self.shapes.keys():
+        if parameters.keys() != shapes.keys():
             raise MegaKVError(f"tensor-parallel rank {tp_rank} has other parameters than the whole model")
         for name, parameter in parameters.items():
-            expected = placement[name].shape(self.shapes[name])
-            if tuple(parameter.shape) != expected:
+            if tuple(parameter.shape) != shapes[name]:
                 raise MegaKVError(
                     f"tensor-parallel rank {tp_rank}: {name} has shape {list(parameter.shape)}, "
-                    f"expected {list(expected)}"
+                    f"expected {list(shapes[name])}"
                 )
+        # Some rotary embeddings keep more tables once they have seen a long prompt.
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        rows = run_shapes(model, self.head_map, tp_rank, tokens)
+        if fp8:
+            use_fp8(model)
+        layers = () if fp8 else tuple(places.nbytes for places in layer_places(model, dtypes))
+        return Share(tp_rank, buffers + parameter_bytes(model, dtypes), rows, layers)
 
 
 def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> int:
@@ -176,25 +166,69 @@ class ShapeRuntime:
         return q_BHSD.new_empty((1, q_BHSD.shape[2], heads, v_BKSD.shape[3]))
 
 
-def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int) -> dict[int, int]:
-    """Run one rank's share over `tokens` of its tokens.
+def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: set[int]) -> tuple[int, ...]:
+    """Run one rank's share over so many of its tokens, for each of these numbers.
 
-    model: on the meta device, cut for this rank.
-    tokens: 1 or more.
+    model: on the meta device, cut for this rank; of layers that are alike only the first will compute.
     Returns the bytes of one token's keys and values, by layer.
     Raises MegaKVError if shapes do not fit.
     """
+    computed = compute_once(model, head_map, tp_rank)
+    found = [_row_bytes(model, head_map, tp_rank, count, set(computed)) for count in sorted(tokens)]
+    if any(other != found[0] for other in found):
+        raise MegaKVError(f"tensor-parallel rank {tp_rank}: keys and values of a token depend on how many there are")
+    return tuple(found[0][first] for first in computed)
+
+
+def compute_once(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> list[int]:
+    """Let only the first of decoder layers that are alike compute in a shape pass; others hand on what that one gave.
+
+    Alike are layers of the same modules, with the same settings and shapes, and the same numbers of heads.
+
+    Returns the first such layer, of each layer.
+    """
+    firsts: dict[Any, int] = {}
+    outputs: dict[int, Any] = {}
+    found = []
+    for index, layer in enumerate(decoder_layers(model)[1]):
+        shard = head_map.shard(index, tp_rank)
+        first = firsts.setdefault((len(shard.query_heads), len(shard.kv_heads), _description(layer)), index)
+        if first == index:
+            layer.register_forward_hook(lambda _module, _inputs, output, index=index: outputs.update({index: output}))
+        else:
+            vars(layer)["forward"] = lambda *_, first=first, **__: outputs[first]
+        found.append(first)
+    return found
+
+
+def _description(layer: nn.Module) -> tuple[Any, ...]:
+    """What of a layer can decide about shapes; all but its number."""
+    return tuple(
+        (
+            name,
+            type(module),
+            *((key, repr(value)) for key, value in vars(module).items() if isinstance(value, PLAIN) and key != NUMBER),
+            *((tensor.shape, tensor.dtype) for tensor in module.parameters(recurse=False)),
+            *((tensor.shape, tensor.dtype) for tensor in module.buffers(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _row_bytes(
+    model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int, expected: set[int]
+) -> dict[int, int]:
     runtime = ShapeRuntime(head_map, tp_rank)
     try:
-        layers, logits = shape_pass(model, runtime, tokens)
+        _, logits = shape_pass(model, runtime, tokens)
     except (RuntimeError, IndexError, AssertionError) as error:
         raise MegaKVError(
             f"tensor-parallel rank {tp_rank}: shapes of {type(model).__name__} do not fit: {error}"
         ) from error
     vocab = model.config.get_text_config().vocab_size
-    if logits.shape[-1] != vocab or len(runtime.row_bytes) != layers:
+    if logits.shape[-1] != vocab or runtime.row_bytes.keys() != expected:
         raise MegaKVError(
-            f"tensor-parallel rank {tp_rank}: {len(runtime.row_bytes)} of {layers} layers called attention, logits "
-            f"have shape {list(logits.shape)} for a vocabulary of {vocab}"
+            f"tensor-parallel rank {tp_rank}: layers {sorted(runtime.row_bytes)} called attention, not "
+            f"{sorted(expected)}; logits have shape {list(logits.shape)} for a vocabulary of {vocab}"
         )
     return runtime.row_bytes

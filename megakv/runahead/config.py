@@ -41,13 +41,7 @@ class RunaheadConfig(Section):
         return value if named else list(value)
 
     def check(self, size: int, *, prefill: str, decode: str, source: str) -> None:
-        """Refuse what contradicts the context-parallel degree or the methods of the section ``context_parallel``.
-
-        Raises
-        ------
-        ValueError
-            Naming `source`, the setting, its value and what is allowed.
-        """
+        """Refuse what contradicts the context-parallel degree or the methods of the section ``context_parallel``."""
         if not isinstance(self.partition, str):
             try:
                 check_partition(self.partition, size)

@@ -23,11 +23,6 @@ def draw_searches(path: str | Path, results: Sequence[SearchResult], *, title: s
 
     On the left all measured partitions in their order with the best so far; on the right where they lie: by the tokens
     of rank 0, and for more than two ranks by those of ranks 0 and 1 together. Colours are strides, a red dot the best.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
     """
     # Only rank 0 draws; importing matplotlib on every rank costs each of them half a second.
     from matplotlib.figure import Figure

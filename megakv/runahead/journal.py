@@ -42,13 +42,7 @@ class Journal(Record):
 
 
 class JournalFile:
-    """The file of a journal; it is written anew, whole, after every measurement.
-
-    Raises
-    ------
-    ValueError
-        If what a stopped search left there is no journal, or one of another model or machine.
-    """
+    """The file of a journal; it is written anew, whole, after every measurement."""
 
     def __init__(self, path: str | Path, chain: ChainIdentity):
         self.path = Path(path)

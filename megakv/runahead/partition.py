@@ -20,15 +20,7 @@ def even(tokens: int, size: int) -> Partition:
 
 
 def from_fractions(fractions: Sequence[float], tokens: int) -> Partition:
-    """The whole tokens nearest to the given shares of a prompt, by largest remainder.
-
-    Parameters
-    ----------
-    fractions : sequence of float
-        Not negative and not all 0; only their ratios count.
-    tokens : int
-        Of the prompt; the parts sum to it exactly.
-    """
+    """The whole tokens nearest to the shares of a prompt, by largest remainder; only their ratios count."""
     whole = math.fsum(fractions)
     exact = [fraction / whole * tokens for fraction in fractions]
     parts = [math.floor(share) for share in exact]
@@ -46,26 +38,9 @@ def to_fractions(partition: Sequence[int]) -> tuple[float, ...]:
 
 
 def check_partition(partition: Sequence[float], size: int, *, setting: str = SETTING) -> bool:
-    """Refuse numbers that partition no prompt.
+    """Refuse numbers that partition no prompt over `size` ranks.
 
-    Parameters
-    ----------
-    partition : sequence of float
-        A user's fractions or token counts.
-    size : int
-        Context-parallel degree.
-    setting : str
-        What the user set, for messages.
-
-    Returns
-    -------
-    bool
-        True for fractions; False for token counts, whose sum only a prompt can prove.
-
-    Raises
-    ------
-    ValueError
-        Naming the setting, its value and what is allowed.
+    Returns True for fractions, False for token counts, whose sum only a prompt can prove.
     """
     given = f"{setting} = {list(partition)}"
     if len(partition) != size:
@@ -86,24 +61,7 @@ def check_partition(partition: Sequence[float], size: int, *, setting: str = SET
 
 
 def explicit(partition: Sequence[float], tokens: int, size: int, *, setting: str = SETTING) -> Partition:
-    """A user's partition applied to a prompt.
-
-    Parameters
-    ----------
-    partition : sequence of float
-        One number per rank: fractions that sum to 1, or whole token counts that sum to `tokens`.
-    tokens : int
-        New tokens of the sequence.
-    size : int
-        Context-parallel degree.
-    setting : str
-        What the user set, for messages.
-
-    Raises
-    ------
-    ValueError
-        If it has another number of parts, a negative one, or does not sum to the prompt.
-    """
+    """A user's partition of so many new tokens: fractions that sum to 1, or whole counts that sum to the tokens."""
     if check_partition(partition, size, setting=setting):
         return from_fractions(partition, tokens)
     if sum(partition) != tokens:

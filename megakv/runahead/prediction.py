@@ -42,11 +42,6 @@ class Prediction:
     tokens through the weights, query-key pairs, received tokens, all tokens on the hops before. Ranks that are long at
     once wait for each other, so that their norm is taken rather than their maximum. Its constants are the ones, of a
     few hundred, with which the measured times differ least from one ratio.
-
-    Parameters
-    ----------
-    predict : callable, optional
-        A cost model's seconds of a partition.
     """
 
     def __init__(self, grid: Grid, predict: Callable[[Partition], float] | None = None):
@@ -57,18 +52,10 @@ class Prediction:
         self._candidates = np.stack([1 - attention, attention, received, hops])
 
     def fit(self, bounds: Bounds, seconds: Sequence[float], stride: int, *, noisy: bool = False) -> None:
-        """Take in all measurements, the fast ones above all.
+        """Take in all measurements of bounds ``[n, N - 1]``, the fast ones above all.
 
-        Parameters
-        ----------
-        bounds : array
-            ``[n, N - 1]``; a partition that was measured several times comes as often.
-        seconds : sequence of float
-            ``[n]``, positive.
-        stride : int
-            Tokens by which bounds are moved now.
-        noisy : bool
-            Whether a time says more of its partition than its neighbours do, or as much.
+        stride: tokens by which bounds are moved now.
+        noisy: whether a time says as much of its neighbours as of its own partition.
         """
         times = np.asarray(seconds)
         fast = np.argsort(times, kind="stable")[:MOST_FITTED]

@@ -47,62 +47,38 @@ class Trial(BaseModel):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """What a search came to."""
 
-    Parameters
-    ----------
-    partition : tuple of int
-        The best.
-    seconds, even_seconds : float
-        Its time and that of the even partition: the medians of the last rounds, if there were any.
-    evaluations : int
-        Partitions measured, each counted once.
-    trials : tuple of Trial
-        In order.
-    """
-
-    partition: Partition
+    partition: Partition  # The best.
+    # Its time and that of the even partition: the medians of the last rounds, if there were any.
     seconds: float
     even_seconds: float
-    evaluations: int
-    trials: tuple[Trial, ...]
+    evaluations: int  # Partitions measured, each counted once.
+    trials: tuple[Trial, ...]  # In order.
 
 
 @dataclass
 class PartitionSearch:
-    """One search; `run` it once.
-
-    Parameters
-    ----------
-    evaluate : callable
-        Seconds of a partition. It is called once per partition and round, never for one that is `known`.
-    seeds : sequence of Partition
-        Where the best is expected: of a cost model, of neighbouring prompts. They are measured as they are, on the
-        grid or not, also with empty parts.
-    predict : callable, optional
-        A cost model's seconds of a partition, which order and prune what is measured; by default an equation's.
-    full_grid : bool
-        Measure every point of every cell first, as published.
-    patience : int
-        Measurements of a level without progress after which it is left; four for each bound if None.
-    finalists, rounds : int
-        So many of the best, and even, are measured again, then half as many, in so many rounds before one is chosen.
-        Without rounds times are taken as exact; with them the best is also measured again after every level.
-    known : iterable of Trial
-        Of an earlier run of the same search that was stopped: it is followed without measuring.
-    record : callable, optional
-        Called after each measurement with its trial and about how many are still to come.
-    """
+    """One search; `run` it once."""
 
     grid: Grid
+    # Seconds of a partition. It is called once per partition and round, never for one that is `known`.
     evaluate: Callable[[Partition], float]
+    # Where the best is expected: of a cost model, of neighbouring prompts. They are measured as they are, on the grid
+    # or not, also with empty parts.
     seeds: Sequence[Partition] = ()
+    # A cost model's seconds of a partition, which order and prune what is measured; by default an equation's.
     predict: Callable[[Partition], float] | None = None
-    full_grid: bool = False
+    full_grid: bool = False  # Measure every point of every cell first, as published.
+    # Measurements of a level without progress after which it is left; four for each bound if None.
     patience: int | None = None
+    # So many of the best, and even, are measured again, then half as many, in so many rounds before one is chosen.
+    # Without rounds times are taken as exact; with them the best is also measured again after every level.
     finalists: int = 0
     rounds: int = 0
+    # Of an earlier run of the same search that was stopped: it is followed without measuring.
     known: Iterable[Trial] = ()
+    # Called after each measurement with its trial and about how many are still to come.
     record: Callable[[Trial, int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -118,13 +94,7 @@ class PartitionSearch:
         self._contenders = list(numbers) if self.finalists else []
 
     def run(self) -> SearchResult:
-        """Search.
-
-        Raises
-        ------
-        ValueError
-            If a time is not positive and finite.
-        """
+        """Search."""
         first, strides = even(self.grid.tokens, self.grid.size), self.grid.strides
         begin = list(dict.fromkeys([first, *self.seeds, *map(self.grid.balance, LEANINGS)]))
         self._measure(begin, 0, self._ahead(len(strides)))

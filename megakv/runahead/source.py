@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
+from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
-from megakv.runahead.table import SETTING, ChainIdentity, KVEnd, LookupTable, load_table
+from megakv.runahead.table import SETTING, ChainIdentity, LookupTable, load_table
 
 logger = logging.getLogger(__name__)
 
@@ -19,69 +20,28 @@ Origin = Literal["given", "even", "searched", "interpolated", "predicted", "near
 KEPT = 1024
 
 
-class PartitionSettings(Protocol):
-    """What `PartitionSource` reads of the section ``megakv.runahead``."""
-
-    @property
-    def kv(self) -> KVEnd: ...
-    @property
-    def partition(self) -> str | Sequence[float]: ...
-    @property
-    def table(self) -> str | None: ...
-    @property
-    def accept_foreign_table(self) -> bool: ...
-    @property
-    def chunk_tokens(self) -> int: ...
-
-
 @dataclass
 class PartitionSource:
-    """The partition of every sequence of every prompt; the same on all ranks.
+    """The partition of every sequence of every prompt; the same on all ranks."""
 
-    Parameters
-    ----------
-    size : int
-        Context-parallel degree.
-    given : str or sequence of float
-        ``auto``, ``even``, or a user's fractions or token counts.
-    table : LookupTable, optional
-        For ``auto``: what was searched.
-    predict : callable, optional
-        For ``auto``: the cost model's partition of so many new tokens behind so many cached ones.
-    speaks : bool
-        Whether this rank logs.
-    """
-
-    size: int
-    given: str | Sequence[float] = "auto"
-    table: LookupTable | None = None
+    size: int  # Context-parallel degree.
+    given: str | Sequence[float] = "auto"  # ``auto``, ``even``, or a user's fractions or token counts.
+    table: LookupTable | None = None  # For ``auto``: what was searched.
+    # For ``auto``: the cost model's partition of so many new tokens behind so many cached ones.
     predict: Callable[[int, int], Partition] | None = None
-    speaks: bool = False
+    speaks: bool = False  # Whether this rank logs.
     _found: dict[tuple[int, int], tuple[Partition, Origin]] = field(default_factory=dict)
     _warned: bool = False
 
     @classmethod
     def from_config(
         cls,
-        settings: PartitionSettings,
+        settings: RunaheadConfig,
         *,
         comm: Communicator,
         model: ModelShape | None,
     ) -> PartitionSource:
-        """Read what the section ``megakv.runahead`` names. Every rank must call it.
-
-        Parameters
-        ----------
-        model : ModelShape, optional
-            Of the whole model; None where it is not known.
-
-        Raises
-        ------
-        ValueError
-            If a setting cannot be used: its name, its value and what would work.
-        MegaKVError
-            On ranks whose own files are in order.
-        """
+        """Read what the section ``megakv.runahead`` names. Every rank must call it."""
         size = comm.mesh.cp_size
         source = cls(size, settings.partition, speaks=comm.mesh.rank == 0)
         if not isinstance(settings.partition, str):
@@ -92,31 +52,14 @@ class PartitionSource:
         return source
 
     def use(self, partition: str | Sequence[float]) -> None:
-        """From now on, go by this: ``auto``, ``even``, fractions or token counts.
-
-        Raises
-        ------
-        ValueError
-            If it is no partition for this number of ranks.
-        """
+        """From now on, go by this: ``auto``, ``even``, fractions or token counts."""
         if not isinstance(partition, str):
             check_partition(partition, self.size)
         self.given = partition
         self._found.clear()
 
     def sizes(self, new: int, cached: int = 0) -> Partition:
-        """Tokens of each context-parallel rank.
-
-        Parameters
-        ----------
-        new, cached : int
-            New tokens of a sequence, and those that the ranks hold of it already.
-
-        Raises
-        ------
-        ValueError
-            If the user's token counts do not sum to `new`.
-        """
+        """Each rank's part of a sequence's new tokens, behind those that the ranks hold of it already."""
         return self.find(new, cached)[0]
 
     def find(self, new: int, cached: int = 0) -> tuple[Partition, Origin]:
@@ -159,15 +102,7 @@ class PartitionSource:
 
 
 def shared_table(path: str, comm: Communicator) -> LookupTable:
-    """The table of ``megakv.runahead.table``, the same on all ranks. Every rank must call it.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be used, or differs between ranks.
-    MegaKVError
-        On ranks whose own file is in order.
-    """
+    """The table of ``megakv.runahead.table``, the same on all ranks. Every rank must call it."""
     table = Agreement(comm).together(lambda: load_table(path))
     digests = comm.gather_objects(table.digest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -176,15 +111,8 @@ def shared_table(path: str, comm: Communicator) -> LookupTable:
     return table
 
 
-def check_chain(table: LookupTable, settings: PartitionSettings, comm: Communicator, model: ModelShape | None) -> None:
-    """Refuse a table of another chain. Every rank must call it.
-
-    Raises
-    ------
-    ValueError
-        Saying what differs, unless ``megakv.runahead.accept_foreign_table`` allows it; another number of ranks cannot
-        be allowed.
-    """
+def check_chain(table: LookupTable, settings: RunaheadConfig, comm: Communicator, model: ModelShape | None) -> None:
+    """Refuse a table of another chain. Every rank must call it."""
     named = f"{SETTING} = {settings.table!r}"
     size = comm.mesh.cp_size
     if table.chain.ranks != size:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.attention.runahead import CHUNK_TOKENS
@@ -26,19 +26,7 @@ KVEnd = Literal["sharded", "last"]
 
 
 class ModelIdentity(BaseModel):
-    """What of a model decides how long its layers take.
-
-    Parameters
-    ----------
-    hidden, intermediate, vocab, heads, kv_heads, key_dim, value_dim : int
-        As in `ModelShape`.
-    layers, parameters : int
-        Decoder layers, and elements of all weights.
-    windows : tuple of int, optional
-        Attention window of each layer, None for full attention; empty where no layer has one.
-    dtype : str
-        Of weights and cache, as in ``float32``.
-    """
+    """What of a model decides how long its layers take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,52 +38,36 @@ class ModelIdentity(BaseModel):
     key_dim: int = Field(ge=1)
     value_dim: int = Field(ge=1)
     layers: int = Field(ge=1)
-    parameters: int = Field(ge=1)
+    parameters: int = Field(ge=1)  # Elements of all weights.
+    # Attention window of each layer, None for full attention; empty where no layer has one.
     windows: tuple[int | None, ...] = ()
-    dtype: str
+    dtype: str  # Of weights and cache, as in ``float32``.
 
     @classmethod
     def of(cls, shape: ModelShape) -> ModelIdentity:
         """That of a model."""
         windows = tuple(layer.window for layer in shape.layers)
+        names = ("hidden", "intermediate", "vocab", "heads", "kv_heads", "key_dim", "value_dim", "parameters")
         return cls(
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            vocab=shape.vocab,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            key_dim=shape.key_dim,
-            value_dim=shape.value_dim,
+            **{name: getattr(shape, name) for name in names},
             layers=len(shape.layers),
-            parameters=shape.parameters,
             windows=windows if any(windows) else (),
             dtype=str(shape.dtype).removeprefix("torch."),
         )
 
 
 class ChainIdentity(BaseModel):
-    """What searched partitions belong to.
-
-    Parameters
-    ----------
-    fingerprint : Fingerprint
-        The machine and the world.
-    ranks, tp : int
-        Links of the chain (context-parallel degree), and tensor-parallel ranks of each.
-    kv : str
-        How the chain ends: ``sharded`` or ``last``.
-    chunk_tokens : int
-        Tokens that are forwarded at a time.
-    """
+    """What searched partitions belong to."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: ModelIdentity
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint  # The machine and the world.
+    # Links of the chain (context-parallel degree), and tensor-parallel ranks of each.
     ranks: int = Field(ge=2)
     tp: int = Field(ge=1)
-    kv: KVEnd
-    chunk_tokens: int = Field(default=CHUNK_TOKENS, ge=1)
+    kv: KVEnd  # How the chain ends: ``sharded`` or ``last``.
+    chunk_tokens: int = Field(default=CHUNK_TOKENS, ge=1)  # Tokens that are forwarded at a time.
 
     @classmethod
     def of(cls, comm: Communicator, model: ModelShape, *, kv: KVEnd, chunk_tokens: int) -> ChainIdentity:
@@ -124,27 +96,15 @@ class ChainIdentity(BaseModel):
 
 
 class TableEntry(BaseModel):
-    """The best partition found for one length of prompt.
-
-    Parameters
-    ----------
-    context : int
-        Tokens of the prompt.
-    fractions : tuple of float
-        Share of each rank, rank 0 first.
-    ttft_s, even_ttft_s : float
-        Time to first token with it, and with even shares.
-    evaluations : int
-        Partitions that were measured to find it.
-    """
+    """The best partition found for one length of prompt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     context: int = Field(ge=1, le=1 << 40)
-    fractions: tuple[Share, ...]
+    fractions: tuple[Share, ...]  # Of each rank, rank 0 first.
     ttft_s: Positive
-    even_ttft_s: Positive
-    evaluations: int = Field(ge=1)
+    even_ttft_s: Positive  # With even shares.
+    evaluations: int = Field(ge=1)  # Partitions that were measured to find it.
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> Self:
@@ -179,29 +139,13 @@ class LookupTable(Record):
         return self.entries[0].context, self.entries[-1].context
 
     def fractions(self, tokens: int) -> tuple[float, ...] | None:
-        """Shares of the ranks for a prompt: those of its own entry, or between its two neighbours (Section 4.3).
-
-        Parameters
-        ----------
-        tokens : int
-            Of the prompt.
-
-        Returns
-        -------
-        tuple of float, optional
-            None for prompts shorter or longer than all entries.
-        """
+        """Shares for a prompt: its entry's, or between its neighbours (Section 4.3); None beyond the entries."""
         shortest, longest = self.contexts
         if not shortest <= tokens <= longest:
             return None
-        index = bisect.bisect_left(self.entries, tokens, key=lambda entry: entry.context)
-        after = self.entries[index]
-        if after.context == tokens:
-            return after.fractions
-        before = self.entries[index - 1]
-        weight = (tokens - before.context) / (after.context - before.context)
-        pairs = zip(before.fractions, after.fractions, strict=True)
-        return tuple((1 - weight) * low + weight * high for low, high in pairs)
+        contexts = [entry.context for entry in self.entries]
+        by_rank = zip(*(entry.fractions for entry in self.entries), strict=True)
+        return tuple(float(np.interp(tokens, contexts, shares)) for shares in by_rank)
 
     def nearest(self, tokens: int) -> TableEntry:
         """The entry whose context is closest."""
@@ -215,14 +159,7 @@ class LookupTable(Record):
 
 
 def load_table(path: str | Path, *, setting: str = SETTING) -> LookupTable:
-    """Read and check a table.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is cut short or far too large, is no table, or holds an impossible value: names the
-        setting, the file and the field.
-    """
+    """Read and check a table."""
     return load_short_record(LookupTable, path, setting=setting, remedy=REMEDY)
 
 

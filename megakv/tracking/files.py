@@ -17,10 +17,7 @@ def write_whole(path: str | Path, content: bytes) -> None:
 
     Folders that are missing are made.
 
-    Raises
-    ------
-    OSError
-        If the file cannot be written; what stood at ``path`` before is then untouched.
+    Raises OSError if the file cannot be written; what stood at ``path`` before is then untouched.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,13 +32,7 @@ def write_whole(path: str | Path, content: bytes) -> None:
 
 
 def write_picture(path: str | Path, figure: Figure) -> None:
-    """Write a figure as a PNG, in its own size.
-
-    Raises
-    ------
-    OSError
-        As `write_whole`.
-    """
+    """Write a figure as a PNG, in its own size."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi="figure")
     write_whole(path, buffer.getvalue())

@@ -17,14 +17,7 @@ _PROC = Path("/proc/self")
 
 
 def machine_info() -> dict[str, Any]:
-    """Describe this machine.
-
-    Returns
-    -------
-    dict
-        ``host``, ``system``, ``cpu`` (model name), ``cores`` (those this process may use), ``memory_bytes``,
-        ``accelerator`` (deepspeed's name, ``"cpu"`` without one), ``devices`` (accelerator names, in order).
-    """
+    """This machine: its name, system, processor, cores that this process may use, memory and accelerators."""
     name = get_accelerator().device_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = _matched(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
@@ -55,9 +48,8 @@ def version_info() -> dict[str, str]:
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     """Largest memory in use since `reset_peak_memory`, or since the process started, in bytes.
 
-    On the CPU this is the resident set of the process (``VmHWM`` of Linux): weights, caches and the Python
-    process itself. Where ``/proc`` does not have it, ``getrusage`` answers, which counts from the start of the
-    process and cannot be reset. On an accelerator it is what torch's allocator held at most on ``device``.
+    On the CPU the resident set of the process (without ``/proc`` since its start); on an accelerator what torch's
+    allocator held at most.
     """
     device = torch.device(device)
     if device.type != "cpu":
@@ -70,14 +62,7 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
 
 
 def reset_peak_memory(device: torch.device | str = "cpu") -> bool:
-    """Let `peak_memory_bytes` count from now.
-
-    Returns
-    -------
-    bool
-        False where the system cannot forget the past peak (no writable ``/proc/self/clear_refs``): then
-        `peak_memory_bytes` still counts from the start of the process.
-    """
+    """Let `peak_memory_bytes` count from now; False where the system cannot forget the past peak."""
     device = torch.device(device)
     if device.type != "cpu":
         get_accelerator().reset_peak_memory_stats(device.index)

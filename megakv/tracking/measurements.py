@@ -55,79 +55,50 @@ class Traffic:
         if min(self.calls, self.bytes_sent) < 0 or not 0 <= self.seconds_exposed <= self.seconds < math.inf:
             raise ValueError(f"{self.operation!r} in layer {self.layer} has counts or times that no run can have")
 
-    @property
-    def seconds_hidden(self) -> float:
-        """Time in flight while the rank computed."""
-        return self.seconds - self.seconds_exposed
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """How a prompt was spread over the ranks before its layers ran.
+    """How a prompt was spread over the ranks before its layers ran."""
 
-    Attributes
-    ----------
-    chosen
-        The method asked for, or what ``auto`` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``.
-    partitions
-        Per sequence, consecutive tokens of every rank; ``None`` where they were spread in balanced chunks.
-    predicted_s
-        Predicted time to first token of everything that ``auto`` chose from.
-    """
-
+    # The method asked for, or what ``auto`` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``.
     chosen: str
+    # Per sequence, consecutive tokens of every rank; ``None`` where they were spread in balanced chunks.
     partitions: list[list[int]] | None
-    predicted_s: dict[str, float]
+    predicted_s: dict[str, float]  # Predicted time to first token of everything that ``auto`` chose from.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadStep:
-    """One pass over keys and values that lie off the accelerator.
+    """One pass over keys and values that lie off the accelerator."""
 
-    Attributes
-    ----------
-    plan
-        The method that it was planned by; ``all`` for one in which activations are recomputed and the host attends.
-    cached, resident, recomputed, on_host, out_of_window
-        Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator,
-        those recomputed from activations (the split point), those attended to by the host, and those before the windows
-        of all queries. They are counted as it happens, which may be otherwise than planned: all but the first are means
-        over layers.
-    predicted_s, measured_s
-        From the end of the pass before to the end of this one.
-    waited_s
-        In which the accelerator stood still for the link or the host.
-    bytes_in, bytes_out
-        To the accelerator and from it.
-    weight_bytes
-        Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
-    kv_bits
-        Bits of each key and value off the accelerator where they are quantised: results are lossy then.
-    link_utilisation
-        `bytes_in` as a share of what the link carries in `measured_s`, by its measured bandwidth.
-    disk_bytes, disk_utilisation
-        Of `bytes_in`, what was read from disk, and as a share of what the disk gives in `measured_s`.
-    profiled
-        Whether speeds of the machine were measured in the course of it, or read from their file: that takes time which
-        was not predicted.
-    """
-
+    # The method that it was planned by; ``all`` for one in which activations are recomputed and the host attends.
     plan: str
+    # Cached tokens of all sequences; of them, in each layer, those whose keys and values stay on the accelerator, those
+    # recomputed from activations (the split point), those attended to by the host, and those before the windows of all
+    # queries. They are counted as it happens, which may be otherwise than planned: all but the first are means over
+    # layers.
     cached: int
     resident: int
     recomputed: int
     on_host: int
+    # From the end of the pass before to the end of this one.
     predicted_s: float
     measured_s: float
-    waited_s: float
+    waited_s: float  # In which the accelerator stood still for the link or the host.
+    # To the accelerator and from it.
     bytes_in: int
     bytes_out: int
-    weight_bytes: int = 0
+    weight_bytes: int = 0  # Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
+    # Bits of each key and value off the accelerator where they are quantised: results are lossy then.
     kv_bits: int | None = None
+    # `bytes_in` as a share of what the link carries in `measured_s`, by its measured bandwidth.
     link_utilisation: float = 0.0
+    # Of `bytes_in`, what was read from disk, and as a share of what the disk gives in `measured_s`.
     disk_bytes: int = 0
     disk_utilisation: float = 0.0
+    # Whether speeds of the machine were measured in the course of it, or read from their file: that takes time which
+    # was not predicted.
     profiled: bool = False
     out_of_window: int = 0
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -164,33 +135,20 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class HeadBalance:
-    """What KV heads cost the ranks of a run.
+    """What KV heads cost the ranks of a run."""
 
-    Attributes
-    ----------
-    mapping, digest
-        File that the heads were placed by, and the SHA-256 of its content; ``None`` where heads are in runs.
-    mapped_utilisation
-        What the mapping promised for its profile: mean load over the slowest rank's, averaged over layers.
-    kept_tokens
-        By rank: tokens held, summed over its KV heads and all layers.
-    kept_utilisation
-        The same as `mapped_utilisation` of the tokens that heads really hold.
-    attention_s
-        By rank: seconds in attention while single tokens were computed; empty where none were, or on an accelerator.
-    busy_rates
-        By rank: its `attention_s` over the sum, layer by layer, of those of the slowest rank beside it.
-    utilisation
-        Mean time in attention over the slowest rank's, averaged over layers; ``None`` where nothing was measured.
-    """
-
+    # File that the heads were placed by, and the SHA-256 of its content; ``None`` where heads are in runs.
     mapping: str | None
     digest: str | None
+    # What the mapping promised for its profile: mean load over the slowest rank's, averaged over layers.
     mapped_utilisation: float | None
-    kept_tokens: list[int]
-    kept_utilisation: float
+    kept_tokens: list[int]  # By rank: tokens held, summed over its KV heads and all layers.
+    kept_utilisation: float  # The same as `mapped_utilisation` of the tokens that heads really hold.
+    # By rank: seconds in attention while single tokens were computed; empty where none were, or on an accelerator.
     attention_s: list[float]
+    # By rank: its `attention_s` over the sum, layer by layer, of those of the slowest rank beside it.
     busy_rates: list[float]
+    # Mean time in attention over the slowest rank's, averaged over layers; ``None`` where nothing was measured.
     utilisation: float | None
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

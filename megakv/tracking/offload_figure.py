@@ -31,13 +31,6 @@ def draw_offload(report: RunReport, path: str | Path) -> None:
 
     From top to bottom: what became of the cached tokens (the split point is the height of ``recomputed``) and by which
     method, bytes to the accelerator and from it, the link's utilisation, and predicted beside measured times.
-
-    Raises
-    ------
-    ValueError
-        If no rank offloads.
-    OSError
-        If the file cannot be written.
     """
     # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
     from matplotlib.figure import Figure

@@ -45,13 +45,7 @@ img{max-width:100%}pre{background:#f5f6f8;padding:1em;overflow:auto;max-height:3
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[tuple[str, RunReport]]:
-    """Reports of files, each with a name that no other has.
-
-    Raises
-    ------
-    ValueError
-        If there are none or too many, or one cannot be read, is too large or is no report.
-    """
+    """Reports of files, each with a name that no other has."""
     if not 1 <= len(paths) <= MOST_RUNS:
         raise ValueError(f"{len(paths)} reports: allowed: 1 to {MOST_RUNS} on one page")
     runs: dict[str, RunReport] = {}
@@ -65,13 +59,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[tuple[str, RunReport]]:
 
 
 def page(runs: Sequence[tuple[str, RunReport]]) -> str:
-    """The HTML of some runs.
-
-    Parameters
-    ----------
-    runs : sequence of (name, report)
-        One or more; ratios are to the first.
-    """
+    """The HTML of one run or several; ratios are to the first."""
     names, reports = [name for name, _ in runs], [report for _, report in runs]
     head = "Runs of MegaKV" if len(runs) > 1 else f"Run {names[0]} of MegaKV"
     table = comparison(reports, names)

@@ -28,94 +28,72 @@ def _check_counts(values: dict[str, Any], where: str = "") -> None:
 
 @dataclass(slots=True)
 class RankReport:
-    """What one rank did.
-
-    Attributes
-    ----------
-    tokens
-        Prompt tokens that lay on this rank.
-    kv_bytes, peak_bytes
-        Its KV cache after the prompt, and its peak memory (`megakv.tracking.peak_memory_bytes`).
-    head_tokens
-        ``[layer][KV head]`` tokens that each of the rank's KV heads holds, over the batch, where the cache was
-        compressed to per-head budgets; empty where it was not.
-    bytes_sent, calls, seconds_exposed
-        By operation: bytes this rank sent, calls, and seconds in which it waited for the result.
-    traffic
-        The same by operation and layer, with the time that computation hid.
-    disk_io
-        How the disk tier is read, ``aio`` or ``files``; ``None`` without one.
-    attention_s
-        ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
-    """
+    """What one rank did."""
 
     rank: int
     host: str
     cp_rank: int
     tp_rank: int
-    tokens: int
+    tokens: int  # Prompt tokens that lay on this rank.
+    # Its KV cache after the prompt, and its peak memory (`megakv.tracking.peak_memory_bytes`).
     kv_bytes: int
     peak_bytes: int
-    bytes_sent: dict[str, int] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    seconds_exposed: dict[str, float] = field(default_factory=dict)
     traffic: list[Traffic] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    # ``[layer][KV head]`` tokens that each of the rank's KV heads holds, over the batch, where the cache was compressed
+    # to per-head budgets; empty where it was not.
     head_tokens: list[list[int]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
-    disk_io: str | None = None
+    disk_io: str | None = None  # How the disk tier is read, ``aio`` or ``files``; ``None`` without one.
+    # ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
     attention_s: list[float] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         names = ("rank", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes")
-        counts = {name: getattr(self, name) for name in names}
-        for name in ("bytes_sent", "calls", "seconds_exposed"):
-            counts |= {f"{name}[{operation!r}]": value for operation, value in getattr(self, name).items()}
-        _check_counts(counts, f"rank {self.rank} reports ")
+        _check_counts({name: getattr(self, name) for name in names}, f"rank {self.rank} reports ")
 
     @property
-    def operations(self) -> list[str]:
-        """Every communication operation this rank used, sorted."""
-        return sorted({*self.bytes_sent, *self.calls, *self.seconds_exposed})
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank sent, by operation."""
+        return self._by_operation("bytes_sent")
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls by operation."""
+        return self._by_operation("calls")
+
+    @property
+    def seconds_exposed(self) -> dict[str, float]:
+        """Seconds in which this rank waited, by operation."""
+        return self._by_operation("seconds_exposed")
+
+    def _by_operation(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for traffic in self.traffic:
+            found[traffic.operation] = found.get(traffic.operation, 0) + getattr(traffic, name)
+        return found
 
 
 @dataclass(slots=True)
 class RunReport:
-    """What one run did: its configuration, its latencies, and one report per rank.
+    """What one run did: its configuration, its latencies, and one report per rank."""
 
-    Attributes
-    ----------
-    config
-        The engine's whole configuration.
-    mesh
-        ``{"cp": ranks that share the tokens, "tp": ranks that share the heads}``.
-    ttft_s, ttit_s
-        Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
-    prompt_tokens, new_tokens
-        Over the whole batch.
-    ranks
-        In rank order, one for each of the ``cp * tp`` ranks.
-    versions, machine
-        See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
-    prefill
-        ``None`` where nothing was decided before the layers ran.
-    balance
-        Where KV heads were mapped to ranks or compressed.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # The engine's whole configuration.
     model: str
-    mesh: dict[str, int]
+    mesh: dict[str, int]  # ``{"cp": ranks that share the tokens, "tp": ranks that share the heads}``.
+    # Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
     ttft_s: float | None
     ttit_s: float | None
+    # Over the whole batch.
     prompt_tokens: int
     new_tokens: int
-    ranks: list[RankReport]
+    ranks: list[RankReport]  # In rank order, one for each of the ``cp * tp`` ranks.
+    # See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
     versions: dict[str, str]
     machine: dict[str, Any]
-    prefill: PrefillPlan | None = None
-    balance: HeadBalance | None = None
+    prefill: PrefillPlan | None = None  # ``None`` where nothing was decided before the layers ran.
+    balance: HeadBalance | None = None  # Where KV heads were mapped to ranks or compressed.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
@@ -145,11 +123,11 @@ class RunReport:
         if self.balance is not None:
             values |= self.balance.scalars()
         values |= offload_scalars([rank.offload for rank in self.ranks])
-        for operation in sorted({operation for report in self.ranks for operation in report.operations}):
-            values[f"bytes_sent/{operation}"] = sum(report.bytes_sent.get(operation, 0) for report in self.ranks)
-            values[f"calls/{operation}"] = sum(report.calls.get(operation, 0) for report in self.ranks)
-            exposed = (report.seconds_exposed.get(operation, 0.0) for report in self.ranks)
-            values[f"seconds_exposed_max/{operation}"] = max(exposed)
+        found = [(report.bytes_sent, report.calls, report.seconds_exposed) for report in self.ranks]
+        for operation in sorted({operation for sent, _, _ in found for operation in sent}):
+            values[f"bytes_sent/{operation}"] = sum(sent.get(operation, 0) for sent, _, _ in found)
+            values[f"calls/{operation}"] = sum(calls.get(operation, 0) for _, calls, _ in found)
+            values[f"seconds_exposed_max/{operation}"] = max(exposed.get(operation, 0.0) for _, _, exposed in found)
         return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -164,10 +142,7 @@ def report_to_json(report: RunReport) -> str:
 def report_from_json(text: str | bytes) -> RunReport:
     """The report in a JSON text, checked.
 
-    Raises
-    ------
-    ValueError
-        If the text is not JSON, lacks a key, has an unknown one, or a value that no run can have.
+    Raises ValueError if the text is not JSON, lacks a key, has an unknown one, or a value that no run can have.
     """
     try:
         return _REPORT.validate_json(text, strict=True)
@@ -180,10 +155,7 @@ def report_from_json(text: str | bytes) -> RunReport:
 def load_report(path: str | Path) -> RunReport:
     """Read a report that `megakv.tracking.Tracker` wrote.
 
-    Raises
-    ------
-    ValueError
-        If it cannot be read or holds no report; the message names the file and the offending keys.
+    Raises ValueError if it cannot be read or holds no report; the message names the file and the offending keys.
     """
     try:
         return report_from_json(Path(path).read_bytes())

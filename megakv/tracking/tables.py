@@ -15,16 +15,10 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns, and rows of equal length.
-
-    Parameters
-    ----------
-    rows : list of list
-        Of text, numbers and None.
-    """
+    """Named columns, and rows of equal length."""
 
     columns: tuple[str, ...]
-    rows: list[list[Cell]]
+    rows: list[list[Cell]]  # Of text, numbers and None.
 
 
 def report_tables(report: RunReport) -> dict[str, Table]:

@@ -38,29 +38,13 @@ def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, f
     they were busy, so a lane that worked half of the time looks half full at every zoom. The numbers at the right
     are the shares of the window.
 
-    Parameters
-    ----------
-    window
-        First and last second to show; by default the prefill and, if there was one, the first decoded tokens.
-
-    Raises
-    ------
-    ValueError
-        If the window is empty.
-    OSError
-        If the file cannot be written.
+    window: First and last second to show; by default the prefill and, if there was one, the first decoded tokens.
     """
     _write(path, [_rendered(report, window if window is not None else default_window(report))])
 
 
 def draw_beside(reports: Sequence[RunReport], path: str | Path) -> None:
-    """Draw runs, such as a simulated and a measured one, above each other on one axis of time.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
+    """Draw runs, such as a simulated and a measured one, above each other on one axis of time."""
     end = max(default_window(report)[1] for report in reports)
     _write(path, [_rendered(report, (0.0, end)) for report in reports])
 
@@ -220,11 +204,6 @@ def write_trace(report: RunReport, path: str | Path) -> None:
 
     Compute and waiting are threads of complete events. Transfers in flight overlap each other, which a thread
     cannot show, and so are asynchronous events.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
     """
     events = [event for rank in report.ranks for event in _rank_events(rank)]
     metadata = {"model": report.model, "mesh": report.mesh, "ttft_s": report.ttft_s, "ttit_s": report.ttit_s}

@@ -30,19 +30,7 @@ class Tracker:
     long before. In a plain Python process without any process group, and only if W&B or CSV is enabled, the tracker
     makes a group of this one process (gloo, no network): so make the tracker after the engine, not before.
 
-    Parameters
-    ----------
-    config
-        The ``megakv.tracking`` section.
-    run_config
-        The engine's whole configuration, shown in W&B.
-    rank
-        This process's rank in the world.
-
-    Raises
-    ------
-    ValueError
-        If W&B is enabled but not installed (on every rank), or a folder to write to cannot be made (rank 0).
+    Raises ValueError if W&B is enabled but not installed (on every rank), or a folder cannot be made (on rank 0).
     """
 
     def __init__(self, config: TrackingConfig, run_config: dict[str, Any], rank: int):
@@ -87,10 +75,7 @@ class Tracker:
     def log_report(self, report: RunReport) -> None:
         """Write the run's report: its scalars, tables and timeline to the monitors, and the JSON and PNG files.
 
-        Raises
-        ------
-        MegaKVError
-            If the JSON file or the picture cannot be written.
+        Raises MegaKVError if the JSON file or the picture cannot be written.
         """
         self.log(report.scalars(), self._step)
         config = self._config
@@ -138,25 +123,7 @@ def _write(setting: str, path: str, write: Callable[[str], None]) -> None:
 
 
 def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig) -> Path:
-    """One W&B run about several runs: their metrics side by side, and of each its tables and its timeline.
-
-    Parameters
-    ----------
-    runs : sequence of (name, report)
-        One or more; ratios are to the first.
-
-    Returns
-    -------
-    Path
-        Folder of the W&B run, for ``wandb sync`` if it is offline.
-
-    Raises
-    ------
-    ValueError
-        If W&B is not installed.
-    MegaKVError
-        If W&B failed; it has said why.
-    """
+    """One W&B run about several: metrics side by side, tables and timelines; returns its folder, for ``wandb sync``."""
     check_wandb_installed(config)
     tables = {"comparison": comparison([report for _, report in runs], [name for name, _ in runs])}
     for name, report in runs:

@@ -21,13 +21,7 @@ FINISH_TIMEOUT_S = 60.0
 
 
 def check_wandb_installed(config: WandbTrackingConfig) -> None:
-    """Refuse a configuration that asks for W&B where it cannot be imported.
-
-    Raises
-    ------
-    ValueError
-        If ``megakv.tracking.wandb.enabled`` is true and the package ``wandb`` is not installed.
-    """
+    """Refuse a configuration that asks for W&B where it cannot be imported."""
     if config.enabled and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             "megakv.tracking.wandb.enabled is true, but the package wandb is not installed: "

@@ -47,7 +47,7 @@ def load_run(name: str, run: Run) -> MegaKVConfig:
     return load_config(RECIPES / name / run.config)
 
 
-def rehearse(name: str, run: Run) -> DryRun:
+def dry_run_of(name: str, run: Run) -> DryRun:
     """The dry run of a recipe's run, on the memory of its hardware.
 
     Raises

@@ -12,7 +12,7 @@ from megakv.dry_run import DryRun
 from megakv.errors import MegaKVError
 from megakv.tracking.files import write_whole
 from recipes.common.catalogue import RECIPES, Recipe, Run, load_recipe, names
-from recipes.common.forecast import Forecast, forecast, load_run, rehearse
+from recipes.common.forecast import Forecast, dry_run_of, forecast, load_run
 
 GB = 10**9
 HEAD = """# {title}
@@ -74,7 +74,7 @@ def _predictions(name: str, recipe: Recipe) -> str:
         "| config | tokens | method | TTFT | published | TTIT | weights GB | KV GB | sum GB | of |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [_prediction(run, forecast(name, run), rehearse(name, run)) for run in recipe.runs]
+    lines += [_prediction(run, forecast(name, run), dry_run_of(name, run)) for run in recipe.runs]
     return "\n".join(lines) + "\n"
 
 

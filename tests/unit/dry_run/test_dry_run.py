@@ -168,7 +168,7 @@ def test_a_pass_notices_foreign_heads() -> None:
     model = empty_model(llama(), torch.float32)
     layers, heads, kv_heads = head_counts(model.config)
     with pytest.raises(MegaKVError, match=r"attention got \(query, key, value\) heads \(8, 4, 4\), the head map has 4"):
-        run_shapes(model, contiguous_head_map(layers, heads, kv_heads, 2), 1, 5)
+        run_shapes(model, contiguous_head_map(layers, heads, kv_heads, 2), 1, {5})
     runtime = ShapeRuntime(contiguous_head_map(layers, heads, kv_heads, 1), 0)
     q, k = torch.empty(1, 8, 3, 16, device="meta"), torch.empty(1, 4, 2, 16, device="meta")
     with pytest.raises(MegaKVError, match="do not fit each other"):

@@ -8,10 +8,10 @@ import pytest
 
 from megakv.config import load_config
 from recipes.common.catalogue import RECIPES, find_run, load_recipe, names
+from recipes.common.dry_run import main
 from recipes.common.forecast import forecast
 from recipes.common.plans import accelerators, planned
 from recipes.common.readme import document, seconds
-from recipes.common.rehearsal import main
 
 MODELS = {
     "falcon_1b",

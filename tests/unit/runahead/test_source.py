@@ -2,7 +2,6 @@
 
 import logging
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +10,11 @@ import pytest
 
 from megakv.costmodel.hardware import Fingerprint
 from megakv.errors import MegaKVError
+from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import even, from_fractions
 from megakv.runahead.source import PartitionSource
 from megakv.runahead.table import LookupTable
 from tests.unit.runahead.tables import MODEL, any_table, table
-
-
-@dataclass
-class Settings:
-    """The section ``megakv.runahead``."""
-
-    kv: Any = "sharded"
-    partition: Any = "auto"
-    table: str | None = None
-    accept_foreign_table: bool = False
-    chunk_tokens: int = 1024
 
 
 class Ranks:
@@ -59,7 +48,9 @@ def source(path: Path, some: LookupTable, *, comm: Any = None, model: Any = MODE
     """What an engine would have with this table."""
     some.save(path)
     size = some.chain.ranks
-    return PartitionSource.from_config(Settings(table=str(path), **settings), comm=comm or Ranks(size), model=model)
+    return PartitionSource.from_config(
+        RunaheadConfig(table=str(path), **settings), comm=comm or Ranks(size), model=model
+    )
 
 
 def test_searched_interpolated_and_outside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +103,7 @@ def test_without_a_table() -> None:
 
 
 def test_a_users_own_and_one_in_use_for_a_while() -> None:
-    some = PartitionSource.from_config(Settings(partition=[0.5, 0.25, 0.25]), comm=Ranks(3), model=None)
+    some = PartitionSource.from_config(RunaheadConfig(partition=[0.5, 0.25, 0.25]), comm=Ranks(3), model=None)
     assert some.find(8) == ((4, 2, 2), "given")
     some.use([1, 1, 6])
     assert some.sizes(8) == (1, 1, 6)
@@ -124,7 +115,7 @@ def test_a_users_own_and_one_in_use_for_a_while() -> None:
         with pytest.raises(ValueError, match=r"megakv.runahead.partition = \["):
             some.use(wrong)
         with pytest.raises(ValueError, match=r"megakv.runahead.partition = \["):
-            PartitionSource.from_config(Settings(partition=wrong), comm=Ranks(3), model=None)
+            PartitionSource.from_config(RunaheadConfig(partition=wrong), comm=Ranks(3), model=None)
 
 
 @pytest.mark.parametrize(
@@ -178,4 +169,4 @@ def test_ranks_with_other_files_or_none(tmp_path: Path) -> None:
     with pytest.raises(MegaKVError, match="rank 1 failed"):
         source(tmp_path / "t", some, comm=Ranks(2, failure="rank 1 failed: no such file"))
     with pytest.raises(ValueError, match=r"megakv.runahead.table = .* cannot be read"):
-        PartitionSource.from_config(Settings(table=str(tmp_path / "none")), comm=Ranks(2), model=MODEL)
+        PartitionSource.from_config(RunaheadConfig(table=str(tmp_path / "none")), comm=Ranks(2), model=MODEL)

@@ -28,9 +28,11 @@ def random_report(
                 rank=rank, host="localhost", cp_rank=rank // tp, tp_rank=rank % tp,
                 tokens=random_source.randrange(5000), kv_bytes=random_source.randrange(10**7),
                 peak_bytes=random_source.randrange(10**9),
-                bytes_sent={"ring": random_source.randrange(10**6), "broadcast": random_source.randrange(10)},
-                calls={"ring": layers * len(steps), "broadcast": 1}, seconds_exposed={"ring": exposed}, events=events,
-                traffic=[Traffic("ring", layer, 3, 1000 + layer, 2 * exposed, exposed) for layer in range(layers)],
+                events=events,
+                traffic=[
+                    *(Traffic("ring", layer, 3, 1000 + layer, 2 * exposed, exposed) for layer in range(layers)),
+                    Traffic("broadcast", None, 1, random_source.randrange(10), 0.1, 0.0),
+                ],
             )
         )  # fmt: skip
     return RunReport(

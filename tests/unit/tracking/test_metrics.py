@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakv.tracking import Event, RankReport, load_report, machine_info, report_from_json, report_to_json, version_info
+from megakv.tracking import (
+    Event,
+    RankReport,
+    Traffic,
+    load_report,
+    machine_info,
+    report_from_json,
+    report_to_json,
+    version_info,
+)
 from tests.unit.tracking.reports import random_report
 
 
@@ -49,7 +58,7 @@ def _without_versions(data):
         (lambda data: data["ranks"].pop(), "ranks 0 to 3 in order, found [0, 1, 2]"),
         (lambda data: data["ranks"].reverse(), "found [3, 2, 1, 0]"),
         (lambda data: data["ranks"][1].update(kv_bytes=-5), "rank 1 reports kv_bytes = -5"),
-        (lambda data: data["ranks"][1]["bytes_sent"].update(ring=-1), "bytes_sent['ring'] = -1"),
+        (lambda data: data["ranks"][1]["traffic"][0].update(bytes_sent=-1), "'ring' in layer 0 has counts or times"),
         (lambda data: data["ranks"][2]["events"][0].update(kind="idle"), "ranks.2.events.0.kind"),
         (lambda data: data["ranks"][2]["events"][0].update(end=-1.0), "it must end after it starts"),
     ],
@@ -78,8 +87,10 @@ def test_impossible_measurements_are_refused_where_they_are_made():
         Event("x", "compute", 0.0, math.nan)
     with pytest.raises(ValueError, match="compute, communication or wait"):
         Event("x", "idle", 0.0, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"seconds_exposed\['ring'\] = nan"):
-        RankReport(0, "host", 0, 0, 1, 1, 1, seconds_exposed={"ring": math.nan})
+    with pytest.raises(ValueError, match="'ring' in layer None has counts or times"):
+        Traffic("ring", None, 1, 1, 1.0, math.nan)
+    with pytest.raises(ValueError, match="rank 0 reports kv_bytes = -1"):
+        RankReport(0, "host", 0, 0, 1, -1, 1)
 
 
 def test_machine_and_versions_are_known():

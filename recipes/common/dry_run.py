@@ -1,4 +1,4 @@
-"""Dry runs of recipes: ``python -m recipes.common.rehearsal [RECIPE...] [--config FILE]``; all of them by default."""
+"""Dry runs of recipes: ``python -m recipes.common.dry_run [RECIPE...] [--config FILE]``; all of them by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megakv.costmodel.presets import hardware
 from megakv.errors import MegaKVError
 from megakv.launcher.commands.dry_run import describe
 from recipes.common.catalogue import find_run, load_recipe, names
-from recipes.common.forecast import rehearse
+from recipes.common.forecast import dry_run_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
             recipe = load_recipe(name)
             for run in [find_run(recipe, arguments.config)] if arguments.config else recipe.runs:
                 print(f"{run.config} on {run.hardware} ({hardware(run.hardware).spec.accelerator}): {run.purpose}")
-                found = rehearse(name, run)
+                found = dry_run_of(name, run)
                 print(describe(found), end="\n\n", flush=True)
                 if found.problem is not None:
                     raise MegaKVError(f"{name}/{run.config}: {found.problem}")
