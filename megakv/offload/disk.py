@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +134,8 @@ class DiskTier:
         module, reason = find_async_io(io)
         if module is not None:
             probe = bytearray(os.urandom(PROBE_BYTES))
-            os.pwrite(self.fileno, probe, self._probed)
+            with suppress(OSError):
+                os.pwrite(self.fileno, probe, self._probed)
             self._reader, found = AsyncReader(module, self.fileno, self._read), bytearray(len(probe))
             self._reader.read(self._probed, memoryview(found))
             if self._reader.refused or found != probe:

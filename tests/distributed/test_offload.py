@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from megakv.offload.methods import AUTO, METHODS
 from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"
 TOLERANCE = 1e-4
 CASES = ("greedy 1", "greedy 65", "chunked 65", "ragged greedy", "ragged beams")
-DIVIDED = ("stream", "chunked", "cpu_rank", "both")
-"""How tokens are divided is known of these: by fixed costs, as a machine's own depend on what else it does."""
+SPLIT = ("stream", "chunked", "cpu_rank", "both")
+"""How tokens are split is known of these: by fixed costs, as a machine's own depend on what else it does."""
 # Fixed costs are relative to the link's, whose speed then decides nothing but how long everything takes.
 FAST = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.02}
 # A slow link: steps that show how fast it is, and that recomputing may pay for tiny models.
@@ -45,7 +46,7 @@ RUNS += [("gemma3", "2x1", "auto", "auto"), ("mistral", "2x1", "cpu_rank", "auto
 MORE: list[Run] = [
     (family, "2x1", method, "auto")
     for family in ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma")
-    for method in ("stream", "chunked", "cpu_rank", "auto", "columns", "both")
+    for method in (*METHODS, AUTO, "columns", "both")
     if (family, "2x1", method, "auto") not in RUNS
 ]
 """With ``--full`` alone."""
@@ -66,7 +67,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "cases": CASES,
             "decoded": 6,
             "section": {"prefill": prefill},
-            "even_costs": method in DIVIDED,
+            "even_costs": method in SPLIT,
             "offload": {"disk_path": str(folder), **OFFLOAD.get(method, {**FAST, "method": method})},
         }
         for family, mesh, method, prefill in asked
@@ -93,7 +94,7 @@ def test_tokens_are_the_plain_model_s(run: Run, results: Results) -> None:
         assert case["equal"] and case["error"] < TOLERANCE, case
         # Every tensor-parallel rank needs all activations but has only its heads: these are larger than what they save.
         # One token is on one rank: the other begins with the second.
-        if case["case"] != "greedy 1" and method in DIVIDED:
+        if case["case"] != "greedy 1" and method in SPLIT:
             assert (case["recomputed"] > 0) == pays, case
             assert (case["on_host"] > 0) == (method == "cpu_rank"), case
 

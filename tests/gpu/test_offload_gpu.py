@@ -17,6 +17,7 @@ from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Move
+from megakv.offload.methods import AUTO, METHODS
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 from tests.unit.offload.test_stress import STEPS, Shadow
@@ -129,13 +130,13 @@ def test_what_steps_show_is_learned() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("method", ["stream", "kvpr", "chunked", "cpu_rank", "auto"])
+@pytest.mark.parametrize("method", [*METHODS, AUTO])
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"])
 def test_tokens_are_the_plain_model_s(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = OffloadCosts.layer
 
-    def layer(self: OffloadCosts, *args: Any) -> LayerCosts:
-        measured(self, *args)
+    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+        measured(self, *args, **options)
         return LayerCosts(kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0)
 
     monkeypatch.setattr(OffloadCosts, "layer", layer)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megakv.offload import runtime
+from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.pages import PagedRows
-from megakv.offload.runtime import Offloader
 from megakv.offload.staging import StagedLayer
 from tests.families import CONFIGS, FAMILIES
 
@@ -55,21 +56,22 @@ def test_every_family_recomputes_its_own_keys_and_values(
     expected = generate(model, ids, mask)
     engine = offloaded(copy.deepcopy(model), method="chunked")
     errors: list[float] = []
-    recompute = Offloader._recompute
+    recompute = runtime.recompute
 
-    def compared(self: Offloader, layer: int, staged: StagedLayer, cache: Any) -> None:
-        recompute(self, layer, staged, cache)
+    def compared(layer: int, staged: StagedLayer, *args: Any) -> None:
+        recompute(layer, staged, *args)
+        offloader = engine._offloader
         for sequence, split in enumerate(staged.splits):
             kept = torch.empty(split, staged.store.row_width)
-            moves, pages = cache.store(layer).row_moves(sequence, staged.away[sequence], kept)
+            moves, pages = offloader._cache.store(layer).row_moves(sequence, staged.away[sequence], kept)
             for page in pages:
                 assert page.written is not None
                 page.written.settle()
-            self.link.start("in", moves).settle()
+            offloader.link.start("in", moves).settle()
             found = staged.rows[staged.starts[sequence] : staged.starts[sequence] + split]
             errors.append(((found - kept).abs().max() / kept.abs().max()).item() if split else 0.0)
 
-    monkeypatch.setattr(Offloader, "_recompute", compared)
+    monkeypatch.setattr(runtime, "recompute", compared)
     assert torch.equal(generate(engine, ids, mask), expected)
     assert len(errors) > 2 * NEW and max(errors) < TOLERANCE
     assert all(0 < step.split.recomputed < step.cached for step in engine._offloader.steps)
@@ -78,7 +80,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
 def generations() -> Iterator[Any]:
     """Families, methods and ways to generate; by default every method with one family, and `auto` with all."""
     for name in ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma"):
-        for method in ("stream", "kvpr", "chunked", "cpu_rank", "auto"):
+        for method in (*METHODS, AUTO):
             for way, options in (("beams", {"num_beams": 3}), ("sampled", {"do_sample": True, "top_k": 20})):
                 often = way == "beams" and (name == "qwen3" or method == "auto") or (name, method) == ("opt", "auto")
                 marks = [] if often else [pytest.mark.full]
@@ -101,10 +103,10 @@ def test_every_method_gives_the_plain_tokens(name: str, method: str, options: di
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Activations no smaller than keys and values cannot pay: auto does not keep them.
     smaller = config.hidden_size < 2 * kv_heads * head_dim
-    pays = method in ("kvpr", "chunked") or (method == "auto" and smaller)
+    pays = smaller if method == AUTO else METHODS[method].recomputes
     assert all(recomputed) if pays else not any(recomputed)
     on_host = [step.split.on_host for step in engine._offloader.steps]
-    assert all(on_host) if method in ("cpu_rank", "auto") else not any(on_host)
+    assert all(on_host) if method == AUTO or METHODS[method].attends_on_host else not any(on_host)
 
 
 @pytest.mark.usefixtures("fixed_costs")
@@ -151,7 +153,7 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
         engine = offloaded(copy.deepcopy(model), method=method)
         offloader, sent = engine._offloader, [0]
 
-        def note(*_: Any, offloader: Offloader = offloader, sent: list[int] = sent, **__: Any) -> Tensor:
+        def note(*_: Any, offloader: Any = offloader, sent: list[int] = sent, **__: Any) -> Tensor:
             for transfer in offloader._outgoing:
                 transfer.settle()
             sent.append(offloader.link.traffic["out"].nbytes)

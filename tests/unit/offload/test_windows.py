@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
+from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.split import Split
 from megakv.offload.windows import OutOfWindow, Windows
 from tests.families import WINDOW
@@ -16,11 +17,7 @@ from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 LONG = {"max_new_tokens": 40, "min_new_tokens": 40}
 WAYS: dict[str, dict[str, Any]] = {
-    "stream": {"method": "stream"},
-    "kvpr": {"method": "kvpr"},
-    "chunked": {"method": "chunked"},
-    "cpu_rank": {"method": "cpu_rank"},
-    "auto": {"method": "auto"},
+    **{method: {"method": method} for method in (*METHODS, AUTO)},
     "groups": {"method": "auto", "num_gpu_batches": 2},
     "weights": {"method": "chunked", "weights": True, "num_gpu_batches": 3},
     "resident": {"method": "chunked", "device_gb": 40_000 / (1 << 30)},
