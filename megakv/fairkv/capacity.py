@@ -1,7 +1,7 @@
 """Layers against each other: mappings within each rank's memory at the least price in time, and Equation 4.
 
-The time of a layer stays the same when its ranks change places. So layers are first mapped each for itself, then turned
-until the ranks hold equally much over all layers; only where a cap is tighter than that, heads move at a price in time.
+The time of a layer stays the same when its ranks change places. So layers are first mapped each for itself, then
+renumbered until the ranks hold equally much over all layers; only where that does not suffice heads move.
 
 The paper's Equation 4 makes the largest load of a rank, summed over all layers, as small as it can be. That is what a
 rank's memory holds, not how long a token takes: ranks meet in every layer, not once per token.
@@ -23,13 +23,14 @@ from megakv.fairkv.layer import LayerMapping
 
 Weights = Sequence[Sequence[float]]
 
-ROUNDS, STEPS = 2_000, 500
-AT_ANY_PRICE = 1e6
-PRICES = (0.1, 0.3, 1.0, 3.0, 10.0, AT_ANY_PRICE)
-"""Of a token above the cap, in tokens of the slowest ranks: what is cheap is done first."""
-KICKS = 8
+SWEEPS, TRIALS, SHUFFLED = 50, 200, 3
+"""Over all layers until nothing changes; from so many other starts; each with so many layers shuffled."""
+PRICES, STEPS = (0.3, 1.0, 3.0, 10.0, 1e6), 500
+"""Of a token above the cap, in tokens of the slowest ranks: what is cheap is done first; and changes at each."""
 CLOSE = 5e-7
 """Relative: totals that near to a cap or to a bound meet it. What a solver calls feasible is as close."""
+EVEN = 5e-5
+"""Relative: ranks that hold so much alike hold equally much."""
 
 
 @dataclass(frozen=True)
@@ -41,153 +42,123 @@ class TotalSolution:
     bound: float
 
 
-def level_ranks(loads: NDArray[np.float64]) -> NDArray[np.int64]:
-    """``[layers, ranks]``: on which rank to put what is on each, so that the largest sum over layers is low."""
-    layers, size = loads.shape
-    orders, placed = np.zeros((layers, size), dtype=np.int64), np.zeros_like(loads)
-    for layer in np.argsort(loads.min(axis=1) - loads.max(axis=1), kind="stable"):
-        orders[layer, np.argsort(-loads[layer], kind="stable")] = np.argsort(placed.sum(axis=0), kind="stable")
-        placed[layer, orders[layer]] = loads[layer]
-    for _ in range(ROUNDS):
-        # The exchange of two ranks in one layer that lowers the fullest most without another becoming as full.
-        totals = placed.sum(axis=0)
-        full = int(totals.argmax())
-        change = placed[:, full : full + 1] - placed
-        after = np.maximum(totals[full] - change, totals + change)
-        after[:, full] = np.inf
-        layer, other = map(int, np.unravel_index(int(after.argmin()), after.shape))
-        if after[layer, other] >= totals[full] * (1 - TOLERANCE):
-            break
-        placed[layer, [full, other]] = placed[layer, [other, full]]
-        first, second = orders[layer] == full, orders[layer] == other
-        orders[layer, first], orders[layer, second] = other, full
-    return orders
-
-
-def arrange(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> list[LayerMapping]:
-    """The same mappings with ranks renumbered in each layer so that the ranks hold about equally much."""
-    loads = np.array([m.loads(b, tp_size) for m, b in zip(mappings, budgets, strict=True)])
-    return [m.renumbered(order.tolist()) for m, order in zip(mappings, level_ranks(loads), strict=True)]
+def loads_of(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> NDArray[np.float64]:
+    """``[layers, ranks]``"""
+    return np.array([m.loads(b, tp_size) for m, b in zip(mappings, budgets, strict=True)])
 
 
 def memory_of(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> list[float]:
     """Tokens that each rank keeps, summed over heads and layers."""
-    layers = [m.loads(b, tp_size) for m, b in zip(mappings, budgets, strict=True)]
-    return [sum(column) for column in zip(*layers, strict=True)]
+    total: list[float] = loads_of(mappings, budgets, tp_size).sum(axis=0).tolist()
+    return total
 
 
-class _Steps:
-    """Changes mappings one step at a time: two ranks change places, heads move or are exchanged, a cut moves."""
+def level_ranks(loads: NDArray[np.float64], enough: float = inf) -> NDArray[np.int64]:
+    """``[layers, ranks]``: on which rank to put what is on each, so that the largest sum over layers is low.
 
-    def __init__(self, mappings: Sequence[LayerMapping], budgets: Weights, size: int, cap: float, split: Split):
-        self.cap, self.free, self.size = cap, split == "free", size
-        self.tokens = np.zeros((len(budgets), len(budgets[0]), size))
-        self.held = np.zeros(self.tokens.shape, dtype=bool)
-        for layer, (mapping, row) in enumerate(zip(mappings, budgets, strict=True)):
-            for head, (ranks, shares) in enumerate(zip(mapping.ranks, mapping.shares, strict=True)):
-                self.held[layer, head, ranks] = True
-                self.tokens[layer, head, ranks] = np.array(shares) * row[head]
-
-    @property
-    def loads(self) -> NDArray[np.float64]:
-        """``[layers, ranks]``"""
-        return self.tokens.sum(axis=1)
-
-    @property
-    def totals(self) -> NDArray[np.float64]:
-        """``[ranks]``"""
-        return self.tokens.sum(axis=(0, 1))
-
-    def over(self, totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Tokens above the cap."""
-        return np.where(totals > self.cap * (1 + CLOSE), totals - self.cap, 0.0)
-
-    @property
-    def time(self) -> float:
-        """Sum over layers of the slowest rank."""
-        return float(self.loads.max(axis=1).sum())
-
-    def mappings(self) -> list[LayerMapping]:
-        """What it has come to."""
-        found = []
-        for tokens, held in zip(self.tokens, self.held, strict=True):
-            ranks = [tuple(np.flatnonzero(row).tolist()) for row in held]
-            parts = [row[list(at)].tolist() for row, at in zip(tokens, ranks, strict=True)]
-            found.append(LayerMapping.even(ranks).with_shares(parts))
-        return found
-
-    def _changes(self, source: NDArray[np.int64], goal: int) -> NDArray[np.float64]:
-        """``[layers, changes]``: tokens that each takes from each layer's `source` to `goal`; nan: impossible."""
-        at = source[:, None, None]
-        mine, here = np.take_along_axis(self.tokens, at, 2)[..., 0], np.take_along_axis(self.held, at, 2)[..., 0]
-        theirs, there = self.tokens[..., goal], self.held[..., goal]
-        moved = np.where(here & ~there, mine, np.nan)
-        back = np.pad(np.where(there & ~here, theirs, np.nan), ((0, 0), (1, 0)))
-        swaps = moved[:, :, None] - back[:, None, :]
-        # A rank keeps one head of each layer.
-        swaps[here.sum(axis=1) == 1, :, 0] = np.nan
-        loads = self.loads
-        turned = np.take_along_axis(loads, source[:, None], 1) - loads[:, goal, None]
-        kinds = [turned, swaps.reshape(len(source), -1)]
-        if self.free:
-            half, totals = mine / 2, loads.sum(axis=0)
-            for part in (half, turned / 2, self.over(totals)[source, None], self.cap - totals[goal]):
-                part = np.minimum(part + 0 * half, half)
-                kinds.append(np.where(here & there & (part > 0), part, np.nan))
-        found = np.concatenate(kinds, axis=1)
-        found[source == goal] = np.nan
-        return found
-
-    def _apply(self, layer: int, change: int, source: int, goal: int, amount: float) -> None:
-        tokens, held = self.tokens[layer], self.held[layer]
-        heads = len(tokens)
-        if change > heads * (heads + 1):
-            tokens[(change - 1) % heads, [source, goal]] += [-amount, amount]
-            return
-        one, other = divmod(change - 1, heads + 1)
-        moved = list(range(heads)) if not change else [one, other - 1] if other else [one]
-        for array in (tokens, held):
-            array[np.ix_(moved, [source, goal])] = array[np.ix_(moved, [goal, source])]
-
-    def _step(self, price: float) -> bool:
-        """Make the change that is worth most, a token above the cap counting as much as so many of time."""
-        loads = self.loads
-        totals, slowest = loads.sum(axis=0), loads.max(axis=1, keepdims=True)
-        best, step = self.cap * TOLERANCE * max(price, 1.0), None
-        # Off the slowest rank of each layer, or off a rank that is over the cap.
-        full = np.flatnonzero(self.over(totals))
-        for source in (loads.argmax(axis=1), *(np.full(len(loads), rank) for rank in full)):
-            for goal in range(self.size):
-                amount = self._changes(source, goal)
-                rest = loads.copy()
-                np.put_along_axis(rest, source[:, None], -inf, 1)
-                rest[:, goal] = -inf
-                left = np.take_along_axis(loads, source[:, None], 1) - amount
-                reached = np.maximum(np.maximum(left, loads[:, goal, None] + amount), rest.max(axis=1, keepdims=True))
-                before, after = totals[source, None], totals[goal] + amount
-                excess = self.over(before) + self.over(totals[goal]) - self.over(before - amount) - self.over(after)
-                worth = np.nan_to_num(slowest - reached + price * excess, nan=-inf)
-                layer, change = map(int, np.unravel_index(int(worth.argmax()), worth.shape))
-                if worth[layer, change] > best:
-                    best = float(worth[layer, change])
-                    step = layer, change, int(source[layer]), goal, float(amount[layer, change])
-        if step is not None:
-            self._apply(*step)
-        return step is not None
-
-    def improve(self, *prices: float) -> None:
-        """Step by step towards the cap, at rising prices, and within it towards less time."""
-        for price in prices:
-            for _ in range(STEPS):
-                if not self._step(price):
-                    break
+    One layer after the other puts its most where the others have least, until none changes; then again with some
+    layers shuffled, until no sum is above `enough`.
+    """
+    random, (layers, size) = np.random.default_rng(0), loads.shape
+    uneven_first = np.argsort(loads.min(axis=1) - loads.max(axis=1), kind="stable")
+    largest_first = -np.sort(-loads, axis=1)
+    best, found = inf, np.zeros(loads.shape)
+    for _ in range(1 + TRIALS):
+        placed = found.copy()
+        for layer in random.choice(layers, min(SHUFFLED, layers), replace=False):
+            placed[layer] = random.permutation(placed[layer])
+        for _ in range(SWEEPS):
+            before = placed.copy()
+            for layer in uneven_first:
+                placed[layer] = 0.0
+                placed[layer, np.argsort(placed.sum(axis=0), kind="stable")] = largest_first[layer]
+            if (placed == before).all():
+                break
+        if (largest := float(placed.sum(axis=0).max())) < best:
+            best, found = largest, placed
+        if best <= enough or size == 1:
+            break
+    orders = np.zeros(loads.shape, dtype=np.int64)
+    np.put_along_axis(orders, np.argsort(loads, axis=1), np.argsort(found, axis=1), axis=1)
+    return orders
 
 
-def _start(budgets: Weights, limits: CopyLimits, split: Split, nodes: int) -> tuple[list[float], list[LayerMapping]]:
+def arrange(
+    mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int, enough: float = inf
+) -> list[LayerMapping]:
+    """The same mappings with ranks renumbered in each layer so that they hold about equally much, or `enough`."""
+    orders = level_ranks(loads_of(mappings, budgets, tp_size), enough)
+    return [m.renumbered(order.tolist()) for m, order in zip(mappings, orders, strict=True)]
+
+
+def _start(
+    budgets: Weights, limits: CopyLimits, split: Split, nodes: int, enough: float
+) -> tuple[list[float], list[LayerMapping]]:
     """Bounds of the layers, and the best mapping of each, with ranks renumbered so that they hold equally much."""
     solutions = [map_layer(row, limits, split, nodes=nodes) for row in budgets]
-    mappings = arrange([solution.mapping for solution in solutions], budgets, limits.tp_size)
+    mappings = arrange([solution.mapping for solution in solutions], budgets, limits.tp_size, enough)
     return [solution.bound for solution in solutions], mappings
+
+
+def relieved(mappings: list[LayerMapping], budgets: Weights, tp_size: int, cap: float) -> list[LayerMapping]:
+    """Heads moved off the fullest rank and ranks renumbered in turn, until it is within the cap or nothing helps."""
+    largest = max(memory_of(mappings, budgets, tp_size))
+    while largest > cap:
+        changed = arrange(_relieve(mappings, budgets, tp_size, cap), budgets, tp_size, cap)
+        reached = max(memory_of(changed, budgets, tp_size))
+        if reached > largest * (1 - CLOSE):
+            break
+        mappings, largest = changed, reached
+    return mappings
+
+
+def _relieve(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int, cap: float) -> list[LayerMapping]:
+    """Heads moved, or exchanged, off the fullest rank: first those that cost least time."""
+    tokens = np.zeros((len(budgets), len(budgets[0]), tp_size))
+    held = np.zeros(tokens.shape, dtype=bool)
+    for layer, (mapping, row) in enumerate(zip(mappings, budgets, strict=True)):
+        for head, (ranks, shares) in enumerate(zip(mapping.ranks, mapping.shares, strict=True)):
+            held[layer, head, ranks], tokens[layer, head, ranks] = True, np.array(shares) * row[head]
+    for price in PRICES:
+        for _ in range(STEPS):
+            step = _relief(tokens, held, cap, price)
+            if step is None:
+                break
+            layer, heads, ranks = step
+            for array in (tokens[layer], held[layer]):
+                array[np.ix_(heads, ranks)] = array[np.ix_(heads, ranks[::-1])]
+    found = []
+    for tokens_HR, held_HR in zip(tokens, held, strict=True):
+        ranks_of = [tuple(np.flatnonzero(row).tolist()) for row in held_HR]
+        parts = [row[list(at)].tolist() for row, at in zip(tokens_HR, ranks_of, strict=True)]
+        found.append(LayerMapping.even(ranks_of).with_shares(parts))
+    return found
+
+
+def _relief(
+    tokens: NDArray[np.float64], held: NDArray[np.bool_], cap: float, price: float
+) -> tuple[int, list[int], list[int]] | None:
+    """The layer, heads and two ranks of the change that is worth most: its relief at a price, less what it slows."""
+    loads = tokens.sum(axis=1)
+    totals, slowest = loads.sum(axis=0), loads.max(axis=1)
+    full = int(totals.argmax())
+    best, step = cap * TOLERANCE * price, None
+    for goal in range(len(totals)) if totals[full] > cap else ():
+        mine = np.where(held[..., full] & ~held[..., goal], tokens[..., full], np.nan)
+        theirs = np.where(held[..., goal] & ~held[..., full], tokens[..., goal], np.nan)
+        # [layers, heads, 1 + heads]: each head alone, or for another one; a rank keeps one head of each layer.
+        amount = mine[:, :, None] - np.pad(theirs, ((0, 0), (1, 0)))[:, None]
+        amount[held[..., full].sum(axis=1) == 1, :, 0] = np.nan
+        rest = np.delete(loads, [full, goal], axis=1).max(axis=1, initial=0.0)[:, None, None]
+        pair = np.maximum(loads[:, full, None, None] - amount, loads[:, goal, None, None] + amount)
+        slower = np.maximum(pair, rest) - slowest[:, None, None]
+        relief = totals[full] - np.maximum(np.maximum(totals[full] - amount, totals[goal] + amount), cap)
+        worth = np.nan_to_num(price * relief - slower, nan=-inf)
+        layer, head, other = map(int, np.unravel_index(int(worth.argmax()), worth.shape))
+        if worth[layer, head, other] > best:
+            best = float(worth[layer, head, other])
+            step = layer, [head, other - 1] if other else [head], [full, goal]
+    return step
 
 
 def _reshared(
@@ -207,8 +178,8 @@ def _reshared(
 def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, nodes: int = NODES) -> TotalSolution:
     """Mappings whose fullest rank, over all layers, has least: Equation 4.
 
-    The layers mapped one by one, changed step by step; few heads then by a program (`megakv.fairkv.program`). `limits`
-    are checked against the number of heads; `nodes` are of the search in one layer.
+    The layers mapped one by one; few heads then by a program (`megakv.fairkv.program`). `limits` are checked against
+    the number of heads; `nodes` are of the search in one layer.
     """
     size = limits.tp_size
     bound = sum(map(sum, budgets)) / size
@@ -216,29 +187,19 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
         heads = np.array([[weight for row in budgets for weight in row]])
         one = Schemes(np.ones(heads.shape, dtype=np.int64), np.ones((1, size), dtype=np.int64))
         bound = float(lower_bounds(heads, one)[0])
-    enough = bound * (1 + CLOSE)
-    least, mappings = _start(budgets, limits, split, nodes)
+    least, mappings = _start(budgets, limits, split, nodes, bound * (1 + EVEN))
+    if len(budgets) == 1:
+        bound = max(bound, least[0])
     largest = max(memory_of(mappings, budgets, size))
-    for again in range(2):
-        if largest > enough:
+    for again in (False, True):
+        if largest > bound * (1 + CLOSE):
+            start = relieved(mappings, budgets, size, bound * (1 + EVEN)) if again else mappings
             # Where they can be as even as that, those that cost least time.
-            shared = [_reshared(mappings, budgets, limits, split, least, cap) for cap in (bound, None)]
-            mappings = shared[0] or shared[1] or mappings
-            largest = max(memory_of(mappings, budgets, size))
-        if again or largest <= enough:
-            break
-        start = mappings
-        for kick in range(KICKS):
-            # Steps may end where none helps: then from there with one layer's ranks turned.
-            at = kick * 7 % len(start)
-            turned = [*start[:at], start[at].renumbered([*range(1, size), 0]), *start[at + 1 :]] if kick else start
-            steps = _Steps(turned, budgets, size, bound, split)
-            steps.improve(AT_ANY_PRICE)
-            if (reached := float(steps.totals.max())) < largest:
-                mappings, largest = steps.mappings(), reached
-            if largest <= enough:
-                break
-    if largest > enough:
+            shared = [_reshared(start, budgets, limits, split, least, cap) for cap in (bound, None)]
+            start = shared[0] or shared[1] or start
+            if (reached := max(memory_of(start, budgets, size))) < largest:
+                mappings, largest = start, reached
+    if largest > bound * (1 + CLOSE):
         better, proven = program.solve(budgets, limits, split, least=least, cap=None, best=largest)
         bound = max(bound, proven)
         if better is not None and (reached := max(memory_of(better, budgets, size))) < largest:
@@ -258,30 +219,26 @@ def map_layers(
     below.
 
     Every layer is the best for itself; a cap of tokens that a rank may keep, over its heads and all layers, is met by
-    renumbering ranks, which costs no time, and only where that does not suffice by the changes that cost least, or for
-    few heads in all by a program. A cap that no mappings found are within is a `ValueError`, which says what is needed.
+    renumbering ranks, which costs no time, and only where that does not suffice by a program. A cap that no mappings
+    found are within is a `ValueError`, which says what is needed.
     """
-    size = limits.tp_size
-    least, mappings = _start(budgets, limits, split, nodes)
-    if memory_cap is None or max(memory_of(mappings, budgets, size)) <= memory_cap * (1 + CLOSE):
+    size, cap = limits.tp_size, inf if memory_cap is None else memory_cap * (1 + CLOSE)
+    least, mappings = _start(budgets, limits, split, nodes, cap)
+    if memory_cap is None or max(memory_of(mappings, budgets, size)) <= cap:
         return mappings, sum(least)
-    repaired = _Steps(mappings, budgets, size, memory_cap, split)
-    repaired.improve(*PRICES)
-    # The other end: from the mappings that need least memory towards faster ones.
-    total = least_total(budgets, limits, split, nodes=nodes)
-    found = []
-    for start in (mappings, repaired.mappings(), total.mappings):
-        shared = _reshared(start, budgets, limits, split, least, memory_cap)
-        steps = _Steps(shared or start, budgets, size, memory_cap, split)
-        if not steps.over(steps.totals).any():
-            steps.improve(AT_ANY_PRICE)
-            found.append(steps)
-    best = min(found, key=lambda steps: steps.time, default=None)
-    reached = inf if best is None else best.time
+    found = _reshared(mappings, budgets, limits, split, least, memory_cap)
+    if found is None:
+        found = relieved(mappings, budgets, size, cap)
+        if max(memory_of(found, budgets, size)) > cap:
+            found = _reshared(found, budgets, limits, split, least, memory_cap)
+    reached = inf if found is None else float(loads_of(found, budgets, size).max(axis=1).sum())
     better, bound = program.solve(budgets, limits, split, least=least, cap=memory_cap, best=reached)
-    if better is None and best is None:
+    found = better or found
+    if found is None:
+        total = least_total(budgets, limits, split, nodes=nodes)
         check_cap(memory_cap, total, size)
-    return better or (best.mappings() if best else total.mappings), bound
+        found = total.mappings
+    return found, bound
 
 
 def check_cap(cap: float | None, least: TotalSolution, size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import get_args
 
 import numpy as np
@@ -17,7 +18,7 @@ from megakv.fairkv.requests import imagined_requests, place_for_requests
 
 
 def balance(layers: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> Balance:
-    """How evenly mappings load the ranks under some budgets ``[layers][heads]``."""
+    """Under budgets ``[layers][heads]``."""
     loads = [m.loads(row, tp_size) for m, row in zip(layers, budgets, strict=True)]
     return Balance(
         barrier_utilisation=min(1.0, barrier_utilisation(loads)),
@@ -74,7 +75,12 @@ def map_heads(
     if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
         raise ValueError(f"memory_cap = {memory_cap}: allowed: tokens per rank, above 0")
     if objective == "requests":
-        _check_requests(profile, split, memory_cap)
+        if profile.prompts is None:
+            raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
+        if split != "free":
+            raise ValueError(f"objective = 'requests': split = {split!r} leaves requests nothing to decide; use 'free'")
+        if memory_cap is not None:
+            raise ValueError("objective = 'requests' knows no memory_cap; use objective = 'barrier'")
     budgets = profile.budgets
     if objective == "equation4":
         solution = least_total(budgets, limits, split)
@@ -84,35 +90,21 @@ def map_heads(
         layers, bound = map_layers(budgets, limits, split, memory_cap=memory_cap)
         if split == "free" and memory_cap is None:
             layers = _placed_for_requests(profile, layers, limits, objective)
-    if objective == "requests":
-        bound = 0.0
     found = balance(layers, budgets, tp_size)
     static = balance([contiguous_layer(profile.n_kv_heads, tp_size)] * len(budgets), budgets, tp_size)
     return HeadMapping(
         **found.model_dump(),
         model=profile.model,
-        tp_size=tp_size,
+        **asdict(limits),
         n_kv_heads=profile.n_kv_heads,
-        copies=copies,
-        max_replicas=max_replicas,
-        copied_heads=copied_heads,
         split=split,
         objective=objective,
         memory_cap=memory_cap,
         mapping=tuple(by_rank(layer, tp_size) for layer in layers),
-        bound=bound,
+        bound=0.0 if objective == "requests" else bound,
         contiguous=static,
         identity=profile.identity,
     )
-
-
-def _check_requests(profile: BudgetProfile, split: str, memory_cap: float | None) -> None:
-    if profile.prompts is None:
-        raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
-    if split != "free":
-        raise ValueError(f"objective = 'requests': split = {split!r} leaves requests nothing to decide; use 'free'")
-    if memory_cap is not None:
-        raise ValueError("objective = 'requests' knows no memory_cap; use objective = 'barrier'")
 
 
 def _placed_for_requests(

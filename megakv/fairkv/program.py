@@ -12,11 +12,15 @@ from megakv.fairkv.fair_copying import CopyLimits
 from megakv.fairkv.layer import LayerMapping
 
 MOST_BINARIES = 1_000
-"""Above, the solver finds nothing in its time that smaller steps have not found."""
-SECONDS, NODES = 10.0, 20_000
-"""For one program; the nodes end it at the same place on every machine that is not slow."""
-GAP = 1e-7
-"""Between what is found and what is proven, relative."""
+"""Above, the solver finds nothing in its time."""
+SECONDS = 10.0
+"""For one program."""
+EXACT = 50
+"""Binaries up to which a program is solved to its end."""
+GAP, NODES = 1e-7, 20_000
+"""Between what is found and what is proven, relative, and of the search, at which it ends on every machine alike."""
+COARSE_GAP, COARSE_NODES = 1e-4, 2_000
+"""The same of larger programs."""
 INFEASIBLE = 2
 """Of the solver's states."""
 
@@ -45,7 +49,7 @@ class _Program:
         self.entries.append(terms.reshape(-1, 3))
         self.limits += [(low, high)] * len(columns)
 
-    def solve(self, objective: Columns) -> tuple[NDArray[np.float64] | None, float]:
+    def solve(self, objective: Columns, gap: float, nodes: int) -> tuple[NDArray[np.float64] | None, float]:
         """Values of all variables, or None, and the proven bound of the objective's sum; infinite if infeasible."""
         from scipy.optimize import LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -61,7 +65,7 @@ class _Program:
             constraints=LinearConstraint(matrix, *zip(*self.limits, strict=True)),
             integrality=whole,
             bounds=(low, high),
-            options={"mip_rel_gap": GAP, "time_limit": SECONDS, "node_limit": NODES},
+            options={"mip_rel_gap": gap, "time_limit": SECONDS, "node_limit": nodes},
         )
         if found.status == INFEASIBLE:
             return None, inf
@@ -93,7 +97,8 @@ def solve(
     mean = weights.sum() / size
     start = sum(least) if cap is not None else mean
     binaries = weights.size * size * len(counts)
-    if not mean or best <= start * (1 + GAP) or placed is None and binaries > MOST_BINARIES:
+    gap, nodes = (GAP, NODES) if placed is not None or binaries <= EXACT else (COARSE_GAP, COARSE_NODES)
+    if not mean or best <= start * (1 + gap) or placed is None and binaries > MOST_BINARIES:
         return None, start
     weights = weights / mean
     program = _Program()
@@ -142,7 +147,7 @@ def solve(
         )
         program.row(objective[None], high=best / mean)
         program.row(totals, factors.ravel(), high=cap / mean)
-    values, bound = program.solve(objective)
+    values, bound = program.solve(objective, gap, nodes)
     bound *= mean
     if values is None:
         # None better: what has been found is the best.

@@ -26,10 +26,7 @@ UNLIKE, IMAGINED = 0.5, 24
 
 
 def imagined_requests(weights: Sequence[float]) -> NDArray[np.float64]:
-    """[requests, heads]: budgets around those of a profile without any prompts, the same at every call.
-
-    Log-normal with sigma 0.5, which is how far single prompts lie from their mean for AdaKV on Llama-3.1-8B.
-    """
+    """``[requests, heads]`` around a profile without prompts: log-normal, as far as AdaKV's on Llama-3.1-8B lie."""
     noise = np.random.default_rng(0).standard_normal((IMAGINED, len(weights)))
     return np.asarray(weights, dtype=np.float64) * np.exp(UNLIKE * noise)
 
@@ -50,16 +47,13 @@ class _Placement:
         self.held = np.sum([np.outer(self.inside[m], self.requests[:, h]) for h, m in enumerate(self.masks)], axis=0)
 
     def members(self, mask: int) -> tuple[int, ...]:
-        """Ranks of a mask."""
         return tuple(rank for rank in range(self.size) if mask >> rank & 1)
 
     @property
     def value(self) -> float:
-        """What is made small."""
         return float((self.held.max(axis=0) * self.importance).sum())
 
     def set(self, head: int, mask: int) -> None:
-        """Put a head elsewhere."""
         self.held = self.held + np.outer(self.inside[mask] - self.inside[self.masks[head]], self.requests[:, head])
         self.masks[head] = mask
 
@@ -107,12 +101,11 @@ def place_for_requests(
     *,
     keep_profile: bool = True,
 ) -> LayerMapping:
-    """Place the replicas of a layer so that requests unlike the profile find the ones that they need.
+    """Place the replicas of a layer on at most 8 ranks so that requests unlike the profile find those that they need.
 
-    The placement, of at most 8 ranks, is improved by one replica more, then, for up to 16 heads, by one elsewhere,
-    until neither helps. `mapping` is the best for the profile's budgets `weights`; `requests` ``[requests, heads]`` are
-    those of single prompts. With `keep_profile` the slowest rank under the profile's own budgets does not become
-    slower; else those count as little as a request's.
+    `mapping` is the best for the profile's budgets `weights`; `requests` ``[requests, heads]`` are those of single
+    prompts. It is improved by one replica more, then by one elsewhere, until neither helps. With `keep_profile` the
+    slowest rank under the profile's own budgets does not become slower; else those count as little as a request's.
     """
     size = limits.tp_size
     if size > MOST_RANKS or sum(weights) <= 0:
