@@ -7,30 +7,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.launch import Rows, run_alone
+from harness.launch import Rows, benchmark_alone
 from harness.options import DTYPES, Options
 
-UNITS = {"K": 1 << 10, "M": 1 << 20}
-CLAIM = 128 << 10
-"""The context at which the rate is judged, in tokens."""
+CLAIM = 128 << 10  # The context at which the rate is judged, in tokens
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}
 """How far an output row may lie from the full computation, relative to the row."""
-USABLE = 0.9
-"""Share of the free memory that is used."""
-
-
-def tokens(text: str) -> int:
-    """A number of tokens: ``8192``, ``8K``, ``1M``."""
-    unit = UNITS.get(text[-1:].upper())
-    return int(text) if unit is None else int(text[:-1]) * unit
+USABLE = 0.9  # Share of the free memory that is used
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = Options(__doc__)
     options.output()
     options.choice("--device", ("cuda", "cpu"), "cuda", "cpu only tries the code, smaller")
-    options.add("--contexts", {"cuda": "8K,32K,128K,512K,1M", "cpu": "1K,2K"}, "tokens")
-    options.add("--ranks", {"cuda": "2,4,8,16", "cpu": "2,4"}, "context-parallel degrees")
+    options.numbers("--contexts", {"cuda": "8K,32K,128K,512K,1M", "cpu": "1K,2K"}, "tokens")
+    options.numbers("--ranks", {"cuda": "2,4,8,16", "cpu": "2,4"}, "context-parallel degrees")
     options.add("--repeats", {"cuda": 5, "cpu": 3}, "timed runs of every rank")
     options.add("--heads", 16, "query heads of a rank, as in Llama 3 405B on TP8")
     options.add("--kv-heads", 1, "KV heads of a rank")
@@ -40,15 +31,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--rows", 16, "rows of each rank that are checked")
     options.add("--threads", 1, "threads on the CPU")
     arguments = options.parse(argv)
-    for name, kind in (("contexts", tokens), ("ranks", int)):
-        text = getattr(arguments, name)
-        try:
-            values = sorted({kind(part) for part in text.split(",")})
-        except ValueError:
-            options.error(f"--{name} {text}: allowed: numbers with commas between them")
-        if values[0] < 1:
-            options.error(f"--{name} {text}: allowed: above 0")
-        setattr(arguments, name, values)
     if arguments.heads % arguments.kv_heads:
         options.error(f"--heads {arguments.heads} is no multiple of --kv-heads {arguments.kv_heads}")
     if arguments.contexts[0] < 2 * arguments.ranks[-1]:
@@ -89,19 +71,12 @@ def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
     flops = [ring.heads.flops(slots) for slots in ring.slots]
     rate = float(np.median(sum(flops) / ring.size / seconds.max(axis=1)))
     return {
-        "context": ring.context,
-        "ranks": ring.size,
-        "seconds": seconds.max(axis=1).tolist(),
-        "rank_seconds": seconds.tolist(),
-        "merge_seconds": merge_seconds.tolist(),
-        "flops": flops,
-        "tflops": rate / 1e12,
-        "matmul_tflops": matmul_rate / 1e12,
-        "matmul_fraction": rate / matmul_rate,
+        "context": ring.context, "ranks": ring.size, "seconds": seconds.max(axis=1).tolist(),
+        "rank_seconds": seconds.tolist(), "merge_seconds": merge_seconds.tolist(), "flops": flops,
+        "tflops": rate / 1e12, "matmul_tflops": matmul_rate / 1e12, "matmul_fraction": rate / matmul_rate,
         "merge_share": float(np.median(merge_seconds.sum(axis=1) / seconds.sum(axis=1))),
-        "output_error": float(worst[0]),
-        "lse_error": float(worst[1]),
-    }
+        "output_error": float(worst[0]), "lse_error": float(worst[1]),
+    }  # fmt: skip
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -121,16 +96,20 @@ def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, 
 
 
 def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Print the results."""
-    from harness.publish import show_table
+    from harness.publish import columns, show_table
     from harness.statistics import median
 
-    lines = [["context", "ranks", "ms of a rank", "TFLOP/s", "of matmul", "merging", "output error", "lse error"]]
-    for row in rows:
-        rates = [f"{1e3 * median(row['seconds']).value:.3f}", f"{row['tflops']:.3f}", f"{row['matmul_fraction']:.1%}"]
-        errors = [f"{row['output_error']:.1e}", f"{row['lse_error']:.1e}"]
-        lines.append([f"{row['context']:,}", str(row["ranks"]), *rates, f"{row['merge_share']:.1%}", *errors])
-    show_table("", lines)
+    shown = {
+        "context": lambda row: f"{row['context']:,}",
+        "ranks": lambda row: row["ranks"],
+        "ms of a rank": lambda row: f"{1e3 * median(row['seconds']).value:.3f}",
+        "TFLOP/s": lambda row: f"{row['tflops']:.3f}",
+        "of matmul": lambda row: f"{row['matmul_fraction']:.1%}",
+        "merging": lambda row: f"{row['merge_share']:.1%}",
+        "output error": lambda row: f"{row['output_error']:.1e}",
+        "lse error": lambda row: f"{row['lse_error']:.1e}",
+    }
+    show_table("", columns(rows, shown))
     for entry in summary["skipped"]:
         print(f"{entry['context']:,} tokens on {entry['ranks']} ranks left out: {entry['reason']}")
     print(
@@ -139,21 +118,18 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
     """Measure every context on every number of ranks, and report."""
     import psutil
     import torch
     from harness.charts import bars
     from harness.models import DTYPES as TYPES
-    from harness.publish import describe_machine, publish
     from harness.statistics import median
     from harness.virtual_ring import Heads, VirtualRing, matmul_rate
     from tqdm import tqdm
 
     from megakv.errors import MegaKVError
 
-    machine = describe_machine()
-    torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, TYPES[arguments.dtype])
     rows: Rows = []
@@ -181,15 +157,15 @@ def run(arguments: argparse.Namespace) -> None:
     values = [("matrix product", median([row["matmul_tflops"] for row in rows]), False)]
     for row in rows:
         work = sum(row["flops"]) / row["ranks"] / 1e12
-        label = f"{row['context'] / UNITS['K']:g}K on {row['ranks']}"
+        label = f"{row['context'] / 1024:g}K on {row['ranks']}"
         values.append((label, median([work / seconds for seconds in row["seconds"]]), True))
     title = "Partial attention of a rank: context on ranks"
     shape = f"{arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, {arguments.dtype}"
     subtitle = f"{name}, {shape}; causal work counted once"
     chart = bars("", values, title=title, subtitle=subtitle, unit="TFLOP/s, more is better")
-    publish(arguments, "attention_gpu", machine, rows, summary, [chart])
+    return rows, summary, [chart]
 
 
 if __name__ == "__main__":
     # Ranks are virtual here: one process does the work of all.
-    sys.exit(run_alone(parse_arguments(), run))
+    sys.exit(benchmark_alone("attention_gpu", parse_arguments(), run))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.launch import Rows, benchmark
-from harness.options import Options
+from harness.options import Options, check_memory
 
 if TYPE_CHECKING:
     from harness.world import World
@@ -36,23 +36,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def check_memory(arguments: argparse.Namespace) -> None:
+def check_caches(arguments: argparse.Namespace) -> None:
     """Refuse what does not fit into the machine's memory."""
     import psutil
 
     element = 4 if arguments.dtype == "fp32" else 2
     row = 2 * arguments.layers * arguments.kv_heads * (arguments.hidden // arguments.heads) * element
-    held = max(arguments.batches) * arguments.context * row
     # A copying cache holds everything twice on every rank; the shards of all ranks are one copy more.
-    whole = set(SINGLE).intersection(arguments.methods)
-    needed = held * (2 * arguments.ranks * bool(whole) + 1)
-    available = 0.75 * psutil.virtual_memory().total
-    if needed > available:
-        raise ValueError(
-            f"--batches {','.join(map(str, arguments.batches))} with --context {arguments.context} and --layers "
-            f"{arguments.layers} needs {needed / 2**30:.1f} GiB of caches on {arguments.ranks} ranks; at most "
-            f"{available / 2**30:.1f} GiB are taken here: ask for fewer"
-        )
+    copies = 2 * arguments.ranks * bool(set(SINGLE).intersection(arguments.methods)) + 1
+    batches = ",".join(map(str, arguments.batches))
+    words = f"--batches {batches} with --context {arguments.context} and --layers {arguments.layers}"
+    needed = max(arguments.batches) * arguments.context * row * copies
+    check_memory(needed, 0.75 * psutil.virtual_memory().total, words)
 
 
 def measure_batch(
@@ -64,7 +59,6 @@ def measure_batch(
         ContextParallelGeneration,
         CopyingCache,
         Generation,
-        PlainGeneration,
         RoomyCache,
         sharded_cache,
     )
@@ -86,7 +80,7 @@ def measure_batch(
         else:
             cache = copying if name.startswith("single") else whole
             takes_part = world.rank == 0 or not name.endswith("idle")
-            methods.append(PlainGeneration(name, model, ids, tokens, cache=cache, takes_part=takes_part))
+            methods.append(Generation(name, model, ids, tokens, cache=cache, takes_part=takes_part))
     agreement = Agreement(world, arguments.dtype)
     marks = {name: Breakdown(engine) for name, engine in engines.items()}
 
@@ -108,7 +102,6 @@ def measure_batch(
 
 
 def measure_rank(arguments: argparse.Namespace) -> Rows:
-    """Measure, as one of the ranks."""
     from harness.generations import without_stop
     from harness.models import random_model, twin
     from harness.profiles import keep_measured
@@ -116,7 +109,7 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
 
     import megakv
 
-    check_memory(arguments)
+    check_caches(arguments)
     world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
     positions = arguments.context + arguments.tokens + 2
     model = without_stop(random_model(arguments, positions=positions, device=world.device))
@@ -152,37 +145,37 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"time_ratio": ratios, "best": best, "max_logit_difference": difference}
 
 
-def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
     from harness.charts import bars
-    from harness.predictions import predicted_in_run
-    from harness.publish import publish, show_table
-    from harness.statistics import Interval, median
+    from harness.models import words_of
+    from harness.publish import columns, show_intervals, show_table
+    from harness.statistics import median
 
-    rows = predicted_in_run("decode", arguments, rows)
     summary = summarise(rows)
-    lines = [["batch, method", "ms per token", "fastest", "slowest", "attention us", "hop us", "collective us"]]
-    for row in rows:
-        seconds, parts = row["seconds"], row.get("attention_us")
-        times = [f"{1e3 * value:.2f}" for value in (median(seconds).value, min(seconds), max(seconds))]
-        shown = ["-"] * 3 if parts is None else [f"{parts[k]:.0f}" for k in ("attention", "send_recv", "collective")]
-        lines.append([f"{row['batch']} {row['method']}", *times, *shown])
-    show_table("", lines)
-    lines = [["time per token of", "batch", "over that of", "median ratio [95%]"]]
-    for batch, methods in summary["time_ratio"].items():
-        for name, peers in methods.items():
-            lines += [[name, batch, peer, str(Interval(**value))] for peer, value in peers.items()]
-    show_table("", lines)
-    named = [(f"{row['method']}, {row['batch']}".replace("_", " "), row) for row in rows]
-    chart = bars(
-        "",
-        [(label, median(row["seconds"]).scaled(1e3), row["method"] in OWN) for label, row in named],
-        title=f"Decoding at {arguments.context:,} cached tokens on {arguments.ranks} ranks",
-        subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.kv_heads} KV heads, "
-        f"{arguments.dtype}, {arguments.threads} thread(s) per rank; method, batch; median, 95% interval",
-        unit="milliseconds per step, less is better",
-    )
-    publish(arguments, "decode", machine, rows, summary, [chart])
+
+    def microseconds(part: str) -> Any:
+        return lambda row: f"{row['attention_us'][part]:.0f}" if "attention_us" in row else None
+
+    shown = {
+        "batch, method": lambda row: f"{row['batch']} {row['method']}",
+        "ms per token": lambda row: f"{1e3 * median(row['seconds']).value:.2f}",
+        "fastest": lambda row: f"{1e3 * min(row['seconds']):.2f}",
+        "slowest": lambda row: f"{1e3 * max(row['seconds']):.2f}",
+        "attention us": microseconds("attention"),
+        "hop us": microseconds("send_recv"),
+        "collective us": microseconds("collective"),
+    }
+    show_table("", columns(rows, shown))
+    show_intervals("Time per token by batch and method, over that of", summary["time_ratio"])
+    values = [
+        (f"{row['method']}, {row['batch']}".replace("_", " "), median(row["seconds"]).scaled(1e3), row["method"] in OWN)
+        for row in rows
+    ]
+    title = f"Decoding at {arguments.context:,} cached tokens on {arguments.ranks} ranks"
+    subtitle = f"{words_of(arguments)}; method, batch; median, 95% interval"
+    chart = bars("", values, title=title, subtitle=subtitle, unit="milliseconds per step, less is better")
+    return summary, [chart]
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark(parse_arguments(), measure_rank, report))
+    sys.exit(benchmark("decode", parse_arguments(), measure_rank, report))

@@ -7,17 +7,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 from harness.launch import Rows, benchmark
-from harness.options import DTYPES, Options
+from harness.options import DTYPES, Options, check_memory
 
 COPIES = (1, 2, 3, 4)
 METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in COPIES))
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
-USABLE = 0.75
-"""Share of the machine's memory that a part may take."""
-PROCESS_BYTES = 500 << 20
-"""Of a rank before it has weights or caches, and of the processes that start them."""
+USABLE = 0.75  # Share of the machine's memory that a part may take
+PROCESS_BYTES = 500 << 20  # Of a rank before it has weights or caches, and of the processes that start them
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,17 +57,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}, or --parts "
             "attention"
         )
-    check_memory(options, arguments)
+    words = f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {arguments.layers} and --hidden"
+    try:
+        available = USABLE * psutil.virtual_memory().total
+        check_memory(needed_bytes(arguments), available, f"{words} {arguments.hidden}")
+    except ValueError as error:
+        options.error(str(error))
     return arguments
 
 
-def check_memory(options: Options, arguments: argparse.Namespace) -> None:
-    """End with a message if a part does not fit into the machine's memory."""
-    import psutil
-
+def needed_bytes(arguments: argparse.Namespace) -> int:
+    """Memory of the largest part: one method's cache at a time, and what building a layer takes."""
     item, layers, hidden = ITEM[arguments.dtype], arguments.layers, arguments.hidden
     tokens = arguments.batch * arguments.kv_heads * arguments.kept
-    # One method's cache is in memory at a time, and what building a layer takes.
     needed = 2 * arguments.head_dim * tokens * (layers + 2) * item + (arguments.ranks + 1) * PROCESS_BYTES
     if "engine" in arguments.parts:
         # Of every placement its own weights.
@@ -78,16 +79,10 @@ def check_memory(options: Options, arguments: argparse.Namespace) -> None:
         copied = 2 * (arguments.group + 1) * arguments.head_dim * copies
         whole = 2 * arguments.vocab * arguments.ranks * placements
         needed += hidden * (layers * (placements * heads + copied) + whole) * item
-    available = USABLE * psutil.virtual_memory().total
-    if needed > available:
-        options.error(
-            f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {layers} and --hidden {hidden} needs "
-            f"{needed / 2**30:.1f} GiB; at most {available / 2**30:.1f} GiB are taken here: ask for fewer"
-        )
+    return int(needed)
 
 
 def measure_rank(arguments: argparse.Namespace) -> Rows:
-    """Measure, as one of the ranks."""
     from harness.fairkv_methods import measure_part, predicted_seconds
     from harness.head_division import make_division, skewed_budgets
     from harness.world import join_world
@@ -106,9 +101,8 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
     return rows
 
 
-def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
     from harness.fairkv_report import chart, show, summarise
-    from harness.publish import publish
 
     parts = {part: [row for row in rows if row["part"] == part] for part in arguments.parts}
     summary = {part: summarise(own) for part, own in parts.items()}
@@ -120,8 +114,8 @@ def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, s
     for part, own in parts.items():
         show(f"{TITLES[part]} {size}", own, summary[part])
     charts = [chart(part, f"{TITLES[part]} {size}", subtitle, own) for part, own in parts.items()]
-    publish(arguments, "fairkv", machine, rows, summary, charts)
+    return summary, charts
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark(parse_arguments(), measure_rank, report))
+    sys.exit(benchmark("fairkv", parse_arguments(), measure_rank, report))

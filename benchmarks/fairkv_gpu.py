@@ -7,10 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.launch import Rows, run_alone
+from harness.launch import Rows, benchmark_alone
 from harness.options import DTYPES, Options
 
-METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{number}" for kind in ("dp", "split") for number in (1, 2, 3, 4)))
+COPIED = ("dp1", "dp2", "dp3", "dp4")
+METHODS = ("uniform", "contiguous", "nodp", *COPIED, "split1", "split2", "split3", "split4")
 DRAWN = ("nodp", "split4", "dp4")
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 
@@ -85,43 +86,35 @@ def whole(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in row.items() if name != "busy"}, "seconds": row["whole_seconds"]}
 
 
-def plot(figure: Any, cells: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+def charts(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Any]:
     """The paper's Figures 3, 4 and 5 in form: gains, busy rates, and busy rates by copied heads."""
-    copied = [f"dp{number}" for number in range(1, 5)]
-    figure.set_layout_engine("constrained")
-    grid = figure.subplots(len(cells), 3, squeeze=False)
-    for row, (degree, budgets) in zip(grid, cells.items(), strict=True):
-        found = list(budgets.values())
-        gains = {name: [cell["speedup"].get(name, {}).get("value") for cell in found] for name in DRAWN}
-        busy = {name: [cell["busy"].get(name) for cell in found] for name in ("contiguous", "nodp", DRAWN[-1])}
-        by_copies = {kept: [cell["busy"].get(name) for name in copied] for kept, cell in budgets.items()}
-        for axes, lines, places, title, label in (
-            (row[0], gains, budgets, "gain over contiguous heads (Fig. 3)", "kept tokens per head"),
-            (row[1], busy, budgets, "busy rate (Fig. 4)", "kept tokens per head"),
-            (row[2], by_copies, copied, "busy rate by CH (Fig. 5)", "copied heads; a line per budget"),
-        ):
-            for name, values in lines.items():
-                known = [(place, value) for place, value in enumerate(values) if value is not None]
-                if known:
-                    axes.plot(*zip(*known, strict=True), marker="o", ms=4, lw=1.4, label=name)
-            axes.set_xticks(range(len(places)), [place.removeprefix("dp") for place in places], fontsize=8)
-            axes.set_xlabel(label, fontsize=8)
-            axes.set_title(f"TP {degree}: {title}", fontsize=9)
-            axes.legend(fontsize=7, frameon=False)
+    from harness.charts import groups
+    from harness.statistics import Interval, point
+
+    made = []
+    for degree, budgets in summary.items():
+        gains = {
+            name: [Interval(**cell["speedup"][name]) if name in cell["speedup"] else None for cell in budgets.values()]
+            for name in DRAWN
+        }
+        busy = {
+            name: [point(cell["busy"][name]) if name in cell["busy"] else None for cell in budgets.values()]
+            for name in ("contiguous", "nodp", *COPIED)
+        }
+        labels = {"x_label": "kept tokens per head", "subtitle": f"TP {degree}"}
+        title = "Gain over contiguous heads (form of Figure 3)"
+        made.append(groups(f"gain.tp{degree}", list(budgets), gains, title=title, y_label="times", **labels))
+        title = "Busy rate of ranks (form of Figures 4 and 5)"
+        made.append(groups(f"busy.tp{degree}", list(budgets), busy, title=title, y_label="busy rate", **labels))
+    return made
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure every budget at every degree, and report."""
+def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
     import torch
-    from harness.charts import Chart
     from harness.fairkv_report import show, summarise
-    from harness.publish import describe_machine, publish
     from harness.virtual_ranks import Bench
     from tqdm import tqdm
 
-    machine = describe_machine()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
     bench = Bench(torch.device(arguments.device), arguments.repeats)
     rows: Rows = []
     summary: dict[str, Any] = {"attention": {}, "whole": {}}
@@ -134,10 +127,8 @@ def run(arguments: argparse.Namespace) -> None:
             found = summary[part].setdefault(str(tp), {})[str(kept)] = summarise(some)
             title = "Attention" if part == "attention" else "Attention and matrix products"
             show(f"{title} on {tp} virtual ranks, {arguments.batch} x {kept} kept tokens", some, found)
-    cells_of = summary["attention"]
-    chart = Chart("", lambda figure: plot(figure, cells_of), (12.0, 3.2 * len(cells_of)))
-    publish(arguments, "fairkv_gpu", machine, rows, summary, [chart])
+    return rows, summary, charts(summary["attention"])
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone(parse_arguments(), run))
+    sys.exit(benchmark_alone("fairkv_gpu", parse_arguments(), run))

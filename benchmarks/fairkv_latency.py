@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from harness.launch import Rows, run_alone
-from harness.options import DTYPES, Options
+import psutil
+from harness.launch import Rows, benchmark_alone
+from harness.options import DTYPES, Options, check_memory
 
-USABLE = 0.6
-"""Share of the free memory that the caches may take."""
+USABLE = 0.6  # Share of the free memory that the caches may take
 STEPS = ("contiguous", "nodp", "split1", "split3")
 """Whose step is predicted, as in fairkv.py; those that the ranks allow."""
 
@@ -40,23 +40,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.tp > arguments.kv_heads:
         options.error(f"--tp {arguments.tp}: allowed: up to --kv-heads {arguments.kv_heads}, a head for each rank")
     return arguments
-
-
-def check_memory(arguments: argparse.Namespace, token_bytes: int) -> None:
-    """Refuse caches that do not fit beside each other: cells are measured in turn, so all are there."""
-    import psutil
-    import torch
-
-    from megakv.errors import MegaKVError
-
-    on_cpu = arguments.device == "cpu"
-    free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info()[0]
-    needed = sum(arguments.batches) * sum(arguments.kept) * arguments.kv_heads * token_bytes
-    if needed > USABLE * free:
-        raise MegaKVError(
-            f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]} need {needed / 2**30:.1f} "
-            f"GiB; {USABLE:.0%} of {free / 2**30:.1f} GiB are taken at most: ask for fewer"
-        )
 
 
 def measure_grid(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:
@@ -127,73 +110,71 @@ def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
 
 
 def show(rows: Rows, summary: Mapping[str, Any]) -> None:
-    """Print the lines and the predictions."""
-    from harness.publish import show_table
+    from harness.publish import columns, show_table
 
-    for title, name, head in (
-        ("L = alpha B + beta, B sequences", "over_batch", ["kept", "alpha, us", "beta, us", "R^2"]),
-        ("L = gamma C + delta, C kept tokens a head", "over_budget", ["batch", "gamma, us", "delta, us", "R^2"]),
+    fit: dict[str, Any] = {
+        "": lambda line: line["over"],
+        "slope, us": lambda line: f"{1e6 * line['slope']:.3f}",
+        "intercept, us": lambda line: f"{1e6 * line['intercept']:.1f}",
+        "R^2": lambda line: f"{line['r_squared']:.4f}",
+    }
+    for title, name, over in (
+        ("L = alpha B + beta, B sequences", "over_batch", "kept tokens"),
+        ("L = gamma C + delta, C kept tokens a head", "over_budget", "sequences"),
     ):
-        lines = [head]
-        for value, line in summary[name].items():
-            numbers = [f"{1e6 * line['slope']:.3f}", f"{1e6 * line['intercept']:.1f}", f"{line['r_squared']:.4f}"]
-            lines.append([value, *numbers])
-        show_table(title, lines)
-    tokens = summary["over_tokens"]
-    print(
-        f"\nall: {1e9 * tokens['slope']:.1f} ns for a token of every head, {1e6 * tokens['intercept']:.1f} us a "
-        f"layer, R^2 {tokens['r_squared']:.4f}"
-    )
-    steps = [row for row in rows if row["part"] == "step"]
-    lines = [["method", "tokens say", "ms a step", "predicted", "off"]]
-    for row in steps:
-        found = summary["predicted"][row["method"]]
-        times = [f"{1e3 * found[name]:.3f}" for name in ("measured_s", "predicted_s")]
-        lines.append([row["method"], f"{row['utilisation']:.3f}", *times, f"{found['off']:+.1%}"])
+        found = [{"over": f"{value} {over}", **line} for value, line in summary[name].items()]
+        show_table(title, columns(found, fit))
+    show_table("For all B and C", columns([{"over": "B C", **summary["over_tokens"]}], fit))
+    steps = [{**row, **summary["predicted"][row["method"]]} for row in rows if row["part"] == "step"]
+    shown = {
+        "method": lambda row: row["method"],
+        "tokens say": lambda row: f"{row['utilisation']:.3f}",
+        "ms a step": lambda row: f"{1e3 * row['measured_s']:.3f}",
+        "predicted": lambda row: f"{1e3 * row['predicted_s']:.3f}",
+        "off": lambda row: f"{row['off']:+.1%}",
+    }
     size = f"{steps[0]['ranks']} ranks, {steps[0]['batch']} x {steps[0]['kept']} kept tokens"
-    show_table(f"A step's attention by the slowest rank of every layer, {size}", lines)
+    show_table(f"A step's attention by the slowest rank of every layer, {size}", columns(steps, shown))
 
 
 def charts(rows: Rows, summary: Mapping[str, Any], subtitle: str) -> list[Any]:
     """The paper's Figure 1: time by batch, a line for each budget, and by budget, a line for each batch."""
-    from harness.charts import COLOURS, Line
-    from harness.charts import lines as draw_lines
-    from harness.statistics import Interval, median
-
-    from megakv.costmodel.latency_lines import Line as Fit
+    from harness.charts import COLOURS, Line, lines
+    from harness.statistics import median, point
 
     made = []
-    for name, x, group, label, words, axis in (
-        ("over_batch", "batch", "kept", "{} kept tokens", "batch", "sequences decoded together"),
-        ("over_budget", "kept", "batch", "batch {}", "kept tokens", "tokens that each KV head keeps"),
+    for name, x, group, axis in (
+        ("over_batch", "batch", "kept", "sequences decoded together"),
+        ("over_budget", "kept", "batch", "tokens that each KV head keeps"),
     ):
         drawn: list[Line] = []
         for number, (value, fit) in enumerate(summary[name].items()):
-            cells = [row for row in rows if row["part"] == "grid" and row[group] == int(value)]
-            places, colour = [row[x] for row in cells], COLOURS[number % len(COLOURS)]
-            points = [median(row["seconds"]).scaled(1e3) for row in cells]
-            drawn.append(Line(label.format(value), places, points, joined=False, colour=colour))
-            ends = [Interval(y, y, y) for y in (1e3 * Fit(**fit).at(place) for place in places)]
+            own = [row for row in rows if row["part"] == "grid" and row[group] == int(value)]
+            places, colour = [row[x] for row in own], COLOURS[number % len(COLOURS)]
+            points = [median(row["seconds"]).scaled(1e3) for row in own]
+            drawn.append(Line(f"{group} {value}", places, points, style="none", colour=colour))
+            ends = [point(1e3 * (fit["intercept"] + fit["slope"] * place)) for place in places]
             # Matplotlib leaves out of the legend what begins with a line.
-            drawn.append(Line("_fit", places, ends, dashed=True, colour=colour, marked=False))
-        labels = {"title": f"Decode attention of a layer by {words}", "subtitle": subtitle, "x_label": axis}
-        made.append(draw_lines(x, drawn, **labels, y_label="milliseconds", log_x=False))
+            drawn.append(Line("_fit", places, ends, style="--", colour=colour, marked=False))
+        labels = {"title": f"Decode attention of a layer by {x}", "subtitle": subtitle, "x_label": axis}
+        made.append(lines(x, drawn, **labels, y_label="milliseconds", log_x=False))
     return made
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, fit, predict and report."""
+def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
     import torch
     from harness.models import DTYPES as TYPES
-    from harness.publish import describe_machine, publish
     from harness.ragged_heads import HeadShape
     from harness.virtual_ranks import Bench
 
-    machine = describe_machine()
-    torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], device)
-    check_memory(arguments, shape.token_bytes)
+    # Cases are measured in turn, so the caches of all are there.
+    on_cpu = arguments.device == "cpu"
+    free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info()[0]
+    needed = sum(arguments.batches) * sum(arguments.kept) * arguments.kv_heads * shape.token_bytes
+    words = f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]}"
+    check_memory(needed, USABLE * free, words)
     bench = Bench(device, arguments.repeats)
     rows = measure_grid(arguments, bench, shape) + measure_steps(arguments, bench, shape)
     summary = summarise(rows, arguments.kv_heads)
@@ -201,8 +182,8 @@ def run(arguments: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} thread(s)"
     heads = f"{arguments.kv_heads} KV heads of {arguments.group} query heads"
     subtitle = f"{name}, {heads}, {arguments.dtype}; dashed: fitted"
-    publish(arguments, "fairkv_latency", machine, rows, summary, charts(rows, summary, subtitle))
+    return rows, summary, charts(rows, summary, subtitle)
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone(parse_arguments(), run, on_cpu="measures the CPU"))
+    sys.exit(benchmark_alone("fairkv_latency", parse_arguments(), run, on_cpu="measures the CPU"))

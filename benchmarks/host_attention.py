@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from harness.launch import Rows, run_alone
+from harness.launch import Rows, benchmark_alone
 from harness.options import DTYPES, Options
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from megakv.offload.row_format import HeadShape
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,60 +41,35 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-class SequenceRows:
-    """Keys and values of one sequence in host memory, as a store of the offload engine has them."""
-
-    def __init__(self, nbytes: int, *, kv_heads: int, dim: int, dtype: torch.dtype):
-        import torch
-
-        from megakv.offload.row_format import HeadShape
-
-        self.dtype = dtype
-        self.head_shape = HeadShape(kv_heads, dim, dim)
-        tokens = max(1, nbytes // (self.head_shape.width * dtype.itemsize))
-        self.rows = torch.randn(tokens, self.head_shape.width).to(dtype)
-
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``[n, W]`` rows as keys and values."""
-        return self.head_shape.split(rows)
-
-    def read(self) -> float:
-        """Look at every byte once, and at nothing else."""
-        import torch
-
-        return float(self.rows.view(torch.int32).view(-1).amax())
-
-
-def measure_case(rows: SequenceRows, arguments: argparse.Namespace, *, threads: int) -> dict[str, Any]:
+def measure_case(rows: Tensor, shape: HeadShape, arguments: argparse.Namespace, *, threads: int) -> dict[str, Any]:
     """Times of attending to some rows and of reading them, in turns."""
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-
     import torch
 
     from megakv.attention.partial import Scoring
     from megakv.offload.host_rank import HostRank, Queries
 
-    dim = arguments.head_dim
+    # What a store of the offload engine says of its rows.
+    store: Any = SimpleNamespace(dtype=rows.dtype, head_shape=shape, heads_of=shape.split)
     host = HostRank(threads)
-    host.queries = Queries(arguments.heads, dim, Scoring(dim**-0.5))
-
-    def timed(call: Callable[[], object]) -> float:
-        begun = time.perf_counter()
-        call()
-        return time.perf_counter() - begun
-
+    host.queries = Queries(arguments.heads, arguments.head_dim, Scoring(arguments.head_dim**-0.5))
     seconds: list[float] = []
     reading: list[float] = []
+
+    def read() -> float:
+        """Look at every byte once, and at nothing else."""
+        begun = time.perf_counter()
+        rows.view(torch.int32).view(-1).amax()
+        return time.perf_counter() - begun
+
     try:
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as reader:
             for _ in range(arguments.repeats + 1):
-                seconds.append(host.measure(rows, [(0, rows.rows)]))  # type: ignore[arg-type]
-                reading.append(reader.submit(timed, rows.read).result())
+                seconds.append(host.measure(store, [(0, rows)]))
+                reading.append(reader.submit(read).result())
     finally:
         host.close()
     # The first run of each fills caches and starts threads.
-    return {"tokens": len(rows.rows), "bytes": rows.rows.nbytes, "seconds": seconds[1:], "read_seconds": reading[1:]}
+    return {"tokens": len(rows), "bytes": rows.nbytes, "seconds": seconds[1:], "read_seconds": reading[1:]}
 
 
 def summarise(rows: Rows) -> dict[str, Any]:
@@ -116,43 +95,48 @@ def case_of(row: Mapping[str, Any]) -> str:
     return f"{row['dtype']}, {row['kv_heads']} KV heads, {row['threads']} threads"
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure every case, and report."""
+def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
     import torch
     from harness.charts import bars
     from harness.models import DTYPES as TYPES
-    from harness.publish import describe_machine, publish, show_table
+    from harness.publish import columns, show_table
     from harness.statistics import median
     from tqdm import tqdm
 
-    machine = describe_machine()
-    torch.manual_seed(0)
+    from megakv.offload.row_format import HeadShape
+
     found: Rows = []
     cases = [(name, kv_heads) for name in arguments.dtypes for kv_heads in arguments.kv_heads]
     for name, kv_heads in (bar := tqdm(cases, unit="case")):
         bar.set_postfix_str(f"{name}, {kv_heads} KV heads")
-        shape = {"kv_heads": kv_heads, "dim": arguments.head_dim, "dtype": TYPES[name]}
-        rows = SequenceRows(arguments.megabytes * 10**6, **shape)
+        shape = HeadShape(kv_heads, arguments.head_dim, arguments.head_dim)
+        tokens = max(1, arguments.megabytes * 10**6 // (shape.width * TYPES[name].itemsize))
+        rows = torch.randn(tokens, shape.width).to(TYPES[name])
         for threads in arguments.threads:
             place = {"dtype": name, "threads": threads, "heads": arguments.heads, "kv_heads": kv_heads}
-            found.append(place | measure_case(rows, arguments, threads=threads))
+            found.append(place | measure_case(rows, shape, arguments, threads=threads))
     summary = summarise(found)
-    lines = [["keys and values", "tokens", "ms", "attends, GB/s", "reads, GB/s", "share"]]
-    values = []
-    for row in found:
-        numbers = (f"{row['tokens']:,}", f"{row['bytes'] / row['gb_s'] / 1e6:.2f}")
-        lines.append([case_of(row), *numbers, *(f"{row[each]:.1f}" for each in ("gb_s", "read_gb_s"))])
-        lines[-1].append(f"{row['share']:.2f}")
-        for label, key, own in ((case_of(row), "seconds", True), ("reading alone", "read_seconds", False)):
-            values.append((label, median([row["bytes"] / 1e9 / each for each in row[key]]), own))
-    show_table("", lines)
+    shown = {
+        "keys and values": case_of,
+        "tokens": lambda row: f"{row['tokens']:,}",
+        "ms": lambda row: f"{row['bytes'] / row['gb_s'] / 1e6:.2f}",
+        "attends, GB/s": lambda row: f"{row['gb_s']:.1f}",
+        "reads, GB/s": lambda row: f"{row['read_gb_s']:.1f}",
+        "share": lambda row: f"{row['share']:.2f}",
+    }
+    show_table("", columns(found, shown))
     print(f"\nat least {summary['lowest_share']:.2f} of what reading memory takes")
+    values = [
+        (label, median([row["bytes"] / 1e9 / each for each in row[key]]), own)
+        for row in found
+        for label, key, own in ((case_of(row), "seconds", True), ("reading alone", "read_seconds", False))
+    ]
     size = f"{found[0]['bytes'] / 1e6:.0f} MB of keys and values"
     subtitle = f"one query token, {arguments.heads} query heads, {size}"
     title = "The host attends to keys and values where they lie"
     chart = bars("", values, title=title, subtitle=subtitle, unit="GB/s, more is better")
-    publish(arguments, "host_attention", machine, found, summary, [chart])
+    return found, summary, [chart]
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone(parse_arguments(), run))
+    sys.exit(benchmark_alone("host_attention", parse_arguments(), run))

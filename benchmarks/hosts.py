@@ -38,7 +38,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(arguments: argparse.Namespace) -> Rows:
-    """Measure, as one of the ranks."""
     from harness.models import random_ids, random_model, twin
     from harness.prefills import ContextParallelPrefill, TensorParallelPrefill, tensor_parallel
     from harness.profiles import keep_measured
@@ -59,7 +58,7 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
     engine = megakv.init_inference(twin(model), config)
     methods = [
         ContextParallelPrefill(OWN, engine, ids),
-        TensorParallelPrefill(PEER, tensor_parallel(model, world), ids, shared_memory=False),
+        TensorParallelPrefill(f"{PEER}_gloo", tensor_parallel(model, world), ids),
     ]
     rated = [Switched(method, rate, partial(set_rate, rate, world)) for method in methods for rate in rates]
     agreement = Agreement(world, arguments.dtype)
@@ -72,7 +71,7 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
     world.leave()
     place = {"ranks": world.size, "context": arguments.context}
     return [
-        sample.to_row(method=each.method.name, rate=each.state, **place)
+        sample.to_row(method=each.method.name.removesuffix("_gloo"), rate=each.state, **place)
         for each, sample in zip(rated, samples, strict=True)
     ]
 
@@ -93,35 +92,26 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
     from harness.charts import bars
-    from harness.predictions import predicted_in_run
-    from harness.publish import publish, show_difference, show_table, time_table
-    from harness.statistics import Interval, median
+    from harness.models import words_of
+    from harness.publish import show_difference, show_intervals, show_table, time_table
+    from harness.statistics import median
 
-    rows = predicted_in_run("hosts", arguments, rows)
     summary = summarise(rows)
-    lines = [["", "median ratio [95%]"]]
-    for name, value in summary["limited_over_unlimited"].items():
-        lines.append([f"{name}: time with the limit over time without", str(Interval(**value))])
-    for rate, value in summary["speedup"].items():
-        lines.append([f"{rate}: time of {PEER} over time of {OWN}", str(Interval(**value))])
     show_table("", time_table([{**row, "method": f"{row['method']}, {row['rate']}"} for row in rows]))
-    show_table("", lines)
+    show_intervals("Time with the limit over time without", summary["limited_over_unlimited"])
+    show_intervals(f"Time of {PEER} over time of {OWN}", summary["speedup"])
     show_difference(summary)
     inside = arguments.ranks // arguments.hosts
-    chart = bars(
-        "",
-        [(f"{row['method']}, {row['rate']}", median(row["seconds"]), row["method"] == OWN) for row in rows],
-        title=f"Prefill of {arguments.context:,} tokens on {arguments.hosts} hosts of {inside} rank(s)",
-        subtitle=f"cp: CP{arguments.hosts} x TP{inside}, pass-KV; tp: DeepSpeed TP{arguments.ranks}. Llama, "
-        f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, {arguments.threads} thread(s) per rank",
-        unit="seconds, less is better",
-    )
-    publish(arguments, "hosts", machine, rows, summary, [chart])
+    values = [(f"{row['method']}, {row['rate']}", median(row["seconds"]), row["method"] == OWN) for row in rows]
+    title = f"Prefill of {arguments.context:,} tokens on {arguments.hosts} hosts of {inside} rank(s)"
+    methods = f"cp: CP{arguments.hosts} x TP{inside}, pass-KV; tp: DeepSpeed TP{arguments.ranks}"
+    chart = bars("", values, title=title, subtitle=f"{methods}. {words_of(arguments)}", unit="seconds, less is better")
+    return summary, [chart]
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
     launch = Launch(asked.ranks, name="hosts.py", rate=UNLIMITED, hosts=asked.hosts)
-    sys.exit(benchmark(asked, measure_rank, report, [launch]))
+    sys.exit(benchmark("hosts", asked, measure_rank, report, [launch]))

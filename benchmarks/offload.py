@@ -1,6 +1,6 @@
 """Decoding with keys and values, and weights, off the accelerator: KVPR and what goes beyond it, against others.
 
-In the form of the paper's Tables 2 to 5 and Figures 6 to 10 and 12 to 14. Without --gpu the accelerator is the
+In the form of the paper's Tables 2 to 5 and Figures 6 to 10, 12 and 13. Without --gpu the accelerator is the
 processor, and its link is EMULATED: a thread makes real copies, paced to each bandwidth. Every case is kept when it is
 measured: the same command goes on from there.
 """
@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.launch import run_alone
+from harness.launch import quiet
 from harness.offload_plan import LARGE, PARTS, SMALL, Case, cases, identity, plans
 from harness.options import DTYPES, Options
 
 if TYPE_CHECKING:
     import torch
+    from harness.offload_case import CaseBench
     from harness.publish import Parts
 
 LEAST_NEW = 6
@@ -33,13 +34,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--gpu", False, f"on a CUDA GPU, over its own link, models of {', '.join(LARGE)}, fp16")
     options.add("--only", None, f"parts, of {', '.join(PARTS)} (default: all)", kind=str)
     text = "bandwidths of the emulated link in GB/s"
-    options.add("--links", {"": "0.1,0.2,0.4", "quick": "0.2,0.4", "gpu": None}, text)
+    options.numbers("--links", {"": "0.1,0.2,0.4", "quick": "0.2,0.4", "gpu": None}, text, kind=float)
     options.add("--shapes", None, "models instead of each part's own", kind=str)
     options.numbers("--batch", None, "sequences instead of each part's own")
     options.numbers("--prompt", None, "tokens of each prompt instead of each part's own")
     options.numbers("--new", None, "tokens to generate instead of each part's own")
     options.add("--group", None, "sequences of a group, column-by-column, instead of each part's own", kind=int)
-    options.numbers("--processes", None, "of that part (default 1,2,4; --quick: 1,2)")
     options.add("--layers", {"": 4, "gpu": None}, "decoder layers (--gpu: the model's own)")
     options.add("--hidden", 512, "hidden size")
     options.add("--heads", 8, "query heads")
@@ -58,7 +58,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = options.parse(argv)
     own = tuple(plans(arguments))
     arguments.only = options.some_of("--only", arguments.only or ",".join(own), own)
-    arguments.links = _links(options, arguments)
+    if arguments.gpu and arguments.links is not None:
+        options.error("--links emulates a link; with --gpu the GPU's own is measured")
+    arguments.links = arguments.links or [None]
     if arguments.shapes:
         arguments.shapes = options.some_of("--shapes", arguments.shapes, LARGE if arguments.gpu else SMALL)
     pair = set(arguments.cores or ())
@@ -76,50 +78,25 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def _links(options: Options, arguments: argparse.Namespace) -> list[float | None]:
-    if arguments.gpu:
-        if arguments.links is not None:
-            options.error(f"--links {arguments.links}: emulates a link; with --gpu the GPU's own is measured")
-        return [None]
-    try:
-        links = sorted(float(link) for link in arguments.links.split(","))
-    except ValueError:
-        links = [0.0]
-    if links[0] <= 0:
-        options.error(f"--links {arguments.links}: allowed: numbers above 0, separated by commas")
-    return [*links]
-
-
 def measure(
     arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float, parts: Parts
 ) -> list[dict[str, Any]]:
-    """The rows of one case."""
-    from harness.offload_cells import CaseBench
+    from harness.offload_case import CaseBench
 
     if arguments.gpu:
-        return one_by_one(arguments, case, device, rate_gb_s, parts)
-    if case.part == "processes":
-        from harness.offload_processes import measure_processes
-
-        return measure_processes(arguments, case)
+        return one_by_one(arguments, case, CaseBench(arguments, case, device, rate_gb_s), parts)
     least, most = arguments.least_repeats, max(arguments.repeats, arguments.least_repeats)
     bench = CaseBench(arguments, case, device, rate_gb_s)
     return bench.measure(least=least, most=most, budget_s=arguments.cell_seconds)
 
 
-def one_by_one(
-    arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float, parts: Parts
-) -> list[dict[str, Any]]:
+def one_by_one(arguments: argparse.Namespace, case: Case, bench: CaseBench, parts: Parts) -> list[dict[str, Any]]:
     """The rows of a case whose methods cannot stand side by side: each is kept when it is measured."""
-    from harness.offload_cells import CaseBench
-
-    bench: CaseBench | None = None
     rows = []
     for method in case.methods:
         name = f"{case.name}-{method}"
         kept = parts.read(name)
         if kept is None or len(kept["row"]["seconds"]) < arguments.least_repeats:
-            bench = bench or CaseBench(arguments, case, device, rate_gb_s)
             kept = {"row": bench.measure_alone(method, arguments.least_repeats)}
             parts.write(name, kept)
         rows.append(kept["row"])
@@ -127,74 +104,71 @@ def one_by_one(
 
 
 def measure_all(arguments: argparse.Namespace, parts: Parts) -> None:
-    """Measure all cases that are not kept yet."""
     import torch
+    from harness.offload_gpu import pinned_copy_gb_s
     from harness.publish import describe_machine
     from tqdm import tqdm
 
     machine = describe_machine()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda" if arguments.gpu else "cpu")
-    rate = measured_rate(parts, device) if arguments.gpu else None
+    rate = 0.0
+    if arguments.gpu:
+        # The link is measured once for all cases that are kept together.
+        kept = parts.read("rate") or {"gb_s": round(pinned_copy_gb_s(device), 2)}
+        parts.write("rate", kept)
+        rate = kept["gb_s"]
     for case in (bar := tqdm(cases(arguments), unit="case")):
         bar.set_postfix_str(case.name)
         kept = parts.read(case.name)
-        if kept is not None and len(kept["rows"][0]["seconds"]) >= arguments.least_repeats:
-            continue
-        rows = measure(arguments, case, device, case.link_gb_s or rate or 0.0, parts)
-        parts.write(case.name, {"rows": rows, "machine": machine})
-
-
-def measured_rate(parts: Parts, device: torch.device) -> float:
-    """GB/s of the accelerator's link, measured once for all cases that are kept together."""
-    from harness.offload_gpu import pinned_copy_gb_s
-
-    kept = parts.read("rate") or {"gb_s": round(pinned_copy_gb_s(device), 2)}
-    parts.write("rate", kept)
-    return float(kept["gb_s"])
+        if kept is None or len(kept["rows"][0]["seconds"]) < arguments.least_repeats:
+            rows = measure(arguments, case, device, case.link_gb_s or rate, parts)
+            parts.write(case.name, {"rows": rows, "machine": machine})
 
 
 def report(arguments: argparse.Namespace, parts: Parts) -> int:
     """Print the tables of all cases that were kept; write the JSON and the charts where they are asked for."""
-    from harness.offload_report import charts, show, tables
+    from harness.offload_report import OffloadCharts, show, tables
     from harness.offload_summary import in_order, summarise
     from harness.publish import publish
 
     kept = [part for name in parts.names() if "rows" in (part := parts.read(name) or {})]
-    rows = in_order(row for part in kept for row in part["rows"])
+    rows = in_order(row for part in kept for row in part["rows"] if row["part"] in PARTS)
     if not rows:
         print("nothing was measured", file=sys.stderr)
         return 1
     measured = {row["part"] for row in rows}
     summary = summarise(rows, exact_type=arguments.dtype == "fp32")
     made = tables(rows)
-    summary["tables"] = [{"title": table.title, "lines": table.lines} for table in made]
+    summary["tables"] = [{"title": title, "lines": lines} for title, lines in made]
     summary["not_measured"] = {part: text for part, text in PARTS.items() if part not in measured}
     show(made, summary)
-    drawn = charts(rows, dtype=arguments.dtype, threads=arguments.threads)
-    publish(arguments, "offload", kept[0]["machine"], rows, summary, drawn)
+    charts = OffloadCharts(f"{arguments.dtype}, {arguments.threads} thread(s)").all(rows)
+    publish(arguments, "offload", kept[0]["machine"], rows, summary, charts)
     return 1 if summary["tokens_equal"] is False else 0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and report; only part `processes` starts other processes."""
     import torch
     from harness.publish import Parts
     from harness.world import alone
 
+    from megakv.errors import MegaKVError
+
     if arguments.gpu and not torch.cuda.is_available():
         print("--gpu: this machine has no CUDA GPU; without it, the link is emulated", file=sys.stderr)
         return 2
+    quiet()
     with tempfile.TemporaryDirectory() as spare, alone():
         beside = Path(arguments.json).with_suffix(".parts") if arguments.json else Path(spare)
         parts = Parts(Path(arguments.parts or beside), identity(arguments))
         try:
             measure_all(arguments, parts)
-        except ValueError as error:
+        except (MegaKVError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return report(arguments, parts)
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone(parse_arguments(), run))
+    sys.exit(run(parse_arguments()))

@@ -16,12 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-DIFFERING = 0.05
-"""Two measured times closer than this have no winner."""
+DIFFERING = 0.05  # Two measured times closer than this have no winner
 SETTINGS = (
-    *("part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context"),
-    *("new_tokens", "cached_tokens", "batch", "kept"),
-)
+    "part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context", "new_tokens",
+    "cached_tokens", "batch", "kept",
+)  # fmt: skip
 """What a row was measured with, beside the method."""
 MEASURES = (
     ("", "seconds", ("cost_model_s", "predicted_s")),
@@ -29,9 +28,7 @@ MEASURES = (
 )
 """What is measured: its name before the setting, and where a row has the samples and the prediction.
 
-A scheduler's `predicted_s` is corrected by what the steps before showed of each plan; its `cost_model_s` is not, and
-goes first.
-"""
+Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_model_s`."""
 WITHOUT = {
     "attention_gpu": "it measures the kernel that profiles are made of",
     "fairkv_latency": "it predicts by lines that it fits itself",
@@ -66,7 +63,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
-    """Predicted and measured times of a benchmark's rows."""
     for row in rows:
         setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
         for kind, samples, names in MEASURES:
@@ -164,15 +160,17 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """Print errors and winners by benchmark."""
-    from harness.publish import show_table
+    from harness.publish import columns, show_table
 
-    lines = [["benchmark", "times", "median error", "signed", "largest", "right winners"]]
-    for name, entry in summary["benchmarks"].items():
-        errors = [f"{entry['median_error']:.1%}", f"{entry['median_signed_error']:+.1%}"]
-        winners = f"{entry['right_winners']} of {entry['pairs']}"
-        lines.append([name, str(entry["times"]), *errors, f"{entry['largest_error']:.1%}", winners])
-    show_table("", lines)
+    shown: dict[str, Any] = {
+        "benchmark": lambda entry: entry["name"],
+        "times": lambda entry: entry["times"],
+        "median error": lambda entry: f"{entry['median_error']:.1%}",
+        "signed": lambda entry: f"{entry['median_signed_error']:+.1%}",
+        "largest": lambda entry: f"{entry['largest_error']:.1%}",
+        "right winners": lambda entry: f"{entry['right_winners']} of {entry['pairs']}",
+    }
+    show_table("", columns([{"name": name, **entry} for name, entry in summary["benchmarks"].items()], shown))
     if summary["median_error"] is not None:
         share = summary["right_winner_share"]
         print(f"all: median error {summary['median_error']:.1%}" + (f", right winners {share:.1%}" if share else ""))
@@ -181,7 +179,6 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, judge, print and write."""
     arguments = parse_arguments(argv)
     folder = Path(arguments.results)
     try:

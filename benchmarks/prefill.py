@@ -33,7 +33,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(arguments: argparse.Namespace) -> Rows:
-    """Measure, as one of the ranks."""
     from harness.models import random_ids, random_model
     from harness.prefills import Prefills, cache_bytes, uses_shared_memory
     from harness.profiles import keep_measured
@@ -82,33 +81,24 @@ def summarise(rows: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
     }
 
 
-def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
     from harness.charts import bars
-    from harness.predictions import predicted_in_run
-    from harness.publish import publish, show_difference, show_table, time_table
-    from harness.statistics import Interval, median
+    from harness.models import words_of
+    from harness.publish import show_difference, show_intervals, show_table, time_table
+    from harness.statistics import median
 
-    rows = predicted_in_run("prefill", arguments, rows)
     summary = summarise(rows, arguments.ranks)
-    lines = [["", "over", "median ratio [95%]"]]
-    for name, peers in summary["speedup"].items():
-        lines += [[f"speed-up of {name}", peer, str(Interval(**value))] for peer, value in peers.items()]
-    for name, value in summary["efficiency"].items():
-        lines.append([f"efficiency of {name}", SINGLE, str(Interval(**value))])
     show_table("", time_table(rows))
-    show_table("", lines)
+    show_intervals("", {f"speed-up of {name}": peers for name, peers in summary["speedup"].items()})
+    show_intervals("", {f"efficiency of {name}": value for name, value in summary["efficiency"].items()})
     show_difference(summary)
-    chart = bars(
-        "",
-        [(row["method"], median(row["seconds"]), row["method"] in OWN) for row in rows],
-        title=f"Prefill of {arguments.context:,} tokens on {arguments.ranks} ranks",
-        subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, {arguments.threads} "
-        f"thread(s) per rank; median of {arguments.repeats} runs, 95% interval",
-        unit="seconds, less is better",
-    )
-    publish(arguments, "prefill", machine, rows, summary, [chart])
+    values = [(row["method"], median(row["seconds"]), row["method"] in OWN) for row in rows]
+    title = f"Prefill of {arguments.context:,} tokens on {arguments.ranks} ranks"
+    subtitle = f"{words_of(arguments)}; median of {arguments.repeats} runs, 95% interval"
+    chart = bars("", values, title=title, subtitle=subtitle, unit="seconds, less is better")
+    return summary, [chart]
 
 
 if __name__ == "__main__":
     # What takes seconds to import comes only in functions, so that wrong arguments are refused at once.
-    sys.exit(benchmark(parse_arguments(), measure_rank, report))
+    sys.exit(benchmark("prefill", parse_arguments(), measure_rank, report))

@@ -1,7 +1,7 @@
 """Time to first token of KV-Runahead's chain, of TSP, tensor parallelism, ring pass-KV and what `auto` chooses.
 
 In the form of the paper's Tables 1 to 3 and Figures 6, 8, 10 and 11, over contexts, ranks, KV heads and links.
-Partitions are searched on the ranks as the run goes on. Every cell is kept when it is done: the same command goes on
+Partitions are searched on the ranks as the run goes on. Every case is kept when it is done: the same command goes on
 from there.
 """
 
@@ -67,10 +67,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(arguments: argparse.Namespace) -> Rows:
-    """Measure the cells of one group, as one of its ranks; they are kept as they are done."""
+    """Measure the cases of one group, as one of its ranks; they are kept as they are done."""
     from harness.models import random_model
     from harness.publish import Parts, describe_machine
-    from harness.runahead_cells import CellBench, group_profile, group_table
+    from harness.runahead_case import CaseBench, group_profile
     from harness.world import join_world
 
     machine = describe_machine()
@@ -82,19 +82,16 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
     world = join_world(arguments.threads, shared_memory=shared_memory, timeout_s=arguments.timeout)
     positions = max([*group.searched(*asked), *group.contexts])
     model = random_model(arguments, positions=positions, device=world.device)
-    with group_profile(arguments, group, world, model) as profile:
-        table = group_table(arguments, group, world)
-        bench = CellBench(arguments, group, world, model, table=table, profile=profile)
-        for context in group.contexts:
-            for length in group.narrowed([context]).searched(*asked):
-                if (result := bench.searches.search(length)) is not None:
-                    parts.write(f"search-{group.cell(length)}", result)
-            rows = bench.measure(context)
-            if world.rank == 0:
-                rows = [{**row, "load_average": machine["load_average"]} for row in rows]
-                cell = {"machine": machine, "repeats": arguments.repeats, "rows": rows}
-                parts.write(group.cell(context), cell)
-        bench.close()
+    bench = CaseBench(arguments, group, world, model, group_profile(arguments, group, world, model))
+    for context in group.contexts:
+        for length in group.narrowed([context]).searched(*asked):
+            if (result := bench.searches.search(length)) is not None:
+                parts.write(f"search-{group.case(length)}", result)
+        rows = bench.measure(context)
+        if world.rank == 0:
+            rows = [{**row, "load_average": machine["load_average"]} for row in rows]
+            parts.write(group.case(context), {"machine": machine, "repeats": arguments.repeats, "rows": rows})
+    bench.close()
     world.leave()
     return []
 
@@ -106,7 +103,7 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
         left = []
         for context in group.contexts:
             methods = group.methods(arguments.methods, context, arguments.table_spacing)
-            if not is_done(parts.read(group.cell(context)), methods, group.noise, arguments.repeats):
+            if not is_done(parts.read(group.case(context)), methods, group.noise, arguments.repeats):
                 left.append(context)
         if not left:
             print(f"{group.name}: measured already", flush=True)

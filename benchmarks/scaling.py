@@ -10,8 +10,7 @@ from typing import Any
 from harness.launch import Launch, Rows, benchmark
 from harness.options import Options
 
-TENSOR_PARALLEL = {"tp": True, "tp_gloo": False}
-"""DeepSpeed's tensor parallelism, and whether its sums may use its shared-memory op."""
+TENSOR_PARALLEL = ("tp", "tp_gloo")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +43,6 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
     from harness.generations import (
         ContextParallelGeneration,
         Generation,
-        PlainGeneration,
         TensorParallelGeneration,
         without_stop,
     )
@@ -70,13 +68,13 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
         ids = random_ids(arguments.vocab, context, world.device)
         methods: list[Generation] = [ContextParallelGeneration("cp", engine, ids, tokens)]
         if sharded is None:
-            methods.append(PlainGeneration("tp", model, ids, tokens))
+            methods.append(Generation("tp", model, ids, tokens))
         else:
             methods += [
-                TensorParallelGeneration(name, sharded, ids, tokens, shared_memory=allowed)
-                for name, allowed in TENSOR_PARALLEL.items()
+                TensorParallelGeneration(name, sharded, ids, tokens)
+                for name in TENSOR_PARALLEL
                 # On an accelerator both are the same.
-                if allowed or world.device.type == "cpu"
+                if name == "tp" or world.device.type == "cpu"
             ]
         agreement, mark = Agreement(world, arguments.dtype), Breakdown(engine)
 
@@ -98,18 +96,16 @@ def measure_rank(arguments: argparse.Namespace) -> Rows:
     return rows
 
 
-def report(arguments: argparse.Namespace, machine: dict[str, Any], rows: Rows, skipped: Mapping[str, str]) -> None:
-    from harness.predictions import predicted_in_run
-    from harness.publish import MEGABYTE, publish
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
+    from harness.publish import MEGABYTE
     from harness.scaling_report import charts, show, summarise
 
-    rows = predicted_in_run("scaling", arguments, rows)
     summary = summarise(rows, arguments.memory_cap_mb * MEGABYTE)
     show(summary)
-    publish(arguments, "scaling", machine, rows, summary, charts(arguments, rows, summary))
+    return summary, charts(arguments, rows, summary)
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
     launches = [Launch(size, text=f"ranks: {size}, of {asked.sizes}") for size in asked.sizes]
-    sys.exit(benchmark(asked, measure_rank, report, launches))
+    sys.exit(benchmark("scaling", asked, measure_rank, report, launches))

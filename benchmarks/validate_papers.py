@@ -63,7 +63,6 @@ def chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict, judge, print and write."""
     options = Options(__doc__)
     options.output()
     arguments, machine = options.parse(argv), describe_machine()

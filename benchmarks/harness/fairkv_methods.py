@@ -18,7 +18,6 @@ import megakv
 from megakv.cache.cache import ShardedCache
 from megakv.cache.ragged import Span
 from megakv.costmodel.decoding import RaggedTimes
-from megakv.costmodel.hardware import load_profile
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
@@ -39,11 +38,7 @@ Rows = list[dict[str, Any]]
 
 
 class RaggedDecode(Method):
-    """A decode step's attention of all layers, several times; each ends in the all-reduce that ends it in a model.
-
-    The partial results of a head whose tokens are on several ranks are merged by log-sum-exp: ranks learn each other's,
-    and add their outputs up in the all-reduce that is there anyway.
-    """
+    """A decode step's attention of all layers, several times; each ends in the all-reduce that ends it in a model."""
 
     def __init__(self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int):
         super().__init__(division.name)
@@ -52,14 +47,12 @@ class RaggedDecode(Method):
         self._layers: list[RankLayer] = []
         self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
         self.busy: list[float] = []  # of every run, the part of the time in which this rank computed
-        self.layer_seconds: list[list[float]] = []  # of every run, in each layer, the mean over the steps
-        self._computed: list[float] = []
+        self._computed = 0.0
 
     def prepare(self) -> None:
         self._room.take(self)
 
     def build(self) -> None:
-        """Fill the cache of all layers."""
         rank, layers = self._comm.mesh.tp_rank, range(len(self._division.budgets))
         self._layers = [RankLayer(self._pool, self._division, layer, rank, self._batch) for layer in layers]
 
@@ -69,27 +62,22 @@ class RaggedDecode(Method):
     @torch.inference_mode()
     def run(self) -> Tensor:
         """``[layers, B, K, G, D]`` outputs of the last step."""
-        self._computed = [0.0] * len(self._layers)
+        self._computed = 0.0
         start = time.perf_counter()
         for _ in range(self._steps):
             outputs = [self._layer(number) for number in range(len(self._layers))]
-        self.busy.append(sum(self._computed) / (time.perf_counter() - start))
-        self.layer_seconds.append([seconds / self._steps for seconds in self._computed])
+        self.busy.append(self._computed / (time.perf_counter() - start))
         return torch.stack(outputs)
 
     def duration(self, elapsed: float) -> float:
         return elapsed / self._steps
-
-    def facts(self, world: World) -> dict[str, Any]:
-        # The first run is the untimed one.
-        return {"layer_seconds": world.gather(self.layer_seconds[1:])}
 
     def _layer(self, number: int) -> Tensor:
         shape, layer = self._shape, self._layers[number]
         start = time.perf_counter()
         out, lse = layer.attend()
         whole = out.new_zeros(self._batch * shape.kv_heads, shape.group, shape.dim)
-        self._computed[number] += time.perf_counter() - start
+        self._computed += time.perf_counter() - start
         if self._divided[number]:
             layer.weigh(out, lse, self._comm.tp_all_reduce)
         whole[layer.index] = out
@@ -97,17 +85,12 @@ class RaggedDecode(Method):
 
 
 class MappedGeneration(ContextParallelGeneration):
-    """Tokens of an engine whose heads are placed by a mapping, over a compressed cache; a sample is a step's time.
-
-    All tokens of the prompts but the last are cached, as compression would leave them: the same heads for every
-    placement. The cache is built before a run, and not timed.
-    """
+    """Tokens of an engine whose heads are placed by a mapping, over a compressed cache; a sample is a step's time."""
 
     def __init__(
         self, division: Division, engine: megakv.MegaKVEngine, pool: TokenPool, ids: Tensor, tokens: int, *, room: Room
     ):
         super().__init__(division.name, engine, ids, tokens)
-        self._cached = True
         self._division, self._pool, self._room = division, pool, room
         self.busy: list[float] = []  # of every run, the part of the time in which this rank did not wait for others
 
@@ -116,11 +99,10 @@ class MappedGeneration(ContextParallelGeneration):
         super().prepare()
 
     def build(self) -> None:
-        """Fill the cache."""
         batch, tokens = self._ids.shape[0], self._ids.shape[1] - 1
-        runtime, rank = self._engine._runtime, self._engine.mesh.tp_rank
+        runtime, rank = self._model._runtime, self._model.mesh.tp_rank
         assert runtime.compressor is not None
-        cache: ShardedCache = self._engine._new_cache()
+        cache: ShardedCache = self._model._new_cache()
         positions = np.broadcast_to(np.arange(tokens), (batch, tokens))
         cache.begin(balanced(new_tokens(np.ones((batch, tokens), dtype=bool), positions, 0), 1), batch)
         for layer, budgets in enumerate(self._division.budgets):
@@ -140,12 +122,9 @@ class MappedGeneration(ContextParallelGeneration):
 
     def run(self) -> Any:
         output = super().run()
-        ledger = self._engine._comm.ledger
+        ledger = self._model._comm.ledger
         self.busy.append(1 - ledger.waited_s() / ledger.now())
         return output
-
-    def facts(self, world: World) -> dict[str, Any]:
-        return {"tokens_per_sample": self._tokens - 1}
 
 
 def make_engines(
@@ -210,7 +189,7 @@ def measure_part(part: str, arguments: argparse.Namespace, world: World, divisio
     for sample, method, division in zip(samples, methods, divisions, strict=True):
         busy = world.gather(method.busy[1:])
         rates = {"busy": busy, "busy_rates": [median(rates).value for rates in busy]}
-        rows.append(sample.to_row(**place, **rates, **method.facts(world), **load_facts(division)))
+        rows.append(sample.to_row(**place, **rates, **load_facts(division)))
     for engine in {id(engine): engine for engine in engines.values()}.values():
         engine.destroy()
     return rows
@@ -223,8 +202,7 @@ def predicted_seconds(
     if not arguments.profile_seconds or world.size < 2:
         return {}
     model = ModelShape.from_config(model_config(arguments), dtype=DTYPES[arguments.dtype])
-    with measured_profile(world, model, arguments) as path:
-        profile = load_profile(path)
+    profile = measured_profile(world, model, arguments)
     keep_profile(world, profile, arguments.json, str(world.size))
     shared = profile.sum_times(world.size, shared_memory=True) is not None
     times = RaggedTimes(profile, model.attention(), batch=arguments.batch, ranks=world.size, shared_memory=shared)

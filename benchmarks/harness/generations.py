@@ -1,7 +1,4 @@
-"""Greedy generation by every method, through the `generate` that its users call, and caches that need no prefill.
-
-Caches hold a given number of tokens: random keys and values, the same for every method.
-"""
+"""Greedy generation by every method, through the `generate` that its users call, and caches that need no prefill."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,7 +15,6 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-import megakv
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import balanced, new_tokens
 
@@ -61,30 +56,25 @@ class RoomyLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(keys, values)
         self._held = keys.shape[2]
-        shape = (*keys.shape[:2], self._held + room, keys.shape[3])
-        self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
-        self._keys[:, :, : self._held] = keys
-        self._values[:, :, : self._held] = values
+        self._whole = tuple(
+            torch.cat([each, each.new_empty(*each.shape[:2], room, each.shape[3])], 2) for each in (keys, values)
+        )
         self.rewind()
 
     def rewind(self) -> None:
-        """Hold what it held at first."""
-        self._view(self._held)
+        self.keys, self.values = self.first()
 
-    def first(self) -> tuple[Tensor, Tensor]:
+    def first(self) -> list[Tensor]:
         """``[B, K, S, D]`` what it held at first, in its own memory."""
-        return self._keys[:, :, : self._held], self._values[:, :, : self._held]
+        return [whole[:, :, : self._held] for whole in self._whole]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
-        self._keys[:, :, start:end] = key_states
-        self._values[:, :, start:end] = value_states
-        self._view(end)
+        for whole, new in zip(self._whole, (key_states, value_states), strict=True):
+            whole[:, :, start:end] = new
+        self.keys, self.values = (whole[:, :, :end] for whole in self._whole)
         return self.keys, self.values
-
-    def _view(self, length: int) -> None:
-        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
 
 class RoomyCache(Cache):
@@ -94,7 +84,6 @@ class RoomyCache(Cache):
         super().__init__(layers=[RoomyLayer(*pair, room) for pair in random_layers(model, batch, tokens)])
 
     def rewind(self) -> None:
-        """Hold what it held at first."""
         for layer in self.layers:
             layer.rewind()
 
@@ -108,11 +97,9 @@ class CopyingCache(Cache):
         self.rewind()
 
     def rewind(self) -> None:
-        """Hold what the source held at first."""
         for layer, source in zip(self.layers, self._source.layers, strict=True):
-            keys, values = source.first()
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
+            layer.lazy_initialization(*source.first())
+            layer.keys, layer.values = source.first()
 
 
 class StepClock(LogitsProcessor):
@@ -128,18 +115,22 @@ class StepClock(LogitsProcessor):
 
 
 class Generation(Method):
-    """Generate a fixed number of tokens."""
+    """Generate a fixed number of tokens by a model's own `generate`, on top of a cache if there is one."""
 
-    def __init__(self, name: str, ids: Tensor, tokens: int, *, cached: bool = False):
+    def __init__(self, name: str, model: Any, ids: Tensor, tokens: int, *, cache: Any = None, takes_part: bool = True):
         super().__init__(name)
-        self._ids = ids
-        self._tokens = tokens
-        self._cached = cached
+        self._model, self._ids, self._tokens, self._cache, self._takes_part = model, ids, tokens, cache, takes_part
         self.ttits: list[float] = []
         self._ttft = 0.0
 
+    def prepare(self) -> None:
+        if self._cache is not None:
+            self._cache.rewind()
+
     @torch.no_grad()
     def run(self) -> Any:
+        if not self._takes_part:
+            return None
         clock = StepClock()
         start = time.perf_counter()
         output = self.generate(
@@ -153,76 +144,33 @@ class Generation(Method):
         )
         self._ttft = clock.times[0] - start
         self.ttits.append((clock.times[-1] - clock.times[0]) / (len(clock.times) - 1))
-        return output
-
-    def duration(self, elapsed: float) -> float:
-        return self.ttits[-1] if self._cached else self._ttft
-
-    def generate(self, ids: Tensor, **options: Any) -> Any:
-        """The method's own `generate`."""
-        raise NotImplementedError
-
-
-class PlainGeneration(Generation):
-    """Plain transformers, in one process."""
-
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        ids: Tensor,
-        tokens: int,
-        *,
-        cache: RoomyCache | CopyingCache | None = None,
-        takes_part: bool = True,
-    ):
-        super().__init__(name, ids, tokens, cached=cache is not None)
-        self._model = model
-        self._cache = cache
-        self._takes_part = takes_part
-
-    def prepare(self) -> None:
-        if self._cache is not None:
-            self._cache.rewind()
-
-    def run(self) -> Any:
-        if not self._takes_part:
-            return None
-        output = super().run()
         # Copies of the cache are not kept until the next turn. The clock that counts, of steps, has stopped.
         self.prepare()
         return output
 
     def duration(self, elapsed: float) -> float:
-        return super().duration(elapsed) if self._takes_part else 0.0
+        if not self._takes_part:
+            return 0.0
+        return self._ttft if self._cache is None else self.ttits[-1]
 
     def generate(self, ids: Tensor, **options: Any) -> Any:
+        """The method's own `generate`."""
         return self._model.generate(ids, past_key_values=self._cache, **options)
 
 
 class TensorParallelGeneration(Generation):
     """DeepSpeed's AutoTP, by the model inside its engine: the engine's own `generate` refuses long prompts."""
 
-    def __init__(self, name: str, engine: deepspeed.InferenceEngine, ids: Tensor, tokens: int, *, shared_memory: bool):
-        super().__init__(name, ids, tokens)
-        self._engine = engine
-        self._shared_memory = shared_memory
-
     def counting(self) -> AbstractContextManager[Bytes]:
         return counting_sums()
 
     def generate(self, ids: Tensor, **options: Any) -> Any:
-        with shared_memory_sums(self._shared_memory):
-            return self._engine.module.generate(ids, **options)
+        with shared_memory_sums(self.name == "tp"):
+            return self._model.module.generate(ids, **options)
 
 
 class ContextParallelGeneration(Generation):
     """A MegaKV engine."""
-
-    def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, tokens: int, *, cache: Any = None):
-        super().__init__(name, ids, tokens, cached=cache is not None)
-        self._engine = engine
-        self._cache = cache
 
     def prepare(self) -> None:
         if self._cache is not None:
@@ -233,12 +181,12 @@ class ContextParallelGeneration(Generation):
         sent: Bytes = {}
         yield sent
         # `generate` began a new count.
-        sent.update(self._engine.report().ranks[self._engine.mesh.rank].bytes_sent)
+        sent.update(self._model.report().ranks[self._model.mesh.rank].bytes_sent)
 
     def generate(self, ids: Tensor, **options: Any) -> Any:
         if self._cache is None:
-            return self._engine.generate(ids, **options)
-        return self._engine.generate_into(self._cache, ids, **options)
+            return self._model.generate(ids, **options)
+        return self._model.generate_into(self._cache, ids, **options)
 
 
 def without_stop(model: PreTrainedModel) -> PreTrainedModel:

@@ -93,7 +93,6 @@ def make_mapping(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Head
 
 
 def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Division:
-    """Divide every layer's heads."""
     heads = len(budgets[0])
     if name == UNIFORM:
         budgets = [[sum(row) // heads] * heads for row in budgets]

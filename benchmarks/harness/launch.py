@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .links import FREE, TIMED_OUT, LimitedLinks, unavailable
 
@@ -35,24 +35,25 @@ class Launch:
 
 
 def benchmark(
+    name: str,
     arguments: argparse.Namespace,
     measure: Callable[[argparse.Namespace], Rows],
-    report: Callable[[argparse.Namespace, dict[str, Any], Rows, dict[str, str]], None],
+    report: Callable[[argparse.Namespace, Rows, dict[str, str]], tuple[dict[str, Any], Sequence[Any]]],
     launches: Iterable[Launch] | None = None,
 ) -> int:
-    """Entry of the process started by hand, and of every rank that it starts; the exit status.
-
-    Every rank calls `measure`. The rows of all launches go to `report`, with what could not be measured, and why.
-    """
+    """The exit status. Every rank calls `measure`; `report` prints their rows, and gives a summary and charts."""
     if is_rank():
         return serve(arguments, measure)
     status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
     if status or not parts:
         return status or 1
     quiet()
-    loads = [part["machine"]["load_average"] for part in parts]
-    rows = [{**row, "load_average": load} for part, load in zip(parts, loads, strict=True) for row in part["rows"]]
-    report(arguments, parts[0]["machine"], rows, skipped)
+    from .predictions import predicted_in_run
+    from .publish import publish
+
+    rows = [{**row, "load_average": part["machine"]["load_average"]} for part in parts for row in part["rows"]]
+    rows = predicted_in_run(name, arguments, rows)
+    publish(arguments, name, parts[0]["machine"], rows, *report(arguments, rows, skipped))
     return 0
 
 
@@ -68,7 +69,7 @@ def quiet() -> None:
 
 
 def serve(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Rows]) -> int:
-    """What every rank does: the measurement, with one voice for all; rank 0 leaves the rows for who started it."""
+    """What every rank does: the measurement; rank 0 leaves the rows for who started it."""
     from megakv.launcher.process import report_errors
 
     from .publish import describe_machine
@@ -85,10 +86,7 @@ def serve(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace],
 def launch_all(
     arguments: argparse.Namespace, launches: Iterable[Launch]
 ) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
-    """Start ranks again and again, which share the time of the run, until a launch fails.
-
-    Gives the exit status, what rank 0 of each launch left, and what could not be launched here, with the reason.
-    """
+    """Start ranks again and again, which share the time of the run, until a launch fails."""
     # This process writes the report in its ranks' name: on their accelerator.
     os.environ.update(rank_environment(arguments))
     deadline = time.monotonic() + arguments.timeout
@@ -102,13 +100,12 @@ def launch_all(
         if launch.text:
             print(launch.text, flush=True)
         start = start_ranks if launch.rate == FREE else launch.links(launch.rate, hosts=launch.hosts)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            print(f"not done after --timeout {arguments.timeout:g} s; ended. Raise it.", file=sys.stderr)
-            return TIMED_OUT, parts, skipped
         with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as folder:
             path = Path(folder) / "part.json"
+            left = max(0.0, deadline - time.monotonic())
             status = start(arguments, [*launch.options, "--part", str(path)], ranks=launch.ranks, timeout_s=left)
+            if status == TIMED_OUT:
+                print(f"not done after --timeout {arguments.timeout:g} s; ended. Raise it.", file=sys.stderr)
             if status:
                 return status, parts, skipped
             parts.append(json.loads(path.read_text()))
@@ -117,24 +114,30 @@ def launch_all(
 
 def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
     """Run this very script, with this command line and further options; the launcher's exit status, or `TIMED_OUT`."""
-    script = Path(sys.argv[0]).resolve()
     start = ["--num_accelerators", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, str(script), *sys.argv[1:]]
+    script = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
     # An end by SIGTERM must run the clean-up below.
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     process = subprocess.Popen(
-        [*command, *options], stdin=subprocess.DEVNULL, env=rank_environment(arguments), start_new_session=True
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, *script],
+        stdin=subprocess.DEVNULL,
+        env=rank_environment(arguments),
+        start_new_session=True,
     )
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        given = f"{script.name}: not done after --timeout {arguments.timeout:g} s"
-        print(f"{given}; ended. Raise it, or ask for less.", file=sys.stderr)
         return TIMED_OUT
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        _kill_group(process)
+        # SIGKILL to its whole process group: asked to terminate, deepspeed's runner ends others by name.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        else:
+            process.wait()
 
 
 def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:
@@ -157,33 +160,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _leave(signum: int, frame: Any) -> NoReturn:
-    sys.exit(128 + signum)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the launcher's whole process group: asked to terminate, deepspeed's runner ends others by name."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
-def run_alone(
-    arguments: argparse.Namespace, run: Callable[[argparse.Namespace], int | None], *, on_cpu: str = "tries the code"
+def benchmark_alone(
+    name: str,
+    arguments: argparse.Namespace,
+    run: Callable[[argparse.Namespace], tuple[Rows, dict[str, Any], Sequence[Any]]],
+    *,
+    on_cpu: str = "tries the code",
 ) -> int:
     """A benchmark of this process alone: 2 without its ``--device``, 1 after what users can mend, said in a line."""
     import torch
 
+    from megakv.errors import MegaKVError
+
+    from .publish import describe_machine, publish
+
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         print(f"this machine has no CUDA GPU: nothing is measured; --device cpu {on_cpu}", file=sys.stderr)
         return 2
-    from megakv.errors import MegaKVError
-
     quiet()
+    machine = describe_machine()
+    if isinstance(arguments.threads, int):
+        torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
     try:
-        return run(arguments) or 0
-    except MegaKVError as error:
+        publish(arguments, name, machine, *run(arguments))
+    except (MegaKVError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,8 @@ TIMED_OUT = 124
 SPARE_HOSTS = 2
 NOISE = Path(__file__).with_name("noise.py")
 ROOT = Path(__file__).resolve().parents[2]
-FREE = "free"
-"""The name of no limit: all ranks on this machine, over its loopback."""
-UNLIMITED = "unlimited"
-"""Hosts as with a limit, whose links have none."""
+FREE, UNLIMITED = "free", "unlimited"
+"""No limit: all ranks on this machine, over its loopback; hosts as with a limit, whose links have none."""
 
 
 def unavailable() -> str | None:
@@ -66,8 +64,7 @@ def set_rate(rate: str, world: World) -> None:
 class LimitedLinks:
     """Starts every rank on a host of its own, or equal shares of them on each of several."""
 
-    spare = 0
-    """Further hosts, without ranks."""
+    spare = 0  # Further hosts, without ranks
 
     def __init__(self, rate: str, *, hosts: int | None = None):
         self.rate = rate
@@ -85,22 +82,20 @@ class LimitedLinks:
             further = self.accompany(hosts, ranks, stack)
             result = hosts.start_deepspeed(script, *sys.argv[1:], *options, *further).wait(timeout_s)
         if result.returncode is None:
-            print(f"{script.name}: not done after {timeout_s:.0f} s; ended. Raise --timeout.", file=sys.stderr)
             return TIMED_OUT
         if result.returncode:
             print(result.stdout[-4000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
         return result.returncode
 
     def accompany(self, hosts: Hosts, ranks: int, stack: ExitStack) -> list[str]:
-        """Start what runs on the hosts beside the ranks, to end with `stack`; returns further options of the ranks."""
+        """Start what runs beside the ranks, to end with `stack`; returns further options of the ranks."""
         return []
 
 
 class NoisyLinks(LimitedLinks):
-    """The same beside competing flows (KV-Runahead, Section 5, Figure 11), between neighbours or two further hosts.
+    """The same beside a competing flow of half their rate (KV-Runahead, Figure 11), between two hosts.
 
-    Flows have half the rate of the links, in both directions, and run between one pair of hosts at a time: the one that
-    the file ``--switch`` names, which ranks write.
+    The file ``--switch``, which ranks write, names the pair: two neighbours, or two hosts without ranks.
     """
 
     spare = SPARE_HOSTS
@@ -121,19 +116,10 @@ class NoisyLinks(LimitedLinks):
                 if host in pair and other != host
             ]
             command = [sys.executable, "-SP", str(NOISE), address, f"{bits_per_s / 2:.0f}", str(switch), *flows]
-            stack.enter_context(_running(hosts.on_network(host, command)))
+            process = subprocess.Popen(hosts.on_network(host, command), stdin=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
         return ["--switch", str(switch)]
-
-
-@contextmanager
-def _running(command: Sequence[str]) -> Iterator[None]:
-    """A process that ends with its block."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _find_hosts() -> None:

@@ -13,10 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def model_config(arguments: argparse.Namespace, *, positions: int = 1) -> PreTrainedConfig:
-    """A Llama, or a Falcon (``family``: attention and MLP in parallel), of the command line's shape.
-
-    Where heads do not divide the hidden size, ``head_dim`` is given, too. Sizes do not depend on `positions`.
-    """
+    """A Llama, or a Falcon (``family``: attention and MLP in parallel), of the command line's shape."""
     common = {
         "num_hidden_layers": arguments.layers,
         "hidden_size": arguments.hidden,
@@ -32,12 +29,26 @@ def model_config(arguments: argparse.Namespace, *, positions: int = 1) -> PreTra
     return LlamaConfig(**common, **own, head_dim=getattr(arguments, "head_dim", None))
 
 
+def words_of(arguments: argparse.Namespace) -> str:
+    """The model and the ranks of a command line, for a chart's subtitle."""
+    heads = f"{arguments.heads} query heads"
+    if isinstance(arguments.kv_heads, int):
+        heads = f"{arguments.heads} query and {arguments.kv_heads} KV heads"
+    family = getattr(arguments, "family", "llama").capitalize()
+    shape = f"{family}, {arguments.layers} layers of {arguments.hidden}, {heads}, {arguments.dtype}"
+    return f"{shape}, {arguments.threads} thread(s) a rank"
+
+
 def random_model(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
-    """It with random weights, the same on every rank, for transformers' own fastest attention."""
+    """It with random weights, the same on every rank."""
+    return drawn_model(model_config(arguments, positions=positions), DTYPES[arguments.dtype]).to(device)
+
+
+def drawn_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Random weights, the same in every process, for transformers' own fastest attention."""
     torch.manual_seed(0)
-    config = model_config(arguments, positions=positions)
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.dtype], attn_implementation="sdpa")
-    return model.to(device).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
 
 
 def random_ids(vocab: int, length: int, device: torch.device, batch: int = 1) -> Tensor:
@@ -46,14 +57,10 @@ def random_ids(vocab: int, length: int, device: torch.device, batch: int = 1) ->
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a module's weights in this process."""
     return sum(weight.nbytes for weight in model.parameters())
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module with a config of its own over the same weights in the same memory.
-
-    Either may replace its parameters, even the tensors in them, without the other noticing; neither may write to them.
-    """
+    """A second module over the same weights: either may replace its parameters, neither may write to them."""
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
     return copy.deepcopy(model, shared)

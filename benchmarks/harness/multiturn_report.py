@@ -6,32 +6,29 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .charts import Chart, Line
-from .charts import lines as draw_lines
-from .choices import Cell, crossover, judge
-from .publish import show_table
+from .charts import Chart, Line, lines
+from .choices import Case, crossover, judge
+from .models import words_of
+from .publish import columns, show_intervals, show_table
 from .statistics import Interval, median, paired_ratio
 
 Row = Mapping[str, Any]
 
 
-def cells_of(rows: Sequence[Row], policy: str | None = None) -> dict[str, list[Cell]]:
+def cells_of(rows: Sequence[Row], policy: str | None = None) -> dict[str, list[Case]]:
     """The rows as cells, by the rate of the links, with the choice of `auto` or of one policy."""
     grouped: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         grouped.setdefault((row["rate"], row["miss_rate"]), []).append(row)
-    cells: dict[str, list[Cell]] = {}
+    cells: dict[str, list[Case]] = {}
     for (rate, miss_rate), pair in grouped.items():
         chosen = pair[0]["auto"] if policy is None else pair[0]["policies"][policy]
-        cells.setdefault(rate, []).append(Cell(miss_rate, {row["method"]: row["seconds"] for row in pair}, chosen))
+        cells.setdefault(rate, []).append(Case(miss_rate, {row["method"]: row["seconds"] for row in pair}, chosen))
     return cells
 
 
 def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str]) -> dict[str, Any]:
-    """The verdict on `auto` over all rates of links and by rate, and where the methods cross.
-
-    `threshold` is the miss rate at which queries are as large as keys and values (Equation 1).
-    """
+    """The verdict on `auto` over all rates of links and by rate, and where the methods cross."""
     rates: dict[str, Any] = {}
     for rate, group in cells_of(rows).items():
         ratios = []
@@ -54,21 +51,27 @@ def summarise(rows: Sequence[Row], threshold: float, skipped: Mapping[str, str])
 
 
 def show(rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
-    """Print the tables."""
-    head = ["links", "miss", "T", "P", "pass-KV s", "pass-Q s", "speed KV/Q [95%]", "auto", "rounds"]
-    lines = [[*head, "KV attn us", "hop", "exposed", "Q attn us", "hop", "exposed", "All2All"]]
-    by_method = {(row["rate"], row["miss_rate"], row["method"]): row for row in rows}
-    ring = ("attention", "send_recv", "send_recv_exposed")
-    for rate, found in summary["rates"].items():
-        for point in found["speed_ratio"]:
-            kv, q = (by_method[rate, point["miss_rate"], method] for method in ("pass_kv", "pass_q"))
-            sizes = [f"{point['miss_rate']:.2%}", f"{kv['new_tokens']:,}", f"{kv['cached_tokens']:,}"]
-            times = [f"{median(row['seconds']).value:.4f}" for row in (kv, q)]
-            speed = str(Interval(point["value"], point["low"], point["high"]))
-            parts = [f"{kv['attention_us'][name]:.0f}" for name in ring]
-            parts += [f"{q['attention_us'][name]:.0f}" for name in (*ring, "collective")]
-            lines.append([rate, *sizes, *times, speed, point["auto"], str(len(kv["seconds"])), *parts])
-    show_table("", lines)
+    def microseconds(part: str) -> Any:
+        return lambda row: f"{row['attention_us'][part]:.0f}"
+
+    shown = {
+        "links, method": lambda row: f"{row['rate']} {row['method']}",
+        "miss": lambda row: f"{row['miss_rate']:.2%}",
+        "T": lambda row: f"{row['new_tokens']:,}",
+        "P": lambda row: f"{row['cached_tokens']:,}",
+        "seconds": lambda row: f"{median(row['seconds']).value:.4f}",
+        "auto": lambda row: row["auto"],
+        "rounds": lambda row: len(row["seconds"]),
+        **{f"{part} us": microseconds(part) for part in ("attention", "send_recv", "send_recv_exposed", "collective")},
+    }
+    show_table("", columns(rows, shown))
+    speeds = {
+        rate: {
+            f"{point['miss_rate']:.2%}": {name: point[name] for name in ("value", "low", "high")} for point in points
+        }
+        for rate, points in ((rate, found["speed_ratio"]) for rate, found in summary["rates"].items())
+    }
+    show_intervals("Speed of pass-KV over pass-Q", speeds)
     print(f"\nqueries are as large as keys and values at a miss rate of {summary['equation_1_miss_rate']:.1%}")
     for rate, found in summary["rates"].items():
         point = found["crossover_miss_rate"]
@@ -98,14 +101,7 @@ def chart(arguments: argparse.Namespace, summary: Mapping[str, Any]) -> Chart:
         values = [Interval(point["value"], point["low"], point["high"]) for point in points]
         hollow = [point["auto"] == "pass_q" for point in points]
         drawn.append(Line(f"links: {rate}", [100 * point["miss_rate"] for point in points], values, hollow))
-    return draw_lines(
-        "",
-        drawn,
-        title=f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}",
-        subtitle=f"Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.heads} query and "
-        f"{arguments.kv_heads} KV heads, {arguments.dtype}, {arguments.threads} thread(s) per rank; "
-        "median, 95% interval; rings: auto chose pass-Q",
-        x_label="cache miss rate T / (T + P), percent",
-        y_label="speed of pass-KV over pass-Q",
-        level=1.0,
-    )
+    subtitle = f"{words_of(arguments)}; median, 95% interval; rings: auto chose pass-Q"
+    title = f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}"
+    labels = {"x_label": "cache miss rate T / (T + P), percent", "y_label": "speed of pass-KV over pass-Q"}
+    return lines("", drawn, title=title, subtitle=subtitle, level=1.0, **labels)

@@ -18,12 +18,8 @@ CHUNK = bytes(1 << 17)
 POLL_S = 0.02
 SETTLE_S = 0.15
 """For a flow to come to its rate, or for what is queued of it to pass."""
-QUIET = "quiet"
-"""What the switch holds while no flow runs."""
-ELSEWHERE = "elsewhere"
-"""What it holds for a flow between two hosts that no rank is on."""
-LINK = "link"
-"""Stands for a flow between two neighbours of a chain of hosts, in every run others."""
+QUIET, ELSEWHERE, LINK = "quiet", "elsewhere", "link"
+"""No flow; one between two hosts that no rank is on; one between two neighbours of the chain, in every run others."""
 
 
 def pair_names(ranks: int) -> list[str]:
@@ -96,7 +92,6 @@ def _pace(link: socket.socket, step_s: float, chunks: int, going: Callable[[], b
 
 
 def main() -> None:
-    """All flows of one host."""
     here, bits_per_s, switch, *flows = sys.argv[1:]
     for flow in flows:
         name, _, there = flow.partition("=")

@@ -1,8 +1,4 @@
-"""What `offload.py` emulates: transformers' offloaded cache over a link, a paced disk, cores of their own.
-
-Two cores of a virtual machine may be one physical core: where the system puts the thread that computes and the one that
-attends then decides about tenths of a step's time, for a whole generation.
-"""
+"""What `offload.py` emulates: transformers' offloaded cache over a link, a paced disk, cores of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,10 +32,9 @@ HOST, LINK = "host-rank", "link-"
 
 
 class EmulatedOffloadedCache(DynamicCache):
-    """What transformers' ``DynamicCache(offloading=True)`` moves, and when, over an emulated link.
+    """What transformers' ``DynamicCache(offloading=True)``, which needs CUDA, moves, and when, over an emulated link.
 
-    That cache needs CUDA streams. As there: a layer is brought while the one before computes, and copied back whole, in
-    line with the computation, as soon as its new tokens are in it.
+    A layer is brought while the one before computes, and copied back whole, in line with the computation.
     """
 
     def __init__(self, link: EmulatedLink, config: PreTrainedConfig):
@@ -51,62 +46,50 @@ class EmulatedOffloadedCache(DynamicCache):
         self._coming: dict[int, Transfer] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keys and values of all tokens."""
         self._bring(layer_idx)
         begun = time.perf_counter()
         if layer_idx in self._coming:
             self._coming.pop(layer_idx).wait()
         self.waited_s += time.perf_counter() - begun
-        self._bring(layer_idx + 1 if layer_idx + 1 in self._host else 0, besides=layer_idx)
+        following = layer_idx + 1 if layer_idx + 1 in self._host else 0
+        if following != layer_idx:
+            self._bring(following)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.most_bytes = max(self.most_bytes, sum(self._bytes(layer) for layer in self.layers))
+        held = [layer for layer in self.layers if layer.keys is not None]
+        self.most_bytes = max(self.most_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in held))
         layer: Any = self.layers[layer_idx]
         kept = layer.keys.contiguous(), layer.values.contiguous()
-        host = torch.empty_like(kept[0]), torch.empty_like(kept[1])
+        self._host[layer_idx] = torch.empty_like(kept[0]), torch.empty_like(kept[1])
         begun = time.perf_counter()
-        self._link.start("out", [self._move(there, own) for there, own in zip(host, kept, strict=True)]).settle()
+        self._move("out", layer_idx, kept).settle()
         self.waited_s += time.perf_counter() - begun
-        self._host[layer_idx] = host
         layer.keys = layer.values = torch.empty(0)
         return keys, values
 
-    def _bring(self, index: int, *, besides: int = -1) -> None:
-        layer: Any = self.layers[index] if index < len(self.layers) else None
-        there = layer is None or index in self._coming or index not in self._host or index == besides
-        if there or (layer.keys is not None and layer.keys.numel()):
+    def _bring(self, index: int) -> None:
+        if index in self._coming or index not in self._host:
             return
-        host = self._host[index]
-        layer.keys, layer.values = torch.empty_like(host[0]), torch.empty_like(host[1])
-        pairs = zip(host, (layer.keys, layer.values), strict=True)
-        self._coming[index] = self._link.start("in", [self._move(kept, target) for kept, target in pairs])
+        layer: Any = self.layers[index]
+        layer.keys, layer.values = (torch.empty_like(kept) for kept in self._host[index])
+        self._coming[index] = self._move("in", index, (layer.keys, layer.values))
 
-    @staticmethod
-    def _bytes(layer: Any) -> int:
-        return 0 if layer.keys is None else layer.keys.nbytes + layer.values.nbytes
-
-    @staticmethod
-    def _move(host: Tensor, device: Tensor) -> Move:
-        return Move(host.view(-1, host.shape[-1]), device.view(-1, device.shape[-1]))
+    def _move(self, way: Literal["in", "out"], index: int, pair: tuple[Tensor, Tensor]) -> Transfer:
+        rows = [[each.view(-1, each.shape[-1]) for each in tensors] for tensors in (self._host[index], pair)]
+        return self._link.start(way, [Move(host, device) for host, device in zip(*rows, strict=True)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens so far, wherever they lie."""
         if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
             return super().get_seq_length(layer_idx)
         return self._host[layer_idx][0].shape[-2] if layer_idx in self._host else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask is for."""
         if self.layers[layer_idx].is_sliding:
             return super().get_mask_sizes(query_length, layer_idx)
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
 def budgets(case: Case, shape: Shape, element_bytes: int) -> dict[str, Any]:
-    """Settings of ``megakv.offload`` that say where rows lie.
-
-    The file is in the folder for temporary ones (TMPDIR). Host memory is the same for every method: those that keep
-    activations have more on disk.
-    """
+    """Settings of ``megakv.offload`` that say where rows lie: the same host memory for every method."""
     assert case.in_memory is not None
     cache = case.cache_bytes(shape, element_bytes)
     page_kib = cache // (shape.layers * case.batch * PAGES) >> 10
@@ -120,11 +103,7 @@ def budgets(case: Case, shape: Shape, element_bytes: int) -> dict[str, Any]:
 
 
 class PacedReads:
-    """Reads of a disk tier that are no faster than a bandwidth, in place of its own `read`.
-
-    The file is real. Read as any file and without a pace, memory that nobody uses would serve it: the page cache holds
-    what was just written, and gives it back many times as fast as the emulated link takes it.
-    """
+    """Reads of a disk tier that are no faster than a bandwidth, in place of its own `read`."""
 
     def __init__(self, disk: DiskTier, bytes_s: float):
         self._read, self._bytes_s = disk.read, bytes_s

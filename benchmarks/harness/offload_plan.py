@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 IN_MEMORY, OTHERS = "in_memory", "transformers"
-CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")
-"""What `auto` chooses from."""
+CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")  # What `auto` chooses from
 ROW, FOUR_BITS, COARSE = "row_", "_4bit", "_coarse"
 NAMES = {
     IN_MEMORY: "in memory",
@@ -28,13 +27,11 @@ PARTS = {
     "throughput": "weights offloaded, column-by-column: Table 5, Figures 6 (first row), 8, 9, 10",
     "batches": "the same by batch size: Figure 6 (second row)",
     "hiding": "weights offloaded, a small cache, row-by-row: Table 2",
-    "processes": "several processes that share the host: Figure 14",
     "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
     "windows": "three of four layers have a sliding window, an eighth of the prompt",
 }
 PAGE_KIB = 512
-DISK_SHARE = 0.5
-"""Of a link's bandwidth, what the disk behind it gives."""
+DISK_SHARE = 0.5  # Of a link's bandwidth, what the disk behind it gives
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """As it stands in tables and charts."""
         title = NAMES[self.method] + (", 4 bits (lossy)" if self.kv_bits else "")
         return ("row-by-row " if self.rows else "") + title + (" without hiding" if self.coarse else "")
 
@@ -78,15 +74,10 @@ class Shape:
         return 2 * self.kv_heads * self.hidden // self.heads
 
     @property
-    def attention_elements(self) -> int:
-        """Of the weights of a layer's attention."""
-        return self.hidden * (2 * self.hidden + self.row_elements)
-
-    @property
     def layer_elements(self) -> int:
         """Of the weights of a decoder layer."""
         matrices = 2 if self.family == "opt" else 3
-        return self.attention_elements + matrices * self.hidden * self.intermediate
+        return self.hidden * (2 * self.hidden + self.row_elements + matrices * self.intermediate)
 
 
 LARGE = {
@@ -96,15 +87,12 @@ LARGE = {
     "llama-2-7b": Shape("llama", 32, 4096, 32, 32, 11008, 32000),
     "llama-3-8b": Shape("llama", 32, 4096, 32, 8, 14336, 128256),
 }
-WINDOWED = "windowed"
+WINDOWED, WINDOW = "windowed", 128
 SMALL = ("opt", "mha", "gqa", WINDOWED)
-"""Of the sizes on the command line: OPT, a Llama like it, one with a KV head for four query heads, and a Qwen3 with
-windows."""
-WINDOW = 128
+"""Sizes on the command line: OPT, a Llama like it, one with a KV head for four query heads, a Qwen3 with windows."""
 
 
 def shape_of(model: str, arguments: argparse.Namespace) -> Shape:
-    """The sizes of a model."""
     if model in LARGE:
         return replace(LARGE[model], layers=arguments.layers or LARGE[model].layers)
     hidden, heads = arguments.hidden, arguments.heads
@@ -126,16 +114,14 @@ class Case:
     methods: tuple[str, ...]
     weights: bool = False  # Whether decoder layers' weights are offloaded too
     groups: int = 1  # Of the batch, column-by-column
-    processes: int = 1  # That do the same at once
     # Share of the keys and values for which host memory has room; a disk has it for the rest. None for all
     in_memory: float | None = None
 
     @property
     def name(self) -> str:
-        """Of the file that it is kept in."""
         link = "" if self.link_gb_s is None else f"-{self.link_gb_s:g}gb"
         size = f"b{self.batch}x{self.groups}-p{self.prompt}-n{self.new}"
-        return f"{self.part}-{self.model}-{size}{link}" + (f"-x{self.processes}" if self.processes > 1 else "")
+        return f"{self.part}-{self.model}-{size}{link}"
 
     @property
     def disk_gb_s(self) -> float | None:
@@ -151,13 +137,11 @@ class Case:
         from megakv.offload.pages import page_bytes
 
         page = PAGE_KIB << 10
-        needed = 0
-        for elements in (shape.row_elements, shape.hidden):
-            # One page more for each sequence: while it grows, and for what the link is measured with.
-            paged = page_bytes(self.prompt + self.new, elements * element_bytes, page) + page
-            needed += paged * self.batch * shape.layers
+        widths = [elements * element_bytes for elements in (shape.row_elements, shape.hidden)]
+        # One page more for each sequence: while it grows, and for what the link is measured with.
+        paged = sum(page_bytes(self.prompt + self.new, width, page) + page for width in widths)
         weights = shape.layers * shape.layer_elements * element_bytes if self.weights else 0
-        return needed + int(1.02 * weights) + (64 << 20)
+        return paged * self.batch * shape.layers + int(1.02 * weights) + (64 << 20)
 
 
 @dataclass(frozen=True)
@@ -172,43 +156,42 @@ class Plan:
     links: str = "middle"  # Which of the links asked for
     weights: bool = False
     group: int | None = None  # Sequences of a group, column-by-column
-    processes: tuple[int, ...] = (1,)
     in_memory: float | None = None  # As of `Case`
 
 
 _ALL = (IN_MEMORY, OTHERS, *CHOICES, "auto", "stream_4bit")
 _LATENCY = (OTHERS, *CHOICES, "auto")
 _COLUMNS = ("row_stream", *CHOICES, "auto", "stream_4bit", "kvpr_4bit")
+_BATCHES, _HIDING = ("stream", "kvpr", "auto"), ("stream", "kvpr_coarse", "kvpr")
 _COLUMN = {"links": "last", "weights": True}
 FULL = {
     "links": Plan(_ALL, ("opt", "gqa"), (4,), (256,), (20,), links="all"),
     "latency": Plan(_LATENCY, ("opt",), (2,), (128, 256, 512), (12, 32)),
     "llama": Plan(_LATENCY, ("mha",), (2,), (128, 256, 512), (12,)),
     "throughput": Plan(_COLUMNS, ("opt",), (8,), (128, 256, 512), (9,), group=2, **_COLUMN),
-    "batches": Plan(("stream", "kvpr", "auto"), ("opt",), (4, 8, 16), (128,), (9,), group=2, **_COLUMN),
-    "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
-    "processes": Plan(("stream", "kvpr", "cpu_rank", "auto"), ("opt",), (2,), (256,), (16,), processes=(1, 2, 4)),
+    "batches": Plan(_BATCHES, ("opt",), (4, 8, 16), (128,), (9,), group=2, **_COLUMN),
+    "hiding": Plan(_HIDING, ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
     "disk": Plan((IN_MEMORY, *_LATENCY), ("opt", "gqa"), (4,), (256,), (20,), in_memory=0.75),
     "windows": Plan((IN_MEMORY, *_LATENCY), (WINDOWED,), (4,), (8 * WINDOW,), (20,)),
 }
-QUICK = {
-    "links": replace(FULL["links"], news=(14,)),
-    "latency": replace(FULL["latency"], prompts=(128, 256), news=(12,)),
-    "llama": replace(FULL["llama"], prompts=(128, 256)),
-    "throughput": replace(FULL["throughput"], prompts=(128,), news=(6,)),
-    "batches": replace(FULL["batches"], batches=(4, 8), news=(6,)),
-    "hiding": replace(FULL["hiding"], batches=(1, 4), news=(6,)),
-    "processes": replace(FULL["processes"], news=(12,), processes=(1, 2)),
-    "disk": replace(FULL["disk"], models=("opt",), batches=(2,), news=(6,)),
+_LESS: dict[str, dict[str, Any]] = {
+    "links": {"news": (14,)},
+    "latency": {"prompts": (128, 256), "news": (12,)},
+    "llama": {"prompts": (128, 256)},
+    "throughput": {"prompts": (128,), "news": (6,)},
+    "batches": {"batches": (4, 8), "news": (6,)},
+    "hiding": {"batches": (1, 4), "news": (6,)},
+    "disk": {"models": ("opt",), "batches": (2,), "news": (6,)},
 }
+QUICK = {part: replace(FULL[part], **less) for part, less in _LESS.items()}
 GPU = {
     "links": Plan(_ALL, ("opt-6.7b",), (64,), (512,), (32,)),
     "long": Plan(_ALL, ("llama-3-8b",), (8,), (32768,), (32,)),
     "latency": Plan(_LATENCY, ("opt-6.7b",), (64,), (128, 256, 512), (32, 128)),
     "llama": Plan(_LATENCY, ("llama-2-7b",), (64,), (256, 512), (32,)),
     "throughput": Plan(_COLUMNS, ("opt-13b",), (128,), (256,), (32,), group=32, weights=True),
-    "batches": Plan(("stream", "kvpr", "auto"), ("opt-13b",), (32, 64, 128), (256,), (32,), group=32, weights=True),
-    "hiding": Plan(("stream", "kvpr_coarse", "kvpr"), ("opt-6.7b",), (1, 4, 16, 32), (256,), (64,), weights=True),
+    "batches": Plan(_BATCHES, ("opt-13b",), (32, 64, 128), (256,), (32,), group=32, weights=True),
+    "hiding": Plan(_HIDING, ("opt-6.7b",), (1, 4, 16, 32), (256,), (64,), weights=True),
 }
 
 
@@ -231,14 +214,13 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         found += [
             Case(
                 part, model, batch, prompt, new, link, plan.methods, plan.weights,
-                groups=batch // group if group else 1, processes=processes, in_memory=plan.in_memory,
+                groups=batch // group if group else 1, in_memory=plan.in_memory,
             )
             for link in links
             for model in arguments.shapes or plan.models
             for batch in arguments.batch or plan.batches
             for prompt in arguments.prompt or plan.prompts
             for new in arguments.new or plan.news
-            for processes in (arguments.processes or plan.processes if part == "processes" else (1,))
         ]  # fmt: skip
     return found
 

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .offload_plan import CHOICES, IN_MEMORY, LARGE, OTHERS, PARTS, SMALL
+from .offload_plan import CHOICES, LARGE, OTHERS, PARTS, SMALL
 from .statistics import Interval, paired_ratio
 
 Row = Mapping[str, Any]
-DIFFERING = 0.05
-"""Two measured times closer than this have no order."""
 CLOSE = 0.1
 """Predictions are to be this close."""
-_SIZE = ("batch", "context", "new_tokens")
-FIXED = {
-    "links": ("shape", *_SIZE),
-    "long": ("shape", *_SIZE),
-    "latency": ("shape", "batch", "link_gb_s"),
-    "llama": ("shape", "batch", "link_gb_s"),
-    "throughput": ("shape", "batch", "link_gb_s"),
-    "batches": ("shape", "context", "new_tokens", "link_gb_s"),
-    "hiding": ("shape", "context", "new_tokens", "link_gb_s"),
-    "processes": ("shape", *_SIZE, "link_gb_s"),
-    "disk": ("shape", *_SIZE, "link_gb_s"),
-    "windows": ("shape", *_SIZE, "link_gb_s"),
-}
-"""What all rows of one table or chart of a part have in common."""
 
 
 def case_of(row: Row) -> str:
     """What a row was measured with, beside its method, in words; without dots, so that documents can quote by it."""
     link = f"{1e3 * row['link_gb_s']:.0f} MB/s {row['link']}"
     size = f"{row['batch']} x {row['context']}+{row['new_tokens']}"
-    processes = f", {row['processes']} processes" if row["processes"] > 1 else ""
-    return f"{row['part']}: {row['shape']}, {size}, {link}{processes}"
+    return f"{row['part']}: {row['shape']}, {size}, {link}"
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Rows by case and method."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(case_of(row), {})[row["method"]] = row
@@ -50,22 +31,21 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """Rows by part and setting; methods of a case stay as they were measured."""
     parts, models = list(PARTS), [*SMALL, *LARGE]
-    axes = ("link_gb_s", *_SIZE, "processes")
+    axes = ("link_gb_s", "batch", "context", "new_tokens")
     return sorted(
         rows, key=lambda row: (parts.index(row["part"]), models.index(row["shape"]), *(row[axis] for axis in axes))
     )
 
 
 def settings(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Parts with the rows of one table or chart each."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    """Parts with the rows of one model each: a table and a chart."""
+    found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["part"], *(row[name] for name in FIXED[row["part"]])), []).append(row)
-    return [(key[0], own) for key, own in found.items()]
+        found.setdefault((row["part"], row["shape"]), []).append(row)
+    return [(part, own) for (part, _), own in found.items()]
 
 
 def step_s(row: Row) -> float:
-    """Seconds of a step."""
     return statistics.median(row["seconds"])
 
 
@@ -75,26 +55,20 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
     exact, apart = ([row for row in rows if row["lossy"] == lossy] for lossy in (False, True))
     auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
     regrets = {name: _regret(found) for name, found in auto.items()}
-    judged = [regrets[name].value for name, found in auto.items() if found["auto"]["processes"] == 1]
     twice = {name: _same_twice(found) for name, found in cases.items()}
-    in_memory = _speedups(cases, IN_MEMORY)
     return {
         "link": ", ".join(sorted({row["link"] for row in rows})),
         "tokens_equal": all(row["tokens_equal"] for row in exact) if exact_type else None,
         "token_agreement": min((row["token_agreement"] for row in exact), default=None),
         "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
-        "auto_over_best": max(judged, default=None),
+        "auto_over_best": max((found.value for found in regrets.values()), default=None),
         "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
         "same_twice_by_case": {name: found.to_json() for name, found in twice.items() if found is not None},
         "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
         "predictions": _predictions(rows),
-        "ordering": _ordering(cases.values()),
         "speedup_over_stream": _speedups(cases, "stream"),
         "speedup_over_row_stream": _speedups(cases, "row_stream"),
         "speedup_over_transformers": _speedups(cases, OTHERS),
-        "time_over_in_memory": {
-            name: {method: 1 / ratio for method, ratio in found.items()} for name, found in in_memory.items()
-        },
     }
 
 
@@ -117,17 +91,14 @@ def _same_twice(found: Mapping[str, Row]) -> Interval | None:
 
 
 def predicted(rows: Iterable[Row]) -> list[Row]:
-    """Those of one process that were predicted."""
-    return [row for row in rows if "predicted_s" in row and row["processes"] == 1]
+    """Those that were predicted."""
+    return [row for row in rows if "predicted_s" in row]
 
 
 def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
-    """How near a case's median step was to what was predicted, over all cases and methods of one process."""
+    """How near a case's median step was to what was predicted, over all cases and methods."""
     known = predicted(rows)
     errors = {f"{case_of(row)}, {row['method']}": row["predicted_s"] / step_s(row) - 1 for row in known}
-    parts: dict[str, list[float]] = {}
-    for row, error in zip(known, errors.values(), strict=True):
-        parts.setdefault(row["part"], []).append(abs(error))
     worst = max(errors, key=lambda name: abs(errors[name]), default=None)
     # From what was measured before the first step, and a step in memory.
     forecasts = [abs(row["forecast_s"] / step_s(row) - 1) for row in known if "forecast_s" in row]
@@ -136,26 +107,11 @@ def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
         "within_10_percent": sum(abs(error) <= CLOSE for error in errors.values()),
         "median_error": _median(map(abs, errors.values())),
         "worst": None if worst is None else {"case": worst, "error": errors[worst]},
-        "by_part": {part: _median(found) for part, found in parts.items()},
         "forecasts": len(forecasts),
         "forecast_median_error": _median(forecasts),
         # Without the scheduler's correction, but with what the plan's own steps showed.
         "cost_model_median_error": _median(error for row in known for error in row["cost_model_errors"]),
     }
-
-
-def _ordering(cases: Iterable[Mapping[str, Row]]) -> dict[str, Any]:
-    """Of every two methods of a case that differ by more than 5%, whether the faster one was predicted to be."""
-    pairs: list[bool] = []
-    wrong = []
-    for found in cases:
-        for one, other in itertools.combinations(predicted(found.values()), 2):
-            times = step_s(one), step_s(other)
-            if abs(times[0] - times[1]) > DIFFERING * min(times):
-                pairs.append((times[0] < times[1]) == (one["predicted_s"] < other["predicted_s"]))
-                if not pairs[-1]:
-                    wrong.append(f"{case_of(one)}: {one['method']} and {other['method']}")
-    return {"pairs": len(pairs), "right": sum(pairs), "wrong": wrong}
 
 
 def _speedups(cases: Mapping[str, Mapping[str, Row]], base: str) -> dict[str, dict[str, float]]:

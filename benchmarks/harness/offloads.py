@@ -13,23 +13,18 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     DynamicCache,
-    LlamaConfig,
-    OPTConfig,
-    PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
 import megakv
 from megakv.offload.emulated_link import EmulatedLink
-from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
 
-from .models import twin, weight_bytes
+from .models import drawn_model, twin, weight_bytes
 from .offload_emulation import EmulatedOffloadedCache, PacedReads, budgets
 from .offload_gpu import KernelWatch
 from .offload_plan import IN_MEMORY, OTHERS, PAGE_KIB, Case, Shape, variant
@@ -46,30 +41,26 @@ ATTENTION_PIECES = 2
 
 def random_model(shape: Shape, *, positions: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """An OPT, where recomputing can pay; a Llama, which may have fewer KV heads; or a Qwen3 with windows: random."""
-    common = {
+    sizes = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "vocab_size": shape.vocab,
         "max_position_embeddings": positions,
     }
-    kinds = ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(shape.layers)]
-    llama = {**common, "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.intermediate}
-    head_dim = shape.hidden // shape.heads
-    config: PreTrainedConfig
-    match shape.family:
-        case "opt":
-            config = OPTConfig(**common, word_embed_proj_dim=shape.hidden, ffn_dim=shape.intermediate)
-        case "llama":
-            config = LlamaConfig(**llama)
-        case _:
-            windows = {"use_sliding_window": True, "sliding_window": shape.window, "layer_types": kinds}
-            config = Qwen3Config(**llama, head_dim=head_dim, **windows)
+    if shape.family == "opt":
+        sizes |= {"word_embed_proj_dim": shape.hidden, "ffn_dim": shape.intermediate}
+    else:
+        sizes |= {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.intermediate}
+    own: dict[str, Any] = {}
+    if shape.window is not None:
+        kinds = ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(shape.layers)]
+        own = {"use_sliding_window": True, "sliding_window": shape.window, "layer_types": kinds}
+        own["head_dim"] = shape.hidden // shape.heads
+    config = AutoConfig.for_model(shape.family, **sizes, **own)
     config.eos_token_id = None
-    torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return model.eval().requires_grad_(False)
+        return drawn_model(config, dtype)
 
 
 class StepNotes(StoppingCriteria):
@@ -129,8 +120,8 @@ class Decoder:
         self.busy: float | None = None
         self._case, self._shape = case, shape
         self._engine: Any = None
+        self._watch: KernelWatch | None = None
         self._model = model
-        self._element_bytes = model.dtype.itemsize
         self._weight_bytes = weight_bytes(model)
         if model.device.type == "cuda":
             get_accelerator().empty_cache()
@@ -147,11 +138,11 @@ class Decoder:
                 "num_gpu_batches": 1 if asked.rows else case.groups,
                 "chunk_tokens": chunk_tokens,
                 "emulated_link_gb_s": case.link_gb_s,
-                "host_gb": case.host_bytes(shape, self._element_bytes) / (1 << 30),
+                "host_gb": case.host_bytes(shape, model.dtype.itemsize) / (1 << 30),
                 "page_kib": PAGE_KIB,
             }
             if case.in_memory is not None:
-                offload |= budgets(case, shape, self._element_bytes)
+                offload |= budgets(case, shape, model.dtype.itemsize)
         self._engine = megakv.init_inference(twin(model), {"dtype": model.dtype, "megakv": {"offload": offload}})
         if case.disk_gb_s is not None and offload["enabled"]:
             PacedReads(self._engine._offloader.pool.disk, case.disk_gb_s * 1e9)
@@ -160,65 +151,64 @@ class Decoder:
 
     def generate(self, ids: Tensor, new: int, *, watch: bool = False) -> Sample:
         """Greedy tokens for a batch of prompts; with `watch`, on CUDA, how busy kernels keep it."""
-        watching = KernelWatch(WARM + 1, WARM + 1 + WATCHED) if watch and ids.device.type == "cuda" else None
+        on_gpu = ids.device.type == "cuda"
+        self._watch = KernelWatch(WARM + 1, WARM + 1 + WATCHED) if watch and on_gpu else None
         options: dict[str, Any] = {
             "max_new_tokens": new,
             "do_sample": False,
             # Without a mask, tokens that happen to be OPT's padding would count as such.
             "attention_mask": torch.ones_like(ids),
         }
-        if ids.device.type == "cuda" and ids.numel() > PASS_TOKENS:
+        if on_gpu and ids.numel() > PASS_TOKENS:
             options["prefill_chunk_size"] = PASS_TOKENS // len(ids)
-        sample = self._sample(ids, options, watching)
-        if watching is not None:
-            self.busy = watching.busy
-        if ids.device.type == "cuda":
+        if self._engine is None:
+            sample = self._with_transformers(ids, options)
+        elif self._engine._offloader is None:
+            tokens, notes = self._run(self._engine, ids, options)
+            sample = Sample(tokens, notes.seconds(), waited_s=0.0)
+            sample.device_bytes = [self._weight_bytes + self._kv_bytes(tokens)] * len(sample.seconds)
+        else:
+            sample = self._offloaded(ids, options)
+        if self._watch is not None:
+            self.busy = self._watch.busy
+        if on_gpu:
             most = get_accelerator().max_memory_allocated() - (self._weight_bytes if self._case.weights else 0)
             sample.device_bytes = [int(most)] * len(sample.seconds)
         return sample
 
-    def _sample(self, ids: Tensor, options: dict[str, Any], watch: KernelWatch | None) -> Sample:
-        if self._engine is None:
-            return self._with_transformers(ids, options, watch)
+    def _run(
+        self, model: Any, ids: Tensor, options: dict[str, Any], *probes: Callable[[], float]
+    ) -> tuple[Tensor, StepNotes]:
+        notes = StepNotes(*probes, watch=self._watch)
+        return model.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes])), notes
+
+    def _offloaded(self, ids: Tensor, options: dict[str, Any]) -> Sample:
         offloader = self._engine._offloader
-        if offloader is None:
-            notes = StepNotes(watch=watch)
-            tokens = self._engine.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes]))
-            sample = Sample(tokens, notes.seconds(), waited_s=0.0)
-            sample.device_bytes = [self._weight_bytes + self._kv_bytes(tokens)] * len(sample.seconds)
-            return sample
-        notes = StepNotes(lambda: offloader.staging_bytes, watch=watch)
-        tokens = self._engine.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes]))
+        tokens, notes = self._run(self._engine, ids, options, lambda: offloader.staging_bytes)
         # A prompt's later pieces are passes over cached tokens, too.
         steps = [step for step in offloader.steps if step.decoding][WARM:]
         sample = Sample(tokens, notes.seconds(), steps, disk_io=offloader.pool.disk_io)
         if ids.device.type == "cpu":
-            sample.waited_s = statistics.mean(step.waited_s for step in sample.steps)
+            sample.waited_s = statistics.mean(step.waited_s for step in steps)
         stay = self._weight_bytes - (offloader.weights.step_bytes if self._case.weights else 0)
         sample.device_bytes = [stay + int(noted) for (noted,) in notes.noted[1 + WARM :]]
-        sample.bytes_in = statistics.mean(step.bytes_in for step in sample.steps)
-        sample.bytes_out = statistics.mean(step.bytes_out for step in sample.steps)
+        sample.bytes_in = statistics.mean(step.bytes_in for step in steps)
+        sample.bytes_out = statistics.mean(step.bytes_out for step in steps)
         return sample
 
-    def _with_transformers(self, ids: Tensor, options: dict[str, Any], watch: KernelWatch | None) -> Sample:
-        model: Any = self._model
+    def _with_transformers(self, ids: Tensor, options: dict[str, Any]) -> Sample:
         if ids.device.type == "cuda":
-            notes = StepNotes(watch=watch)
-            cache: Any = DynamicCache(config=model.config, offloading=True)
-            tokens = model.generate(
-                ids, past_key_values=cache, **options, stopping_criteria=StoppingCriteriaList([notes])
-            )
+            options["past_key_values"] = DynamicCache(config=self._model.config, offloading=True)
+            tokens, notes = self._run(self._model, ids, options)
             sample = Sample(tokens, notes.seconds())
             # It counts nothing: every layer comes whole, and goes back whole.
             sample.bytes_in = sample.bytes_out = float(self._kv_bytes(tokens))
             return sample
         assert self._case.link_gb_s is not None
         link = EmulatedLink(self._case.link_gb_s * 1e9)
-        cache = EmulatedOffloadedCache(link, self._model.config)
-        notes = StepNotes(
-            lambda: link.traffic["in"].nbytes, lambda: link.traffic["out"].nbytes, lambda: cache.waited_s, watch=watch
-        )
-        tokens = model.generate(ids, past_key_values=cache, **options, stopping_criteria=StoppingCriteriaList([notes]))
+        cache = options["past_key_values"] = EmulatedOffloadedCache(link, self._model.config)
+        probes = lambda: link.traffic["in"].nbytes, lambda: link.traffic["out"].nbytes, lambda: cache.waited_s
+        tokens, notes = self._run(self._model, ids, options, *probes)
         link.close()
         sample = Sample(tokens, notes.seconds(), waited_s=notes.per_step(2))
         sample.device_bytes = [self._weight_bytes + cache.most_bytes] * len(sample.seconds)
@@ -227,22 +217,19 @@ class Decoder:
 
     def _kv_bytes(self, tokens: Tensor) -> int:
         """Of the keys and values of a generation's tokens."""
-        return tokens.numel() * self._shape.layers * self._shape.row_elements * self._element_bytes
+        return tokens.numel() * self._shape.layers * self._shape.row_elements * self._model.dtype.itemsize
 
-    def profile(self) -> OffloadProfile | None:
-        """What the engine measured before its first step; None where nothing is offloaded."""
-        offloader = None if self._engine is None else self._engine._offloader
-        return None if offloader is None else offloader.costs.measured
-
-    def kept_bytes(self) -> tuple[int, int]:
-        """Of a token in one layer off the accelerator: keys and values, and activations; 0 where there are none."""
-        offloader = None if self._engine is None else self._engine._offloader
-        if offloader is None or offloader.costs.profile is None:
-            return 0, 0
-        return offloader.costs.profile.row_bytes, offloader.costs.profile.input_bytes
+    def known(self) -> dict[str, Any]:
+        """How busy kernels were, the first profile, and bytes of a token's activations in a layer."""
+        costs = getattr(getattr(self._engine, "_offloader", None), "costs", None)
+        profile = None if costs is None else costs.profile
+        return {
+            "busy": self.busy,
+            "profile": None if costs is None else costs.measured,
+            "input_bytes": 0 if profile is None else profile.input_bytes,
+        }
 
     def close(self) -> None:
-        """Give everything back."""
         if self._engine is not None:
             self._engine.destroy()
 

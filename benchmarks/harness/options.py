@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 DTYPES = ("fp32", "bf16", "fp16")
+UNITS = {"K": 1 << 10, "M": 1 << 20}
 SHAPE = (
     ("layers", 8, "decoder layers"),
     ("hidden", 1024, "hidden size"),
@@ -15,6 +16,14 @@ SHAPE = (
     ("intermediate", 2816, "width of the MLP"),
     ("vocab", 32000, "vocabulary"),
 )
+
+
+def check_memory(needed: float, available: float, words: str) -> None:
+    """Refuse what does not fit into so many bytes."""
+    if needed > available:
+        raise ValueError(
+            f"{words} needs {needed / 2**30:.1f} GiB; at most {available / 2**30:.1f} GiB are taken here: ask for fewer"
+        )
 
 
 class Options(argparse.ArgumentParser):
@@ -45,10 +54,10 @@ class Options(argparse.ArgumentParser):
         if kind in (int, float):
             self._checks.append(lambda arguments: self._check_number(name, getattr(arguments, dest), least))
 
-    def numbers(self, name: str, default: Any, text: str) -> None:
-        """A list of whole numbers."""
+    def numbers(self, name: str, default: Any, text: str, *, kind: Any = int, most: float = float("inf")) -> None:
+        """A list such as ``1,4`` or ``8K,1M`` of numbers above 0, ascending, each once."""
         self.add(name, default, text, kind=str)
-        self._convert(name, lambda given: self.whole_numbers(name, given))
+        self._convert(name, lambda given: self._numbers(name, given, kind, most))
 
     def names(self, name: str, allowed: Collection[str], default: str, text: str) -> None:
         """A list of some of the names allowed."""
@@ -100,14 +109,17 @@ class Options(argparse.ArgumentParser):
             check(arguments)
         return arguments
 
-    def whole_numbers(self, name: str, text: str) -> list[int]:
-        """What a list such as ``1,4`` holds, ascending, each once."""
+    def _numbers(self, name: str, text: str, kind: Any, most: float) -> list[Any]:
         try:
-            numbers = sorted({int(number) for number in text.split(",")})
+            parts = [(part, UNITS.get(part[-1:].upper(), 1)) for part in text.split(",")]
+            numbers = sorted({kind(part if unit == 1 else part[:-1]) * unit for part, unit in parts})
         except ValueError:
             numbers = [0]
-        if numbers[0] < 1:
-            self.error(f"{name} {text}: allowed: whole numbers from 1 on, separated by commas")
+        if numbers[0] <= 0 or numbers[-1] > most:
+            allowed = (
+                "whole numbers from 1 on" if kind is int else f"numbers above 0{f' and up to {most:g}' * (most < 1e9)}"
+            )
+            self.error(f"{name} {text}: allowed: {allowed}, separated by commas")
         return numbers
 
     def some_of(self, name: str, text: str, allowed: Collection[str]) -> list[str]:

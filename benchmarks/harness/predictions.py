@@ -1,8 +1,4 @@
-"""What the cost model says of a benchmark's own rows, from profiles that were measured in the same run.
-
-The profiles of FILE.json are in FILE.profiles, see `harness.profiles`. Predicting anew shows what a change of the cost
-model does to what was measured before, without measuring it again.
-"""
+"""What the cost model says of a benchmark's own rows, from profiles that were measured in the same run."""
 
 from __future__ import annotations
 
@@ -60,10 +56,7 @@ class Predictions:
         partition: Partition | None = None,
         generating: bool = False,
     ) -> float | None:
-        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured.
-
-        With a `partition` the method is the chain; `generating`: `generate` reads it.
-        """
+        """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured."""
         if method in TENSOR_PARALLEL or method in SINGLE:
             plain = self._plain(method)
             if plain is None:
@@ -129,10 +122,7 @@ class Predictions:
 def with_predictions(
     benchmark: str, arguments: argparse.Namespace, rows: Sequence[Row], find: Callable[[str], Path | None]
 ) -> list[dict[str, Any]]:
-    """Rows with ``predicted_s``, those of `scaling.py` with ``predicted_ttit_s`` too; None without a profile.
-
-    `find` gives the file of a profile, by its name; None if there is none.
-    """
+    """Rows with ``predicted_s``, those of `scaling.py` with ``predicted_ttit_s`` too; None without a profile."""
     names = ("predicted_s", "predicted_ttit_s") if benchmark == "scaling" else ("predicted_s",)
 
     @cache
@@ -158,6 +148,8 @@ def with_predictions(
 
 def predicted_in_run(benchmark: str, arguments: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows of a run that kept its profiles beside its results, if it had the time to measure them."""
+    if benchmark not in KNOWN:
+        return [dict(row) for row in rows]
     kept = arguments.json and arguments.profile_seconds and not getattr(arguments, "config", None)
     folder = profiles_of(Path(arguments.json)) if kept else None
     return with_predictions(benchmark, arguments, rows, lambda name: folder and folder / f"{name}.json")

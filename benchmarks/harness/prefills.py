@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,38 +37,21 @@ LEVEL = "shm_vector_kernel_level"
 class Prefill(Method):
     """A forward pass over a whole prompt that fills the KV cache and yields the last token's logits."""
 
-    def __init__(self, name: str, model: Any, ids: Tensor):
+    def __init__(self, name: str, model: Any, ids: Tensor, **inputs: Any):
         super().__init__(name)
         self.model = model
-        self._ids = ids
+        self._inputs = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1, **inputs}
 
     @torch.no_grad()
     def run(self) -> Any:
-        return self.model(input_ids=self._ids, use_cache=True, logits_to_keep=1)
-
-
-class MaskedPrefill(Prefill):
-    """Plain transformers that computes all scores and hides half under a mask, as if it knew of no causality."""
-
-    def __init__(self, name: str, model: Any, ids: Tensor):
-        super().__init__(name, model, ids)
-        square = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf, dtype=model.dtype, device=ids.device)
-        self._mask = square.triu_(1)
-
-    @torch.no_grad()
-    def run(self) -> Any:
-        return self.model(input_ids=self._ids, attention_mask=self._mask, use_cache=True, logits_to_keep=1)
+        return self.model(**self._inputs)
 
 
 class TensorParallelPrefill(Prefill):
-    """DeepSpeed's AutoTP engine."""
-
-    def __init__(self, name: str, model: Any, ids: Tensor, *, shared_memory: bool):
-        super().__init__(name, model, ids)
-        self._shared_memory = shared_memory
+    """DeepSpeed's AutoTP engine; by its shared-memory op if the name is ``tp``."""
 
     def run(self) -> Any:
-        with shared_memory_sums(self._shared_memory):
+        with shared_memory_sums(self.name == "tp"):
             return super().run()
 
     def counting(self) -> AbstractContextManager[Bytes]:
@@ -84,28 +68,21 @@ class ContextParallelPrefill(Prefill):
         before = self._totals()
         sent: Bytes = {}
         yield sent
-        for operation, total in self._totals().items():
-            if total > before.get(operation, 0):
-                sent[operation] = total - before.get(operation, 0)
+        sent.update(self._totals() - before)
 
-    def _totals(self) -> Bytes:
-        return self.model.report().ranks[self.model.mesh.rank].bytes_sent
+    def _totals(self) -> Counter[str]:
+        return Counter(self.model.report().ranks[self.model.mesh.rank].bytes_sent)
 
 
 class Turn(ContextParallelPrefill):
     """A turn of a conversation: new tokens on top of those that a cache, which methods may share, holds now."""
 
     def __init__(self, name: str, engine: megakv.MegaKVEngine, ids: Tensor, cache: ShardedCache):
-        super().__init__(name, engine, ids)
-        self._cache = cache
-        self._held = cache.length
+        super().__init__(name, engine, ids, past_key_values=cache)
+        self._cache, self._held = cache, cache.length
 
     def prepare(self) -> None:
         self._cache.cut_back(self._held)
-
-    @torch.no_grad()
-    def run(self) -> Any:
-        return self.model(input_ids=self._ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
 
 class ChainPrefill(ContextParallelPrefill):
@@ -120,10 +97,7 @@ class ChainPrefill(ContextParallelPrefill):
 
 
 class SilentLink(ChainLink):
-    """A place in the chain where nothing is sent, and what would be received is there at once: random numbers.
-
-    Tokens are the real ones, so every rank computes what it would compute. Messages of the same sizes are made once.
-    """
+    """A place in the chain where nothing is sent, and random numbers stand for what would be received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +159,16 @@ class Prefills:
         """One method. Every rank must call it."""
         if name == "single":
             return Prefill(name, self.model, ids)
+        if name == "single_masked":
+            # All scores are computed, and half of them hidden, as if it knew of no causality.
+            square = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf, dtype=self.model.dtype)
+            return Prefill(name, self.model, ids, attention_mask=square.triu_(1).to(ids.device))
         if name not in TENSOR_PARALLEL:
             return ContextParallelPrefill(name, self.engine(name, {"context_parallel": {"prefill": name}}), ids)
         if name == "tp_gloo" and shared_memory_available() and not hasattr(deepspeed.comm.comm.cdb, LEVEL):
             raise MegaKVError("--methods tp_gloo: this DeepSpeed always uses its shared-memory op; leave tp_gloo out")
         self._sharded = self._sharded or tensor_parallel(self.model, self._world)
-        return TensorParallelPrefill(name, self._sharded, ids, shared_memory=name == "tp")
+        return TensorParallelPrefill(name, self._sharded, ids)
 
     def engine(self, name: str, section: Mapping[str, Any]) -> megakv.MegaKVEngine:
         """The engine of that name, made with this section ``megakv`` if it is new. Every rank must call it."""
@@ -206,7 +184,6 @@ class Prefills:
             self._engines.pop(name).destroy()
 
     def close(self) -> None:
-        """Let go of all engines."""
         for name in list(self._engines):
             self.drop(name)
 
@@ -221,26 +198,22 @@ def cache_bytes(cache: Any) -> int:
 def uses_shared_memory(name: str, dtype: torch.dtype) -> bool:
     """Whether a method's sums over ranks go through DeepSpeed's shared-memory op."""
     needed = 1 if dtype == torch.float32 else 2
-    return name == "tp" and shared_memory_available() and _kernel_level() >= needed
-
-
-def _kernel_level() -> int:
-    """What DeepSpeed asks for before every sum, for vector instructions; 0 means that its op is not used."""
-    return int(getattr(deepspeed.comm.comm.cdb, LEVEL, 0))
+    return name == "tp" and shared_memory_available() and getattr(deepspeed.comm.comm.cdb, LEVEL, 0) >= needed
 
 
 @contextlib.contextmanager
 def shared_memory_sums(allowed: bool) -> Iterator[None]:
     """For a while, DeepSpeed's sums over ranks may use its shared-memory op, or must go through the process group."""
-    backend, level = deepspeed.comm.comm.cdb, _kernel_level()
-    if allowed:
-        yield
-        return
-    setattr(backend, LEVEL, 0)
+    backend = deepspeed.comm.comm.cdb
+    # What DeepSpeed asks for before every sum, for vector instructions; 0 means that its op is not used.
+    level = getattr(backend, LEVEL, 0)
+    if not allowed:
+        setattr(backend, LEVEL, 0)
     try:
         yield
     finally:
-        setattr(backend, LEVEL, level)
+        if not allowed:
+            setattr(backend, LEVEL, level)
 
 
 @contextlib.contextmanager

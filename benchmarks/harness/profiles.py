@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from megakv.costmodel.hardware import HardwareProfile, load_profile
+from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.measure.kernels import Matrices
 from megakv.costmodel.measure.profile import measure_profile
 from megakv.costmodel.measure.stopwatch import Alone
@@ -24,16 +21,17 @@ from megakv.launcher.ranks import Progress
 from .world import World
 
 
-@contextlib.contextmanager
 def measured_profile(
     world: World, model: ModelShape, arguments: argparse.Namespace, *, tp_size: int = 1
-) -> Iterator[Path]:
-    """Measure one with a model's heads, as ``megakv profile`` does; this rank's file of it, which is gone at the end.
-
-    Every rank must call it: ranks are context-parallel rings of so many tensor-parallel ones.
-    """
+) -> HardwareProfile:
+    """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it."""
     mesh = make_mesh(cp_size=world.size // tp_size, tp_size=tp_size, timeout_s=arguments.timeout)
-    sums = _whole_world(world, arguments.timeout)
+    sums = []
+    if world.size > 1:
+        # Sums over all ranks, as DeepSpeed's tensor parallelism forms them: by every way that there is.
+        whole = make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout)
+        ways = [replace(whole, shared_memory=False)] + [whole] * whole.shared_memory
+        sums = [Communicator(way, Ledger()) for way in ways]
     profile = _measure(Communicator(mesh, Ledger()), model, arguments.profile_seconds, sums=sums)
     for comm in sums:
         comm.watch.uninstall()
@@ -41,10 +39,7 @@ def measured_profile(
     # Both ways to sum have the same groups.
     for comm in sums[:1]:
         comm.mesh.end()
-    with tempfile.TemporaryDirectory(prefix="megakv-profile-") as folder:
-        path = Path(folder) / "profile.json"
-        profile.save(path)
-        yield path
+    return profile
 
 
 def keep_measured(
@@ -56,10 +51,7 @@ def keep_measured(
     tp_size: int = 1,
     idle: bool = False,
 ) -> None:
-    """Measure what rows are predicted from, if there is time to and a file beside which it is kept.
-
-    Every rank must call it. `idle`: one rank is also measured while the others stand idle, for half as long.
-    """
+    """Measure what rows are predicted from, if there is time to and a file beside which it is kept."""
     if not (arguments.profile_seconds and arguments.json):
         return
     shape = shape_of(model)
@@ -70,18 +62,14 @@ def keep_measured(
             keep_profile(world, lone, arguments.json, f"1-of-{world.size}")
         world.barrier()
     if world.size > 1:
-        with measured_profile(world, shape, arguments, tp_size=tp_size) as path:
-            name = f"{world.size}" if rate is None else f"{world.size}-{rate}"
-            keep_profile(world, load_profile(path), arguments.json, name)
+        profile = measured_profile(world, shape, arguments, tp_size=tp_size)
+        keep_profile(world, profile, arguments.json, f"{world.size}" if rate is None else f"{world.size}-{rate}")
 
 
 def keep_profile(world: World, profile: HardwareProfile, results: str | None, name: str) -> None:
     """Keep a profile in FILE.profiles, beside the results FILE if there are any, for who wants to predict anew."""
-    if results is None or world.rank != 0:
-        return
-    folder = profiles_of(Path(results))
-    folder.mkdir(parents=True, exist_ok=True)
-    profile.save(folder / f"{name}.json")
+    if results is not None and world.rank == 0:
+        profile.save(profiles_of(Path(results)) / f"{name}.json")
 
 
 def profiles_of(results: Path) -> Path:
@@ -94,22 +82,12 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     return ModelShape.from_config(model.config, dtype=model.dtype)
 
 
-def _whole_world(world: World, timeout_s: float) -> list[Communicator]:
-    """Sums over all ranks, as DeepSpeed's tensor parallelism forms them: by every way that there is."""
-    if world.size < 2:
-        return []
-    mesh = make_mesh(cp_size=1, tp_size=world.size, timeout_s=timeout_s)
-    ways = [replace(mesh, shared_memory=False)] + [mesh] * mesh.shared_memory
-    return [Communicator(way, Ledger()) for way in ways]
-
-
 def _measure(comm: Communicator, model: ModelShape, seconds: float, *, sums: list[Communicator]) -> HardwareProfile:
-    shape = model.attention(tp_size=comm.mesh.tp_size)
     progress = Progress("profile")
     profile = measure_profile(
         comm,
         dtype=model.dtype,
-        sizes=[shape],
+        sizes=[model.attention(tp_size=comm.mesh.tp_size)],
         matrices=Matrices.of(model),
         seconds=seconds,
         sums=sums,

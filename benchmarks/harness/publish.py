@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from megakv.tracking import machine_info, version_info
 from megakv.tracking.files import write_whole
 
 from .charts import Chart, draw_charts
-from .statistics import median
+from .statistics import Interval, median
 
+Row = Mapping[str, Any]
 MEGABYTE = 1 << 20
 
 
@@ -27,7 +28,7 @@ def publish(
     arguments: argparse.Namespace,
     benchmark: str,
     machine: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     summary: Mapping[str, Any],
     charts: Sequence[Chart],
 ) -> None:
@@ -49,7 +50,6 @@ def publish(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all; NaN is refused."""
     write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
@@ -68,31 +68,56 @@ def show_table(title: str, lines: Sequence[Sequence[str]]) -> None:
         print(f"\n{title}\n{align(lines)}" if title else f"\n{align(lines)}")
 
 
+def columns(rows: Iterable[Row], heads: Mapping[str, Callable[[Row], object]]) -> list[list[str]]:
+    """A table's head, and a line of each row by what its columns say of it; "-" for what they do not know."""
+    lines = [["-" if (cell := show(row)) is None else str(cell) for show in heads.values()] for row in rows]
+    return [list(heads), *lines]
+
+
+def show_intervals(title: str, found: Mapping[str, Any], head: str = "median ratio [95%]") -> None:
+    """Print all intervals in a part of a summary, each behind the keys that lead to it."""
+    leaves = list(_leaves(found, ()))
+    depth = max((len(keys) for keys, _ in leaves), default=1)
+    lines = [[*keys, *[""] * (depth - len(keys)), str(value)] for keys, value in leaves]
+    show_table(title, [[*[""] * depth, head], *lines])
+
+
+def _leaves(found: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Interval]]:
+    if "value" in found:
+        yield keys, Interval(found["value"], found["low"], found["high"])
+        return
+    for name, inner in found.items():
+        yield from _leaves(inner, (*keys, name))
+
+
 def show_difference(summary: Mapping[str, Any]) -> None:
     print(f"\nlargest difference of the last logits: {summary['max_logit_difference']:.1e} of the largest logit")
 
 
-def time_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def time_table(rows: Sequence[Row]) -> list[list[str]]:
     """Times, traffic and memory of every row: the busiest or largest rank's."""
-    lines = [["method", "ranks", "context", "median s", "fastest", "slowest", "MB sent", "KV MB", "working MB"]]
-    for row in rows:
-        seconds = row["seconds"]
-        times = [f"{value:.3f}" for value in (median(seconds).value, min(seconds), max(seconds))]
-        sent = [sum(sent.values()) for sent in row["bytes_sent"]]
-        sizes = [_megabytes(each) for each in (sent, row.get("kv_bytes"), row["working_bytes"])]
-        lines.append([str(row["method"]), str(row["ranks"]), f"{row['context']:,}", *times, *sizes])
-    return lines
 
+    def megabytes(per_rank: Sequence[int] | None) -> str | None:
+        return None if per_rank is None else f"{max(per_rank) / MEGABYTE:.1f}"
 
-def _megabytes(per_rank: Sequence[int] | None) -> str:
-    return "-" if per_rank is None else f"{max(per_rank) / MEGABYTE:.1f}"
+    return columns(
+        rows,
+        {
+            "method": lambda row: row["method"],
+            "ranks": lambda row: row["ranks"],
+            "context": lambda row: f"{row['context']:,}",
+            "median s": lambda row: f"{median(row['seconds']).value:.3f}",
+            "fastest": lambda row: f"{min(row['seconds']):.3f}",
+            "slowest": lambda row: f"{max(row['seconds']):.3f}",
+            "MB sent": lambda row: megabytes([sum(sent.values()) for sent in row["bytes_sent"]]),
+            "KV MB": lambda row: megabytes(row.get("kv_bytes")),
+            "working MB": lambda row: megabytes(row["working_bytes"]),
+        },
+    )
 
 
 class Parts:
-    """A folder with a file for every cell, kept as it is measured: a run that ends early goes on where it was.
-
-    What `identity` names must be the same for cells to be compared: files of another one are left alone, but not read.
-    """
+    """A folder with a file for every case, kept as it is measured; those of another `identity` are not read."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.folder = folder
@@ -102,7 +127,7 @@ class Parts:
         return self.folder / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A cell; None if there is none of this identity."""
+        """A case; None if there is none of this identity."""
         try:
             found: dict[str, Any] = json.loads(self.path(name).read_text())
         except (OSError, ValueError):
@@ -113,6 +138,6 @@ class Parts:
         write_json(self.path(name), {"identity": self.identity, "part": part})
 
     def names(self, prefix: str = "") -> list[str]:
-        """Cells of this identity, in the order of their names."""
+        """Cases of this identity, in the order of their names."""
         found = sorted(path.stem for path in self.folder.glob(f"{prefix}*.json"))
         return [name for name in found if self.read(name) is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ IDENTITY = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dty
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one launch of ranks measures."""
+    """Cases that one launch of ranks measures."""
 
     ranks: int
     kv_heads: int
@@ -40,8 +40,7 @@ class Group:
         """What its files begin with."""
         return f"r{self.ranks}-kv{self.kv_heads}-{self.rate}"
 
-    def cell(self, context: int) -> str:
-        """The name of a cell."""
+    def case(self, context: int) -> str:
         return f"{self.name}-{context}"
 
     def methods(self, asked: Sequence[str], context: int, spacing: int) -> list[str]:
@@ -69,7 +68,7 @@ class Group:
 
     def narrowed(self, contexts: Sequence[int]) -> Group:
         """The same with some of the contexts only."""
-        return Group(self.ranks, self.kv_heads, self.rate, tuple(contexts), self.noise)
+        return replace(self, contexts=tuple(contexts))
 
     def filled(self, name: str) -> str:
         """A file's name with what it says of the group filled in."""
@@ -78,18 +77,16 @@ class Group:
         return name
 
     def save(self, path: Path) -> None:
-        """Write it for the ranks."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: str) -> Group:
-        """As it was saved."""
         values = json.loads(Path(path).read_text())
         return cls(**{**values, "contexts": tuple(values["contexts"])})
 
 
 def profile_path(group: Group, given: str | None, folder: Path) -> Path:
-    """The file of a group's hardware profile: the one that was given, or that is kept beside its cells."""
+    """The file of a group's hardware profile: the one that was given, or that is kept beside its cases."""
     return folder / "profiles" / f"{group.name}.json" if given is None else Path(group.filled(given))
 
 
@@ -105,12 +102,12 @@ def groups(arguments: argparse.Namespace) -> list[Group]:
 
 
 def identity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What must be the same for cells to be reported together."""
+    """What must be the same for cases to be reported together."""
     return {name: getattr(arguments, name) for name in IDENTITY}
 
 
 def is_done(part: Mapping[str, Any] | None, methods: Sequence[str], noise: bool, repeats: int) -> bool:
-    """Whether a cell that was kept answers what is asked now."""
+    """Whether a case that was kept answers what is asked now."""
     if part is None:
         return False
     wanted = {(name, QUIET) for name in methods}

@@ -73,16 +73,11 @@ class Samples:
 
     method: str
     bytes_sent: list[Bytes]  # By operation, per rank, of one run
-    # What the benchmark found out about the method in its untimed run
-    facts: dict[str, Any] = field(default_factory=dict)
-    # One per repetition: from the common start until the slowest rank is done
-    seconds: list[float] = field(default_factory=list)
-    rank_seconds: list[list[float]] = field(default_factory=list)  # The same per repetition and rank
-    # Per rank, the most memory of its process in any repetition (torch's allocations on an accelerator)
-    peak_bytes: list[int] = field(default_factory=list)
-    # Per rank, the part of `peak_bytes` that was not in use before the repetition: activations and caches, without
-    # the weights of this and the other methods
-    working_bytes: list[int] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # Found out about the method in its untimed run
+    seconds: list[float] = field(default_factory=list)  # Of each repetition: the slowest rank's
+    rank_seconds: list[list[float]] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)  # Per rank, at most in any repetition
+    working_bytes: list[int] = field(default_factory=list)  # Of them, what was not in use before the repetition
 
     def add(self, runs: list[tuple[float, int, int]]) -> None:
         """Take up one repetition: seconds, peak and working bytes of every rank."""
@@ -93,7 +88,6 @@ class Samples:
         self.working_bytes = [max(pair) for pair in zip(self.working_bytes or working, working, strict=True)]
 
     def to_row(self, **context: Any) -> dict[str, Any]:
-        """A row of the results."""
         return {
             "method": self.method,
             **context,
@@ -115,11 +109,7 @@ def measure(
     budget_s: float | None = None,
     least: int = 1,
 ) -> list[Samples]:
-    """Run every method once untimed, then `repeats` times in turn. Every rank must call it.
-
-    Turns of all methods make a round, so slow stretches of the machine hit all methods alike and the samples of a round
-    are pairs; each round begins with another method.
-    """
+    """Run every method once untimed, then `repeats` times in turn. Every rank must call it."""
     results = []
     gc.collect()
     # What is there by now stays to the end: collections between the runs need not look at it.

@@ -25,10 +25,7 @@ Times = npt.NDArray[np.float64]
 
 
 class Bench:
-    """Times work on one device, by device events where there are any.
-
-    On a GPU the work is captured as a graph: what counts is what the device does, not how fast Python asks for it.
-    """
+    """Times work on one device, by device events where there are any."""
 
     def __init__(self, device: torch.device, repeats: int):
         self.device, self.repeats = device, repeats

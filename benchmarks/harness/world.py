@@ -30,7 +30,6 @@ class World:
     device: torch.device  # Where this rank computes
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         dist.barrier()
 
     def gather(self, value: T) -> list[T]:

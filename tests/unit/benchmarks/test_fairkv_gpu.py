@@ -30,7 +30,8 @@ def test_tiny_run(tmp_path: Path) -> None:
     for part in report["summary"].values():
         assert {degree: list(cells) for degree, cells in part.items()} == {"2": ["9", "33"], "4": ["9", "33"]}
         assert set(part["4"]["33"]["speedup"]) == {"dp2", "split3"}
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for name in ("gain.tp2", "busy.tp2", "gain.tp4", "busy.tp4"):
+        assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.choices import Cell, crossover, judge
+from benchmarks.harness.choices import Case, crossover, judge
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 TINY = tiny(heads=8, kv_heads=2)
@@ -67,7 +67,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     bounds = summary["intervals"]["auto_mean_regret"]
     assert 0 <= bounds["low"] <= bounds["high"] < math.inf
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "pass-KV s" in done.stdout and "mean regret" in done.stdout
+    assert "Speed of pass-KV" in done.stdout and "mean regret" in done.stdout
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["config", "multiturn.json", "multiturn.png"]
 
 
@@ -76,7 +76,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     [
         (["--ranks", "1"], "--ranks 1"),
         (["--ranks", "2", "--context", "512"], "--miss-rates 0.5 of --context 512"),
-        (["--ranks", "2", "--miss-rates", "5,120"], "--miss-rates 120"),
+        (["--ranks", "2", "--miss-rates", "5,120"], "--miss-rates 5,120"),
         (["--ranks", "2", "--miss-rates", "some"], "--miss-rates some"),
         (["--ranks", "2", "--rates", "free,fast"], "fast"),
         (["--ranks", "2", "--pairs", "9", "--most-pairs", "8"], "--most-pairs 8"),
@@ -91,8 +91,8 @@ def noisy(seconds: float, rounds: int = 9, spread: float = 0.002) -> list[float]
     return list(seconds * np.random.default_rng(random.getrandbits(32)).uniform(1 - spread, 1 + spread, rounds))
 
 
-def cell(miss_rate: float, kv: float, q: float, chosen: str) -> Cell:
-    return Cell(miss_rate, {"pass_kv": noisy(kv), "pass_q": noisy(q)}, chosen)
+def cell(miss_rate: float, kv: float, q: float, chosen: str) -> Case:
+    return Case(miss_rate, {"pass_kv": noisy(kv), "pass_q": noisy(q)}, chosen)
 
 
 def test_verdict_counts_only_cells_that_differ() -> None:
@@ -120,7 +120,7 @@ def test_a_wrong_choice_within_the_noise_is_marked_and_drift_is_none() -> None:
     unclear = np.array([0.9, 1.2, 0.95, 1.1, 1.05, 0.8, 1.3, 1.04, 1.06])
     clear = np.full(9, 1.03)
     for ratio, within in ((unclear, 1.0), (clear, 0.0)):
-        found = judge([Cell(0.1, {"pass_kv": list(drift), "pass_q": list(drift * ratio)}, "pass_q")])
+        found = judge([Case(0.1, {"pass_kv": list(drift), "pass_q": list(drift * ratio)}, "pass_q")])
         assert found["auto_right_share"] == 0 and found["auto_right_share_within_interval"] == within
         assert found["auto_mean_regret"] == pytest.approx(np.median(ratio) - 1)
 
@@ -139,7 +139,7 @@ def test_interval_of_the_regret_covers_the_truth() -> None:
         for _ in range(4):
             base = rng.uniform(1, 2, 11)
             slow, fast = (base * factor * rng.normal(1, 0.02, 11) for factor in (1.3, 1.0))
-            cells.append(Cell(0.1, {"pass_kv": list(slow), "pass_q": list(fast)}, "pass_kv"))
+            cells.append(Case(0.1, {"pass_kv": list(slow), "pass_q": list(fast)}, "pass_kv"))
         bounds = judge(cells)["intervals"]["auto_mean_regret"]
         covered += bounds["low"] <= 0.3 <= bounds["high"]
     assert covered >= 34

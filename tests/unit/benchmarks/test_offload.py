@@ -1,6 +1,5 @@
 """benchmarks/offload.py: a tiny real run, and what its verdicts, tables and charts are made of."""
 
-import copy
 import json
 import random
 from argparse import Namespace
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from benchmarks.harness.charts import draw_charts
-from benchmarks.harness.offload_cells import contenders
+from benchmarks.harness.offload_case import contenders
 from benchmarks.harness.offload_gpu import covered
 from benchmarks.harness.offload_plan import GPU, LARGE, PARTS, Shape, cases, shape_of, variant
-from benchmarks.harness.offload_processes import merged
-from benchmarks.harness.offload_report import TASKS, charts, tables
+from benchmarks.harness.offload_report import TASKS, OffloadCharts, tables
 from benchmarks.harness.offload_summary import settings, summarise
 from benchmarks.harness.offloads import Sample
 from tests.distributed.launch import run_forked
@@ -30,7 +28,7 @@ TINY = [
     "--chunk", "8", "--links", str(LINK), "--repeats", "1", "--least-repeats", "1",
 ]  # fmt: skip
 METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "cpu_rank", "auto", "stream_4bit"]
-MEASURED = ("links", "latency", "throughput", "batches", "hiding")
+MEASURED = ("links", "throughput", "batches", "hiding")
 SHAPES = {"opt": Shape("opt", 2, 32, 4, 4, 128, 512), "gqa": Shape("llama", 2, 32, 4, 1, 128, 512)}
 
 
@@ -138,20 +136,22 @@ def test_layers_with_windows(tmp_path: Path) -> None:
 def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     made = tables(rows)
     report = json.loads(results.read_text())
-    assert [table["title"] for table in report["summary"]["tables"]] == [table.title for table in made]
-    # Both models in one table each, Table 2, Tables 3 and 4, Table 5, and Figure 6's second row.
-    assert len(made) == 6
-    for table in made:
-        assert "EMULATED" in table.title and len({len(line) for line in table.lines}) == 1
-    names = ["links.opt", "links.gqa", "split", "latency", "throughput", "compression", "utilisation", "breakdown"]
+    assert [[table["title"], table["lines"]] for table in report["summary"]["tables"]] == [
+        list(table) for table in made
+    ]
+    # Both models in one table each, Table 2, Table 5, and Figure 6's second row.
+    assert len(made) == 5
+    for title, lines in made:
+        assert "EMULATED" in title and len({len(line) for line in lines}) == 1
+    names = ["links.opt", "links.gqa", "split", "throughput", "compression", "utilisation", "breakdown"]
     names += ["batches", "hiding", "predictions"]
     assert {path.name for path in results.parent.glob("*.png")} == {f"offload.{name}.png" for name in names}
-    # Two links, and two settings of one part.
+    # Two links, and two prompts, in one picture and one table.
     some = [row for row in rows if row["part"] == "links"]
     more = some + [{**row, "context": 77} for row in some] + [{**row, "link_gb_s": 0.1} for row in some]
-    drawn = draw_charts(tmp_path / "x.json", charts(more, dtype="fp32", threads=1))
-    assert [path.name for path in drawn].count("x.links.opt.2.png") == 1 and all(path.is_file() for path in drawn)
-    assert len(settings(more)) == 4 and len(tables(more)) == 4
+    drawn = draw_charts(tmp_path / "x.json", OffloadCharts("fp32").all(more))
+    assert [path.name for path in drawn].count("x.links.opt.png") == 1 and all(path.is_file() for path in drawn)
+    assert len(settings(more)) == len(tables(more)) == 2 and len(tables(more)[0][1]) == 1 + 3 * len(METHODS)
 
 
 def test_verdicts(rows: list[dict[str, Any]]) -> None:
@@ -179,45 +179,13 @@ def test_verdicts(rows: list[dict[str, Any]]) -> None:
             row["forecast_s"] = 0.93 * times[row["method"]]
     forecasts = summarise(some, exact_type=True)["predictions"]
     assert forecasts["forecasts"] == 5 and forecasts["forecast_median_error"] == pytest.approx(0.07)
-    # All pairs of the six but chunked and cpu_rank, which differ by 2%.
-    assert found["ordering"] == {"pairs": 14, "right": 14, "wrong": []}
     next(row for row in some if row["method"] == "kvpr")["predicted_s"] = 0.3
-    found = summarise(some, exact_type=True)
-    assert found["ordering"]["right"] == 11 and found["predictions"]["worst"]["case"].endswith("kvpr")
+    assert summarise(some, exact_type=True)["predictions"]["worst"]["case"].endswith("kvpr")
     next(row for row in some if row["method"] == "stream_4bit")["tokens_equal"] = False
     assert summarise(some, exact_type=True)["tokens_equal"]
     next(row for row in some if row["method"] == "kvpr")["tokens_equal"] = False
     assert not summarise(some, exact_type=True)["tokens_equal"]
     assert summarise(some, exact_type=False)["tokens_equal"] is None
-
-
-def test_processes_are_averaged(rows: list[dict[str, Any]]) -> None:
-    mine = [row for row in rows if row["part"] == "links" and row["method"] == "auto"][:1]
-    other = copy.deepcopy(mine)
-    mine[0] |= {"seconds": [1.0, 3.0], "on_host": 10.0, "part": "processes", "processes": 2}
-    other[0] |= {"seconds": [2.0, 5.0], "on_host": 20.0, "part": "processes", "processes": 2}
-    (row,) = merged([mine, other])
-    assert row["seconds"] == [1.5, 4.0] and row["process_seconds"] == [[1.0, 2.0], [3.0, 5.0]] and row["on_host"] == 15
-    assert row["tokens_per_s"] == pytest.approx(2 / 2.75)
-    assert len(row["prediction_errors"]) == 2 * len(mine[0]["prediction_errors"])
-    # What shares a host is shown, and judged apart.
-    assert summarise([row], exact_type=True)["auto_over_best"] is None
-    table = str(tables([row])[0])
-    assert "x 2 processes" in table and "on host" in table
-
-
-@pytest.mark.full
-def test_processes_of_their_own_are_added(results: Path, rows: list[dict[str, Any]]) -> None:
-    done = run("--only", "links,processes", "--processes", "1,2", "--json", results, *TINY, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(results.read_text())["rows"]
-    # Nothing was measured again.
-    assert found[: len(rows)] == rows
-    found = found[len(rows) :]
-    assert [(row["processes"], row["method"]) for row in found] == [
-        (count, method) for count in (1, 2) for method in ("stream", "kvpr", "cpu_rank", "auto")
-    ]
-    assert all(row["tokens_equal"] and len(row["process_seconds"][0]) == row["processes"] for row in found)
 
 
 def test_methods_that_cannot_stand_side_by_side_are_kept_one_by_one(tmp_path: Path) -> None:
@@ -246,7 +214,7 @@ def test_names() -> None:
 def test_large_models_fit_their_machine() -> None:
     asked = Namespace(
         gpu=True, quick=False, only=list(GPU), links=[None], shapes=None, batch=None, prompt=None, new=None,
-        group=None, processes=None, layers=None, hidden=0, heads=0,
+        group=None, layers=None, hidden=0, heads=0,
     )  # fmt: skip
     found = cases(asked)
     assert len({case.name for case in found}) == len(found)

@@ -18,7 +18,7 @@ from benchmarks.harness.prefills import SilentLink
 from benchmarks.harness.publish import Parts
 from benchmarks.harness.runahead_charts import charts
 from benchmarks.harness.runahead_plan import METHODS, Group, groups, is_done
-from benchmarks.harness.runahead_report import losses, show, summarise, table_1, table_3
+from benchmarks.harness.runahead_report import losses, show, summarise
 from megakv.attention.chain import ChainPlan
 from megakv.attention.ring import KVFormat
 from megakv.distributed.sharding import contiguous, new_tokens
@@ -82,9 +82,9 @@ def test_tiny_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert cell["time_ratio"]["kvr_p/kvr_s"]["value"] == pytest.approx(np.median(middle["kvr_p"] / middle["kvr_s"]))
     assert cell["bounds_s"]["causal"]["value"] == pytest.approx(np.median(middle["single"]) / 2)
     assert cell["auto"]["regret"]["value"] >= 0 and summary["auto_regret"]["largest"]["cell"] in summary["cells"]
-    for kind in ("ttft", "partitions", "predicted", "search"):
+    for kind in ("ttft", "partitions", "search"):
         assert path.with_suffix(f".{kind}.r2-kv2-free.png").read_bytes().startswith(b"\x89PNG"), kind
-    assert "TSP against KVR-S" in done.stdout and "What auto chose" in done.stdout
+    assert "Time to first token" in done.stdout and "What auto chose" in done.stdout
 
     again = fork("--context", "64,96", *given, timeout=120)
     assert again.returncode == 0 and "measured already" in again.stdout
@@ -181,8 +181,6 @@ def test_verdicts_on_known_times() -> None:
         "runahead": pytest.approx(1.1, rel=0.005), "pass_kv": pytest.approx(1.0, rel=0.005)
     }  # fmt: skip
     assert summary["auto_regret"]["largest"]["cell"] == "r4-kv16-free-8192"
-    assert cell["auto"]["choice_regret"]["value"] == pytest.approx(0.02, abs=0.004)
-    assert summary["auto_choice_regret"]["mean"]["value"] == cell["auto"]["choice_regret"]["value"]
     assert slow["speedup"]["kvr_s/tsp"]["value"] == pytest.approx(2.5, rel=0.005) and "auto" not in slow
     assert slow["bounds_s"] == {} and summary["noise_loss"] == {}
 
@@ -214,23 +212,20 @@ def test_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows += [row("one_rank", [3.5 * 2048], **slow), row("kvr_s", [5.0 * 2048], **slow)]
     rows += [row("kvr_s", [5.5 * 2048], noise="link", **slow)]
     summary = summarise(rows)
-    cells = list(summary["cells"].values())
-    header, first, second = table_1(cells)
-    assert header[3:5] == ["TSP on 2", "KVR-S"] and len(first) == len(header) == 9
-    assert float(first[3]) / float(first[4]) == pytest.approx(1.5, rel=0.01) and second[2] == "8,192"
-    header, first, _ = table_3(cells)
-    assert header[3:] == ["2 ranks, free", "4 ranks, free", "2 ranks, 1gbit"]
-    # Two ranks beat one over fast links, not over slow ones.
-    assert first[3].endswith("*") and not first[5].endswith("*")
     show(summary)
-    assert "Table 3" in capsys.readouterr().out
+    header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+    # Tables 1 and 2, and Table 3: TSP and one rank beside the chain, by links, ranks and tokens.
+    assert header.split()[:4] == ["links", "KV", "heads", "ranks"] and {"tsp", "kvr_s", "one_rank"} <= set(
+        header.split()
+    )
+    assert len(lines) == 5
     arguments = argparse.Namespace(family="llama", layers=8, hidden=1024, heads=16, dtype="fp32", threads=1)
     trials = [{"partition": [2, 2], "seconds": 1.0, "stride": 0, "round": 0}]
     trials.append({"partition": [3, 1], "seconds": 0.9, "stride": 1, "round": 0})
     search = {"partition": [3, 1], "seconds": 0.9, "even_seconds": 1.0, "evaluations": 2, "trials": trials}
     drawn = draw_charts(tmp_path / "x.json", charts(arguments, summary, {"r2-kv16-free-4096": search}))
     kinds = {file.name.split(".")[1] for file in drawn}
-    assert kinds == {"ttft", "partitions", "predicted", "noise", "search", "ranks", "pass_kv"}
+    assert kinds == {"ttft", "partitions", "noise", "search", "ranks", "pass_kv"}
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in drawn) and len(set(drawn)) == len(drawn)
 
 

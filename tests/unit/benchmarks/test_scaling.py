@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.predictions import predicted_anew
-from benchmarks.harness.scaling_report import memory_line
-from benchmarks.harness.statistics import unpaired_ratio
+from benchmarks.harness.scaling_report import _longest
+from benchmarks.harness.statistics import ratio
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 TINY = tiny(heads=4, kv_heads=2)
@@ -79,29 +79,26 @@ def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -
     assert done.returncode == 2 and named in done.stderr
 
 
+def memory(context: int, *working: int, weights: int = 1000) -> dict[str, object]:
+    return {"context": context, "working_bytes": list(working), "weight_bytes": [weights, 0]}
+
+
 def test_memory_is_a_line_and_the_cap_inverts_it() -> None:
-    contexts = [512, 4096, 1024, 2048]
-    line = memory_line(contexts, [5000 + 70 * context for context in contexts], 1000)
-    assert line.fixed_bytes == pytest.approx(6000) and line.token_bytes == pytest.approx(70)
-    assert line.error == pytest.approx(0, abs=1e-9)
-    assert line.longest(6000 + 70 * 9000.5) == 9000
-    assert line.longest(100) == 0
-
-
-def test_a_line_says_how_far_it_misses() -> None:
-    # The three shorter ones predict 4,000 where 5,000 was measured.
-    assert memory_line([1, 2, 3, 4], [1000, 2000, 3000, 5000], 0).error == pytest.approx(-0.2)
-    assert memory_line([1, 2], [1000, 2000], 0).error is None
-    for contexts, used in (([7, 7], [1, 1]), ([1, 2], [5, 5])):
-        with pytest.raises(ValueError):
-            memory_line(contexts, used, 0)
+    rows = [memory(context, 17, 5000 + 70 * context) for context in (512, 4096, 1024, 2048)]
+    found = _longest(rows, 6000 + 70 * 9000.5)
+    assert found["fixed_bytes"] == pytest.approx(6000) and found["token_bytes"] == pytest.approx(70)
+    assert (found["tokens"], found["label"]) == (9000, "extrapolated linearly")
+    assert _longest(rows, 6000 + 70 * 1000.5)["label"] == "within the measured lengths"
+    assert _longest(rows, 100)["tokens"] == 0
+    for no_line in ([memory(7, 1), memory(7, 1)], [memory(1, 5), memory(2, 5)]):
+        assert _longest(no_line, 100)["tokens"] is None
 
 
 def test_ratio_of_independent_samples() -> None:
     rng = np.random.default_rng(3)
     covered = 0
     for _ in range(60):
-        found = unpaired_ratio(2 * rng.normal(1, 0.1, 12), rng.normal(1, 0.1, 9))
+        found = ratio(2 * rng.normal(1, 0.1, 12), rng.normal(1, 0.1, 9), paired=False)
         assert found.low <= found.value <= found.high
         covered += found.low <= 2 <= found.high
     assert covered >= 52

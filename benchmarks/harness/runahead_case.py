@@ -1,12 +1,11 @@
-"""The cells of `runahead.py`, measured by the ranks of one launch, and the searches for their partitions."""
+"""The cases of `runahead.py`, measured by the ranks of one launch, and the searches for their partitions."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import megakv
-from megakv.costmodel.shape import ModelShape
 from megakv.launcher.commands.search_partition import add_arguments
 from megakv.launcher.passes import TimedPasses
 from megakv.launcher.search import Desk
@@ -25,7 +23,7 @@ from megakv.runahead.table import ChainIdentity, LookupTable, load_table
 
 from .models import random_ids
 from .noise import QUIET, Switch
-from .prefills import ChainPrefill, ContextParallelPrefill, MaskedPrefill, Prefill, Prefills, cache_bytes, silence
+from .prefills import ChainPrefill, ContextParallelPrefill, Prefill, Prefills, cache_bytes, silence
 from .profiles import measured_profile, shape_of
 from .runahead_plan import APART, NOISES, NOISY, Group, profile_path
 from .sampling import Method, Samples, Switched, measure
@@ -35,21 +33,16 @@ CHAIN = {"context_parallel": {"prefill": "runahead"}, "runahead": {"partition": 
 MAY_CHOOSE = ("runahead", "pass_kv", "pass_q")
 
 
-@contextmanager
-def group_profile(arguments: argparse.Namespace, group: Group, world: World, model: Any) -> Iterator[str | None]:
-    """The hardware profile of a group: given, kept by an earlier run, measured now, or none."""
+def group_profile(arguments: argparse.Namespace, group: Group, world: World, model: PreTrainedModel) -> str | None:
+    """The file of a group's hardware profile: given, kept by an earlier run, or measured now; None if there is none."""
     path = profile_path(group, arguments.profile, Path(arguments.parts))
-    if arguments.profile is not None:
-        yield str(path)
-        return
-    if world.gather(path.exists())[0] or not arguments.profile_seconds:
-        yield str(path) if path.exists() else None
-        return
-    with measured_profile(world, shape_of(model), arguments) as measured:
+    # Rank 0's view decides: another rank may see the file a moment later.
+    if arguments.profile is None and arguments.profile_seconds and not world.gather(path.exists())[0]:
+        profile = measured_profile(world, shape_of(model), arguments)
         if world.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(measured, path)
-        yield str(measured)
+            profile.save(path)
+        world.barrier()
+    return str(path) if arguments.profile is not None or path.exists() else None
 
 
 def group_table(arguments: argparse.Namespace, group: Group, world: World) -> Path:
@@ -64,22 +57,13 @@ def group_table(arguments: argparse.Namespace, group: Group, world: World) -> Pa
 
 
 class Searches:
-    """Partitions searched as ``megakv search-partition`` does, and the table that they are written to.
-
-    Every rank must make the same calls. The engine has the prefill method ``runahead``.
-    """
+    """Partitions searched as ``megakv search-partition`` does, and the table that they are written to."""
 
     def __init__(
-        self,
-        engine: megakv.MegaKVEngine,
-        world: World,
-        arguments: argparse.Namespace,
-        *,
-        table: Path,
-        profile: str | None,
+        self, engine: megakv.MegaKVEngine, world: World, arguments: argparse.Namespace, table: Path, profile: str | None
     ):
         comm = self._comm = engine._comm
-        self._shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
+        self._shape = shape_of(engine.module)
         section = engine._config.megakv.runahead
         self._chain = ChainIdentity.of(comm, self._shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
         self._passes = TimedPasses(engine, comm, arguments.search_repeats)
@@ -89,9 +73,7 @@ class Searches:
 
     def search(self, context: int) -> dict[str, Any] | None:
         """Find the partition of a length that the table does not have: what it came to, as JSON, on rank 0."""
-        known = context in [entry.context for entry in self._entries()]
-        # Rank 0's view decides: another rank may see the file a moment later.
-        if self._world.gather(known)[0]:
+        if self._world.gather(context in [entry.context for entry in self._entries()])[0]:
             return None
         result = failure = None
         if self._world.rank != 0:
@@ -117,7 +99,6 @@ class Searches:
         return parser.parse_args(words)
 
     def partition(self, context: int) -> Partition:
-        """The searched one."""
         return from_fractions(next(e.fractions for e in self._entries() if e.context == context), context)
 
     def predicted(self, context: int, spacing: int) -> Partition:
@@ -132,8 +113,8 @@ class Searches:
         return load_table(self._path).entries if self._path.exists() else ()
 
 
-class CellBench:
-    """Measures one cell after the other. Every rank must make the same calls; the model is whole on every rank."""
+class CaseBench:
+    """Measures one case after the other. Every rank must make the same calls; the model is whole on every rank."""
 
     def __init__(
         self,
@@ -141,14 +122,13 @@ class CellBench:
         group: Group,
         world: World,
         model: PreTrainedModel,
-        *,
-        table: Path,
         profile: str | None,
     ):
+        table = group_table(arguments, group, world)
         self._arguments, self._group, self._world = arguments, group, world
         self._table, self._profile = table, profile
         self._prefills = Prefills(model, world)
-        self.searches = Searches(self._prefills.engine("chain", CHAIN), world, arguments, table=table, profile=profile)
+        self.searches = Searches(self._prefills.engine("chain", CHAIN), world, arguments, table, profile)
 
     def close(self) -> None:
         self._prefills.close()
@@ -159,7 +139,7 @@ class CellBench:
         names = self._group.methods(arguments.methods, context, arguments.table_spacing)
         ids = random_ids(arguments.vocab, context, world.device)
         agreement = Agreement(world, arguments.dtype)
-        # What auto may use of the table has changed since the last cell.
+        # What auto may use of the table has changed since the last case.
         self._prefills.drop("auto")
 
         def inspect(name: str, output: Any) -> dict[str, Any]:
@@ -172,13 +152,10 @@ class CellBench:
             switch = Switch(Path(arguments.switch), world.rank, world.size)
             methods = [
                 Switched(
-                    method,
-                    noise,
-                    partial(switch.next_run, method.name, noise),
-                    name=method.name if noise == QUIET else None,
+                    each, noise, partial(switch.next_run, each.name, noise), name=each.name if noise == QUIET else None
                 )
-                for method in methods
-                for noise in (NOISES if method.name in NOISY else (QUIET,))
+                for each in methods
+                for noise in (NOISES if each.name in NOISY else (QUIET,))
             ]
         least = min(arguments.repeats, arguments.least_repeats)
         limits = {"repeats": arguments.repeats, "least": least, "budget_s": arguments.cell_seconds}
@@ -196,8 +173,6 @@ class CellBench:
             chain = {"table": str(self._table)} if self._table.exists() else {}
             engine = prefills.engine("auto", {"context_parallel": parallel, "runahead": chain})
             return ContextParallelPrefill(name, engine, ids)
-        if name == "single_masked":
-            return MaskedPrefill(name, prefills.model, ids)
         partition = self._partition(name, context)
         if partition is None:
             return prefills.make(name, ids)
@@ -220,17 +195,15 @@ class CellBench:
         return None
 
     def _row(self, context: int, method: Method, sample: Samples) -> dict[str, Any]:
+        inner: Any
         noise, inner = (method.state, method.method) if isinstance(method, Switched) else (QUIET, method)
         facts: dict[str, Any] = {"partition": None, "auto": None, "candidates_s": None}
         if isinstance(inner, ChainPrefill):
             facts["partition"] = list(inner.partition)
-        elif isinstance(inner, ContextParallelPrefill) and inner.name == "auto":
-            facts["auto"] = chosen(sample.bytes_sent)
+        elif inner.name == "auto":
             choice = inner.model._runtime.planner.choice
-            assert choice is not None
-            facts["candidates_s"] = dict(choice.predicted_s)
+            facts |= {"auto": chosen(sample.bytes_sent), "candidates_s": dict(choice.predicted_s)}
             if facts["auto"] == "runahead":
-                assert choice.partitions is not None
                 facts["partition"] = list(choice.partitions[0])
         group = self._group
         place = {"ranks": self._world.size, "kv_heads": group.kv_heads, "rate": group.rate, "context": context}
@@ -239,8 +212,5 @@ class CellBench:
 
 def chosen(bytes_sent: Sequence[Mapping[str, int]]) -> str:
     """What `auto` chose, by what went over the wire most: the last layer's few queries go round with any ring."""
-    sent: Counter[str] = Counter()
-    for rank in bytes_sent:
-        sent.update(rank)
-    found = [name for name in MAY_CHOOSE if sent[name]]
-    return max(found, key=lambda name: sent[name]) if found else "one_rank"
+    sent = sum(map(Counter, bytes_sent), Counter())
+    return max(MAY_CHOOSE, key=lambda name: sent[name]) if any(sent[name] for name in MAY_CHOOSE) else "one_rank"
