@@ -38,7 +38,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_cell(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -> dict[str, Any]:
+def measure_case(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -> dict[str, Any]:
     """Check, then time, the attention of every rank of a ring."""
     import numpy as np
     from harness.virtual_ring import Watch
@@ -134,8 +134,8 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, TYPES[arguments.dtype])
     rows: Rows = []
     skipped: Rows = []
-    cells = [(context, size) for context in arguments.contexts for size in arguments.ranks]
-    for context, size in (bar := tqdm(cells, unit="cell")):
+    cases = [(context, size) for context in arguments.contexts for size in arguments.ranks]
+    for context, size in (bar := tqdm(cases, unit="case")):
         bar.set_postfix_str(f"{context:,} tokens on {size} ranks")
         free = psutil.virtual_memory().available
         if device.type == "cuda":
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
             continue
         # Next to what it is compared with, so that both find the device equally warm.
         rate = matmul_rate(arguments.matmul, heads.dtype, device)
-        rows.append(measure_cell(arguments, VirtualRing(context, size, heads, device), rate))
+        rows.append(measure_case(arguments, VirtualRing(context, size, heads, device), rate))
     if not rows:
         raise MegaKVError(f"nothing fits: {skipped[0]['context']:,} tokens on {size} ranks: {skipped[-1]['reason']}")
     summary = summarise(rows, skipped)

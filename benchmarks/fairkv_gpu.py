@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_cell(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) -> Rows:
+def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) -> Rows:
     """The rows of one degree and budget; every method must compute what contiguous heads do."""
     from harness.fairkv_report import load_facts
     from harness.head_division import UNIFORM, make_division, skewed_budgets
@@ -94,11 +94,11 @@ def charts(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Any]:
     made = []
     for degree, budgets in summary.items():
         gains = {
-            name: [Interval(**cell["speedup"][name]) if name in cell["speedup"] else None for cell in budgets.values()]
+            name: [Interval(**case["speedup"][name]) if name in case["speedup"] else None for case in budgets.values()]
             for name in DRAWN
         }
         busy = {
-            name: [point(cell["busy"][name]) if name in cell["busy"] else None for cell in budgets.values()]
+            name: [point(case["busy"][name]) if name in case["busy"] else None for case in budgets.values()]
             for name in ("contiguous", "nodp", *COPIED)
         }
         labels = {"x_label": "kept tokens per head", "subtitle": f"TP {degree}"}
@@ -118,10 +118,10 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     bench = Bench(torch.device(arguments.device), arguments.repeats)
     rows: Rows = []
     summary: dict[str, Any] = {"attention": {}, "whole": {}}
-    cells = [(tp, kept) for tp in arguments.tp for kept in arguments.kept]
-    for tp, kept in (bar := tqdm(cells, unit="cell")):
+    cases = [(tp, kept) for tp in arguments.tp for kept in arguments.kept]
+    for tp, kept in (bar := tqdm(cases, unit="case")):
         bar.set_postfix_str(f"TP {tp}, {kept} kept")
-        own = measure_cell(arguments, bench, tp, kept)
+        own = measure_case(arguments, bench, tp, kept)
         rows += own
         for part, some in (("attention", own), ("whole", [whole(row) for row in own])):
             found = summary[part].setdefault(str(tp), {})[str(kept)] = summarise(some)

@@ -23,7 +23,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.choice("--device", ("cpu", "cuda"), "cpu", "where to measure")
     options.numbers("--batches", {"cpu": "1,2,4,8,16", "cuda": "32,64,128,256,512"}, "sequences decoded together")
     options.numbers("--kept", "128,256,512,1024", "mean tokens that a KV head keeps, the paper's")
-    options.add("--repeats", 15, "rounds of all cells")
+    options.add("--repeats", 15, "rounds of all cases")
     options.add("--threads", 1, "threads on the CPU")
     options.add("--kv-heads", 8, "KV heads of the layer")
     options.add("--group", 8, "query heads to a KV head, as in Llama 3 70B")
@@ -51,16 +51,16 @@ def measure_grid(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:
     spread = arguments.sigma, arguments.seed
     budgets = {kept: skewed_budgets(1, shape.kv_heads, kept, *spread) for kept in arguments.kept}
     pool = TokenPool(shape, max(budgets[arguments.kept[-1]][0]), arguments.seed)
-    cells = [(batch, kept) for batch in arguments.batches for kept in arguments.kept]
+    cases = [(batch, kept) for batch in arguments.batches for kept in arguments.kept]
     with torch.inference_mode():
         layers = [
             RankLayer(pool, make_division("contiguous", budgets[kept], ranks=1, batch=batch), 0, 0, batch)
-            for batch, kept in cells
+            for batch, kept in cases
         ]
         seconds = bench.by_turns([layer.attend for layer in layers])
     return [
         {"part": "grid", "batch": batch, "kept": kept, "seconds": seconds[:, number].tolist()}
-        for number, (batch, kept) in enumerate(cells)
+        for number, (batch, kept) in enumerate(cases)
     ]
 
 

@@ -105,7 +105,7 @@ def one_by_one(arguments: argparse.Namespace, case: Case, bench: CaseBench, part
 
 def measure_all(arguments: argparse.Namespace, parts: Parts) -> None:
     import torch
-    from harness.offload_gpu import pinned_copy_gb_s
+    from harness.offloads import pinned_copy_gb_s
     from harness.publish import describe_machine
     from tqdm import tqdm
 

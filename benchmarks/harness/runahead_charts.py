@@ -32,16 +32,16 @@ def charts(arguments: argparse.Namespace, summary: Mapping[str, Any], searches: 
     """What there are cases for; `searches` holds what each search measured, by case."""
     model = f"{words_of(arguments)}; median, 95% interval"
     ordered: dict[str, list[Row]] = {}
-    for name, cell in summary["cells"].items():
-        ordered.setdefault(name.rpartition("-")[0], []).append(cell)
+    for name, case in summary["cells"].items():
+        ordered.setdefault(name.rpartition("-")[0], []).append(case)
     made = []
-    for group, cells in ordered.items():
-        words = f"{cells[0]['ranks']} ranks, {cells[0]['kv_heads']} KV heads, links: {cells[0]['rate']}"
-        made.append(_times(f"ttft.{group}", cells, "context", model, f"Time to first token by context, {words}"))
-        if found := {f"{c['context']:,}": c["partition"]["kvr_s"] for c in cells if "kvr_s" in c["partition"]}:
+    for group, cases in ordered.items():
+        words = f"{cases[0]['ranks']} ranks, {cases[0]['kv_heads']} KV heads, links: {cases[0]['rate']}"
+        made.append(_times(f"ttft.{group}", cases, "context", model, f"Time to first token by context, {words}"))
+        if found := {f"{c['context']:,}": c["partition"]["kvr_s"] for c in cases if "kvr_s" in c["partition"]}:
             shares = {
                 f"rank {rank}": [point(parts[rank] / sum(parts)) for parts in found.values()]
-                for rank in range(cells[0]["ranks"])
+                for rank in range(cases[0]["ranks"])
             }
             labels = {"title": f"Searched partitions, {words}", "x_label": "tokens", "y_label": "share of the prompt"}
             made.append(groups(f"partitions.{group}", list(found), shares, stacked=True, **labels))
@@ -61,14 +61,14 @@ def charts(arguments: argparse.Namespace, summary: Mapping[str, Any], searches: 
     return made + _by_ranks(list(summary["cells"].values()), model) + _beside_the_ring(ordered, model)
 
 
-def _by_ranks(cells: Sequence[Row], model: str) -> list[Chart]:
+def _by_ranks(cases: Sequence[Row], model: str) -> list[Chart]:
     """Figure 8 (d): TTFT by number of ranks, at the longest context that several numbers have."""
     made = []
-    for kv_heads, rate in dict.fromkeys((cell["kv_heads"], cell["rate"]) for cell in cells):
-        own = [cell for cell in cells if (cell["kv_heads"], cell["rate"]) == (kv_heads, rate)]
-        contexts = [cell["context"] for cell in own]
+    for kv_heads, rate in dict.fromkeys((case["kv_heads"], case["rate"]) for case in cases):
+        own = [case for case in cases if (case["kv_heads"], case["rate"]) == (kv_heads, rate)]
+        contexts = [case["context"] for case in own]
         if repeated := [context for context in contexts if contexts.count(context) > 1]:
-            same = [cell for cell in own if cell["context"] == max(repeated)]
+            same = [case for case in own if case["context"] == max(repeated)]
             title = f"Time to first token of {max(repeated):,} tokens by ranks, {kv_heads} KV heads, links: {rate}"
             made.append(_times(f"ranks.kv{kv_heads}-{rate}-{max(repeated)}", same, "ranks", model, title))
     return made
@@ -76,24 +76,24 @@ def _by_ranks(cells: Sequence[Row], model: str) -> list[Chart]:
 
 def _beside_the_ring(ordered: Mapping[str, Sequence[Row]], model: str) -> list[Chart]:
     """What is not published: the speed of runahead over ring pass-KV."""
-    found = [_by(cells, "context", "speedup", "kvr_s/pass_kv", group) for group, cells in ordered.items()]
+    found = [_by(cases, "context", "speedup", "kvr_s/pass_kv", group) for group, cases in ordered.items()]
     known = [line for line in found if line.x]
     labels = {"title": "KVR-S against ring pass-KV by context", "x_label": "tokens"}
     labels |= {"subtitle": f"r: ranks, kv: KV heads, then links. {model}", "y_label": "speed of KVR-S over pass-KV"}
     return [lines("pass_kv", known, level=1.0, **labels)] if known else []
 
 
-def _times(name: str, cells: Sequence[Row], axis: str, model: str, title: str) -> Chart:
-    found = [_by(cells, axis, "ttft_s", method, label) for method, label in NAMES.items()]
+def _times(name: str, cases: Sequence[Row], axis: str, model: str, title: str) -> Chart:
+    found = [_by(cases, axis, "ttft_s", method, label) for method, label in NAMES.items()]
     for bound, (label, colour) in BOUNDS.items():
-        found.append(replace(_by(cells, axis, "bounds_s", bound, label), style="--", colour=colour))
+        found.append(replace(_by(cases, axis, "bounds_s", bound, label), style="--", colour=colour))
     labels = {"title": title, "subtitle": model, "x_label": axis, "y_label": "seconds"}
     return lines(name, [line for line in found if line.x], log_y=True, **labels)
 
 
-def _by(cells: Sequence[Row], axis: str, table: str, name: str, label: str) -> Line:
-    known = sorted((cell for cell in cells if name in cell[table]), key=lambda cell: cell[axis])
-    return Line(label, [cell[axis] for cell in known], [Interval(**cell[table][name]) for cell in known])
+def _by(cases: Sequence[Row], axis: str, table: str, name: str, label: str) -> Line:
+    known = sorted((case for case in cases if name in case[table]), key=lambda case: case[axis])
+    return Line(label, [case[axis] for case in known], [Interval(**case[table][name]) for case in known])
 
 
 def _result(found: Row) -> SearchResult:

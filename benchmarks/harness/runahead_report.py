@@ -36,25 +36,25 @@ PLACE = ("ranks", "kv_heads", "rate", "context")
 
 
 def report(arguments: argparse.Namespace, parts: Parts, skipped: Mapping[str, str]) -> int:
-    """Print and publish all cells that were kept; the exit status is 1 if there is none."""
-    cells = [part for name in parts.names("r") if (part := parts.read(name)) is not None]
-    if not cells:
+    """Print and publish all cases that were kept; the exit status is 1 if there is none."""
+    cases = [part for name in parts.names("r") if (part := parts.read(name)) is not None]
+    if not cases:
         print("nothing was measured", file=sys.stderr)
         return 1
     searches = {name.removeprefix(SEARCH): found for name in parts.names(SEARCH) if (found := parts.read(name))}
-    rows = [row for cell in cells for row in cell["rows"]]
+    rows = [row for case in cases for row in case["rows"]]
     groups = {Group(row["ranks"], row["kv_heads"], row["rate"], ()) for row in rows}
     paths = {group.name: profile_path(group, arguments.profile, parts.folder) for group in groups}
     kept = {name: path for name, path in paths.items() if path.exists()}
     rows = with_predictions("runahead", arguments, rows, kept.get)
     summary = {**summarise(rows), "searches": searches, "not_measured": dict(skipped)}
     show(summary)
-    publish(arguments, "runahead", cells[0]["machine"], rows, summary, charts(arguments, summary, searches))
+    publish(arguments, "runahead", cases[0]["machine"], rows, summary, charts(arguments, summary, searches))
     return 0
 
 
-def cells_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """By cell such as ``r4-kv16-free-8192`` its rows by method; beside a neighbour ``METHOD, link`` and so on."""
+def cases_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """By case such as ``r4-kv16-free-8192`` its rows by method; beside a neighbour ``METHOD, link`` and so on."""
     places: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         suffix = "" if row["noise"] == QUIET else f", {row['noise']}"
@@ -63,37 +63,32 @@ def cells_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     return {f"r{place[0]}-kv{place[1]}-{place[2]}-{place[3]}": places[place] for place in order}
 
 
-def group_of(cell: str) -> str:
-    return cell.rpartition("-")[0]
-
-
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """The verdicts over all rows: speed-ups, bounds, regret of `auto`, losses to a noisy neighbour."""
-    cells = cells_of(rows)
-    summary: dict[str, Any] = {"cells": {name: summarise_cell(found) for name, found in cells.items()}}
-    if judged := {name: cell for name, found in cells.items() if (cell := _choice(found)) is not None}:
+    cases = cases_of(rows)
+    summary: dict[str, Any] = {"cells": {name: summarise_case(found) for name, found in cases.items()}}
+    if judged := {name: case for name, found in cases.items() if (case := _choice(found)) is not None}:
         regrets = {name: summary["cells"][name]["auto"]["regret"] for name in judged}
         worst = max(regrets, key=lambda name: regrets[name]["value"])
         mean = judge(list(judged.values()))["intervals"]["auto_mean_regret"]
         summary["auto_regret"] = {"mean": mean, "largest": {"cell": worst, **regrets[worst]}}
     # Means over the contexts, as in Figure 11: rounds of each context are drawn apart.
-    drawn: dict[str, dict[str, dict[str, list[Interval]]]] = {}
-    for name, cell in summary["cells"].items():
-        for method, kinds in cell["noise_loss"].items():
-            own = drawn.setdefault(group_of(name), {}).setdefault(method, {})
+    drawn: dict[tuple[str, str, str], list[Interval]] = {}
+    for name, case in summary["cells"].items():
+        for method, kinds in case["noise_loss"].items():
             for kind, value in kinds.items():
-                own.setdefault(kind, []).append(Interval(**value))
-    summary["noise_loss"] = {
-        group: {name: {kind: _mean(found) for kind, found in kinds.items()} for name, kinds in methods.items()}
-        for group, methods in drawn.items()
-    }
+                drawn.setdefault((name.rpartition("-")[0], method, kind), []).append(Interval(**value))
+    means: dict[str, Any] = {}
+    for (group, method, kind), found in drawn.items():
+        means.setdefault(group, {}).setdefault(method, {})[kind] = _mean(found)
+    summary["noise_loss"] = means
     differences = [row["max_logit_difference"] for row in rows if row["max_logit_difference"] is not None]
     summary["max_logit_difference"] = max(differences)
     return summary
 
 
-def summarise_cell(rows: Mapping[str, Row]) -> dict[str, Any]:
-    """The verdicts over one cell; times, ratios, regrets and losses have intervals."""
+def summarise_case(rows: Mapping[str, Row]) -> dict[str, Any]:
+    """The verdicts over one case; times, ratios, regrets and losses have intervals."""
     seconds = {name: row["seconds"] for name, row in rows.items()}
     place = {name: next(iter(rows.values()))[name] for name in PLACE}
     bounds, over = _bounds(seconds, place["ranks"])
@@ -107,12 +102,12 @@ def summarise_cell(rows: Mapping[str, Row]) -> dict[str, Any]:
         "partition": {name: row["partition"] for name, row in rows.items() if row["partition"] is not None},
         "noise_loss": losses(seconds),
     }
-    if (cell := _choice(rows)) is not None:
+    if (case := _choice(rows)) is not None:
         said = rows["auto"]["candidates_s"]
         known = {name: own for name, own in CANDIDATES.items() if name in said and own in rows}
         found["auto"] = {
             "chose": rows["auto"]["auto"],
-            "regret": judge([cell])["intervals"]["auto_mean_regret"],
+            "regret": judge([case])["intervals"]["auto_mean_regret"],
             "predicted_over_measured": {name: said[name] / median(seconds[own]).value for name, own in known.items()},
         }
     return found
@@ -143,14 +138,11 @@ def _bounds(seconds: Mapping[str, Sequence[float]], ranks: int) -> tuple[dict[st
 def losses(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[str, float]]]:
     """What a competing flow costs each method (KV-Runahead, Figure 11), as a part of its time."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, quiet in seconds.items():
-        noisy = {where: seconds[f"{name}, {where}"] for where in (ELSEWHERE, LINK) if f"{name}, {where}" in seconds}
-        pairs = {where: (times, quiet) for where, times in noisy.items()}
-        if len(noisy) == 2:
-            pairs["link_alone"] = noisy[LINK], noisy[ELSEWHERE]
-        if pairs:
-            ratios = {kind: paired_ratio(*pair) for kind, pair in pairs.items()}
-            found[name] = {k: Interval(r.value - 1, r.low - 1, r.high - 1).to_json() for k, r in ratios.items()}
+    for name in seconds:
+        elsewhere, link = f"{name}, {ELSEWHERE}", f"{name}, {LINK}"
+        pairs = {ELSEWHERE: (elsewhere, name), LINK: (link, name), "link_alone": (link, elsewhere)}
+        if ratios := _ratios(seconds, pairs):
+            found[name] = {kind: {key: value - 1 for key, value in ratio.items()} for kind, ratio in ratios.items()}
     return found
 
 
@@ -163,7 +155,7 @@ def _mean(values: Sequence[Interval]) -> dict[str, float]:
 
 
 def _choice(rows: Mapping[str, Row]) -> Case | None:
-    """The cell as one that `auto` chose in, against every single choice that was measured beside it."""
+    """The case as one that `auto` chose in, against every single choice that was measured beside it."""
     seconds = {name: rows[name]["seconds"] for name in CHOICES if name in rows}
     if "auto" not in rows or not seconds:
         return None
@@ -171,25 +163,25 @@ def _choice(rows: Mapping[str, Row]) -> Case | None:
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    cells = list(summary["cells"].values())
-    methods = list(dict.fromkeys(name for cell in cells for name in cell["ttft_s"] if ", " not in name))
+    cases = list(summary["cells"].values())
+    methods = list(dict.fromkeys(name for case in cases for name in case["ttft_s"] if ", " not in name))
     shown = WHERE | {name: _value("ttft_s", name) for name in methods}
     shown |= {f"bound: {name}": _value("bounds_s", name) for name in ("causal", "masked")}
-    show_table("Time to first token, seconds (Tables 1 to 3)", columns(cells, shown))
+    show_table("Time to first token, seconds (Tables 1 to 3)", columns(cases, shown))
     ratios = {
         name: {
-            **{f"speed-up of {pair}": value for pair, value in cell["speedup"].items() if pair.startswith("kvr_s")},
-            **{f"time of {pair}": value for pair, value in cell["time_ratio"].items()},
-            **{f"time of kvr_s/bound: {bound}": value for bound, value in cell["over_bound"].items()},
+            **{f"speed-up of {pair}": value for pair, value in case["speedup"].items() if pair.startswith("kvr_s")},
+            **{f"time of {pair}": value for pair, value in case["time_ratio"].items()},
+            **{f"time of kvr_s/bound: {bound}": value for bound, value in case["over_bound"].items()},
         }
-        for name, cell in summary["cells"].items()
+        for name, case in summary["cells"].items()
     }
     show_intervals("Ratios of times", ratios)
     title = "What a competing flow at half rate costs, mean over the contexts (Figure 11)"
     show_intervals(title, summary["noise_loss"], "part of the time [95%]")
-    chosen = [cell for cell in cells if "auto" in cell]
+    chosen = [case for case in cases if "auto" in case]
     shown = {
-        "chose": lambda cell: cell["auto"]["chose"],
+        "chose": lambda case: case["auto"]["chose"],
         **WHERE,
         "regret [95%]": lambda c: _percent(c["auto"]["regret"]),
     }
@@ -202,18 +194,18 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 WHERE: dict[str, Callable[[Row], object]] = {
-    "links": lambda cell: cell["rate"],
-    "KV heads": lambda cell: cell["kv_heads"],
-    "ranks": lambda cell: cell["ranks"],
-    "tokens": lambda cell: f"{cell['context']:,}",
+    "links": lambda case: case["rate"],
+    "KV heads": lambda case: case["kv_heads"],
+    "ranks": lambda case: case["ranks"],
+    "tokens": lambda case: f"{case['context']:,}",
 }
 
 
 def _value(*keys: str) -> Callable[[Row], str | None]:
     """A column of what lies under some keys of a case."""
 
-    def show(cell: Row) -> str | None:
-        found: Any = cell
+    def show(case: Row) -> str | None:
+        found: Any = case
         for key in keys:
             found = found.get(key)
             if found is None:

@@ -12,11 +12,10 @@ import torch
 
 from benchmarks.harness.charts import draw_charts
 from benchmarks.harness.offload_case import contenders
-from benchmarks.harness.offload_gpu import covered
 from benchmarks.harness.offload_plan import GPU, LARGE, PARTS, Shape, cases, shape_of, variant
 from benchmarks.harness.offload_report import TASKS, OffloadCharts, tables
 from benchmarks.harness.offload_summary import settings, summarise
-from benchmarks.harness.offloads import Sample
+from benchmarks.harness.offloads import Sample, covered
 from tests.distributed.launch import run_forked
 from tests.unit.benchmarks.running import BENCHMARKS, FORKED, fork_benchmark, run_benchmark
 
