@@ -15,5 +15,5 @@ SUMMARIES = {
     "plan": "Rank what can be run on some machines, and write the JSON of the best.",
     "simulate": "Play a run through, event by event: slow ranks, slow links and noise included.",
     "fairkv-map": "Place KV heads with different budgets on ranks, with copies, so that no rank waits.",
-    "dry-run": "Build every rank of a run without weights, check all shapes and shards, and add up memory per rank.",
+    "dry-run": "Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank.",
 }

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from itertools import groupby
 from typing import Any
-
-from tqdm import tqdm
 
 from megakv.costmodel.presets import hardware
 from megakv.dry_run import DryRun, VirtualRank, dry_run
@@ -30,25 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Build every rank of a run without weights, check all shapes and shards, and add up memory per rank."""
+    """Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank."""
     memory = (
         None if arguments.hardware is None else hardware(arguments.hardware, setting="--hardware").spec.memory_bytes
     )
-    with tqdm(desc="Building shares", unit="share", leave=False, disable=not sys.stderr.isatty()) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        result = dry_run(
-            arguments.model,
-            arguments.config,
-            context=arguments.context,
-            batch=arguments.batch,
-            new_tokens=arguments.new_tokens,
-            memory_bytes=memory,
-            progress=progress,
-        )
+    result = dry_run(
+        arguments.model,
+        arguments.config,
+        context=arguments.context,
+        batch=arguments.batch,
+        new_tokens=arguments.new_tokens,
+        memory_bytes=memory,
+    )
     if arguments.json:
         write_whole(arguments.json, json.dumps(result.to_json(), indent=1).encode())
     print(describe(result))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
@@ -23,7 +24,7 @@ from megakv.generation import LengthLimits
 from megakv.offload.host_memory import in_units
 from megakv.runahead.partition import even, explicit
 from megakv.weights.files import local_directory
-from megakv.weights.loading import read_config
+from megakv.weights.loading import empty_model, read_config
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 LARGEST_CONTEXT = 1 << 24
@@ -98,7 +99,7 @@ def dry_run(
     batch: int = 1,
     new_tokens: int = 0,
     memory_bytes: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    made: dict[torch.dtype, PreTrainedModel] | None = None,
 ) -> DryRun:
     """Build every rank's share of a model on the meta device, run it on shapes, and sum up its memory.
 
@@ -107,7 +108,7 @@ def dry_run(
     context: tokens of each prompt; as many as the model has positions if None.
     batch, new_tokens: prompts, and tokens generated for each.
     memory_bytes: of one accelerator.
-    progress: told how many of how many shares are built.
+    made: this model without weights, by type, as earlier runs made it; this run adds its own.
     Raises ValueError if a setting is impossible, by its name: the mesh, the positions of the model, a file that is not
         there.
     Raises MegaKVError if shapes do not fit or shards do not add up.
@@ -123,7 +124,10 @@ def dry_run(
     else:
         head_map = place_heads(mapping, described)
     dtype = parsed.dtype or described.get_text_config().dtype or torch.float32
-    whole = WholeModel.plan(described, dtype, head_map)
+    made = {} if made is None else made
+    if dtype not in made:
+        made[dtype] = empty_model(deepcopy(described), dtype)
+    whole = WholeModel.plan(made[dtype], dtype, head_map)
     LengthLimits.of(whole.model, parsed).check(context, {"max_new_tokens": new_tokens}, whole.model)
     tokens, kept = token_counts(parsed, context, batch)
     count = MemoryCount(
@@ -131,10 +135,7 @@ def dry_run(
     )
     # Between the longest and the shortest shard nothing changes but a length.
     lengths = {max(1, min(tokens)), max(tokens)}
-    shares = []
-    for share in whole.shares(lengths, fp8=parsed.megakv.feed_forward == "fp8"):
-        shares.append(share)
-        progress(len(shares), parsed.tp_size)
+    shares = whole.shares(lengths, fp8=parsed.megakv.feed_forward == "fp8")
     ranks = [
         count.rank(share, cp_rank, tokens[cp_rank], kept[cp_rank])
         for cp_rank in range(parsed.cp_size)

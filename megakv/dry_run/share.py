@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megakv.attention.partial import Scoring
 from megakv.dry_run.coverage import check_coverage
@@ -17,7 +17,7 @@ from megakv.errors import MegaKVError
 from megakv.injection.shape_pass import shape_pass
 from megakv.offload.weights import layer_places
 from megakv.weights.fp8 import Fp8Linear, use_fp8
-from megakv.weights.loading import empty_model, parameter_dtypes
+from megakv.weights.loading import parameter_dtypes
 from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
 from megakv.weights.placement.attention import find_attention
 from megakv.weights.placement.plan import decoder_layers
@@ -50,19 +50,18 @@ class WholeModel:
     cut: int  # Parameters that are cut.
 
     @classmethod
-    def plan(cls, config: PreTrainedConfig, dtype: torch.dtype, head_map: HeadMap) -> WholeModel:
-        """Cut a model for every rank of a head map, and check that the parts add up.
+    def plan(cls, model: PreTrainedModel, dtype: torch.dtype, head_map: HeadMap) -> WholeModel:
+        """Cut a model for every rank of a head map, and check that the parts add up; the model stays as it is.
 
         Raises ValueError if the model cannot be cut so.
         Raises MegaKVError if the parts are not the model.
         """
-        model = empty_model(deepcopy(config), dtype)
         placements = tuple(plan_placement(model, head_map, rank) for rank in range(head_map.tp_size))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         attentions: list[str] = []
         if head_map.tp_size > 1:
             prefix, layers = decoder_layers(model)
-            kind = config.get_text_config().model_type
+            kind = model.config.get_text_config().model_type
             attentions = [f"{prefix}.{index}.{find_attention(layer, kind)[0]}" for index, layer in enumerate(layers)]
         cut = check_coverage(shapes, placements, head_map, attentions)
         return cls(model, dtype, head_map, placements, shapes, cut)
@@ -72,7 +71,7 @@ class WholeModel:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def shares(self, tokens: set[int], *, fp8: bool) -> Iterator[Share]:
+    def shares(self, tokens: set[int], *, fp8: bool) -> list[Share]:
         """Build every rank's share and run it.
 
         Ranks that keep the same shapes and the same numbers of heads in each layer are alike: the first is built.
@@ -83,6 +82,7 @@ class WholeModel:
         Raises ValueError if FP8 is not possible with this model.
         """
         known: dict[Any, Share] = {}
+        shares = []
         for tp_rank, placement in enumerate(self.placements):
             shapes = {name: placement[name].shape(whole) for name, whole in self.shapes.items()}
             shards = [layers[tp_rank] for layers in self.head_map.layers]
@@ -90,7 +90,8 @@ class WholeModel:
             form = tuple(shapes.values()), counts
             if form not in known:
                 known[form] = self._build(tp_rank, shapes, tokens, fp8)
-            yield replace(known[form], tp_rank=tp_rank)
+            shares.append(replace(known[form], tp_rank=tp_rank))
+        return shares
 
     def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: set[int], fp8: bool) -> Share:
         dtypes = parameter_dtypes(self.model, self.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,25 +211,21 @@ def write_trace(report: RunReport, path: str | Path) -> None:
     write_whole(path, json.dumps(trace, separators=(",", ":")).encode())
 
 
-def _rank_events(report: RankReport) -> list[dict[str, Any]]:
+def _rank_events(report: RankReport) -> Iterator[dict[str, Any]]:
     label = f"rank {report.rank} (cp {report.cp_rank}, tp {report.tp_rank}) on {report.host}"
-    common = {"pid": report.rank, "tid": 0}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "args": {"name": label}, **common},
-        {"ph": "M", "name": "process_sort_index", "args": {"sort_index": report.rank}, **common},
+    names: list[tuple[str, int, dict[str, Any]]] = [
+        ("process_name", 0, {"name": label}),
+        ("process_sort_index", 0, {"sort_index": report.rank}),
+        *(("thread_name", thread, {"name": kind}) for kind, thread in _THREADS.items()),
     ]
-    for kind, thread in _THREADS.items():
-        events.append({"ph": "M", "name": "thread_name", "args": {"name": kind}, "pid": report.rank, "tid": thread})
+    for name, thread, args in names:
+        yield {"ph": "M", "name": name, "args": args, "pid": report.rank, "tid": thread}
     for number, event in enumerate(report.events):
-        events.extend(_trace_events(event, report.rank, number))
-    return events
-
-
-def _trace_events(event: Event, rank: int, number: int) -> list[dict[str, Any]]:
-    args = {} if event.layer is None else {"layer": event.layer}
-    base: dict[str, Any] = {"name": event.name, "cat": event.kind, "pid": rank, "args": args}
-    start, end = event.start * 1e6, event.end * 1e6
-    if event.kind in _THREADS:
-        return [{**base, "ph": "X", "tid": _THREADS[event.kind], "ts": start, "dur": end - start}]
-    asynchronous = {**base, "tid": 0, "id": f"{rank}.{number}"}
-    return [{**asynchronous, "ph": "b", "ts": start}, {**asynchronous, "ph": "e", "ts": end}]
+        args = {} if event.layer is None else {"layer": event.layer}
+        base = {"name": event.name, "cat": event.kind, "pid": report.rank, "args": args}
+        start, end = event.start * 1e6, event.end * 1e6
+        if event.kind in _THREADS:
+            yield {**base, "ph": "X", "tid": _THREADS[event.kind], "ts": start, "dur": end - start}
+        else:
+            for phase, time in (("b", start), ("e", end)):
+                yield {**base, "tid": 0, "id": f"{report.rank}.{number}", "ph": phase, "ts": time}

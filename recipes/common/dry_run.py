@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
+from transformers import PreTrainedModel
+
 from megakv.costmodel.presets import hardware
 from megakv.errors import MegaKVError
 from megakv.launcher.commands.dry_run import describe
@@ -20,10 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         for name in arguments.recipes or names():
-            recipe = load_recipe(name)
+            recipe, made = load_recipe(name), dict[torch.dtype, PreTrainedModel]()
             for run in [find_run(recipe, arguments.config)] if arguments.config else recipe.runs:
                 print(f"{run.config} on {run.hardware} ({hardware(run.hardware).spec.accelerator}): {run.purpose}")
-                found = dry_run_of(name, run)
+                found = dry_run_of(name, run, made)
                 print(describe(found), end="\n\n", flush=True)
                 if found.problem is not None:
                     raise MegaKVError(f"{name}/{run.config}: {found.problem}")

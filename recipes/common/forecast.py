@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.context_parallel import Workload
@@ -47,14 +50,8 @@ def load_run(name: str, run: Run) -> MegaKVConfig:
     return load_config(RECIPES / name / run.config)
 
 
-def dry_run_of(name: str, run: Run) -> DryRun:
-    """The dry run of a recipe's run, on the memory of its hardware.
-
-    Raises
-    ------
-    ValueError, MegaKVError
-        As `megakv.dry_run.dry_run`.
-    """
+def dry_run_of(name: str, run: Run, made: dict[torch.dtype, PreTrainedModel]) -> DryRun:
+    """The dry run of a recipe's run, on the memory of its hardware; its runs share the models `made`."""
     return dry_run(
         RECIPES / name,
         RECIPES / name / run.config,
@@ -62,6 +59,7 @@ def dry_run_of(name: str, run: Run) -> DryRun:
         batch=run.batch,
         new_tokens=run.new_tokens,
         memory_bytes=hardware(run.hardware).spec.memory_bytes,
+        made=made,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from megakv.config import MegaKVConfig
 from megakv.costmodel.shape import ModelShape
@@ -74,7 +76,8 @@ def _predictions(name: str, recipe: Recipe) -> str:
         "| config | tokens | method | TTFT | published | TTIT | weights GB | KV GB | sum GB | of |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [_prediction(run, forecast(name, run), dry_run_of(name, run)) for run in recipe.runs]
+    made: dict[torch.dtype, PreTrainedModel] = {}
+    lines += [_prediction(run, forecast(name, run), dry_run_of(name, run, made)) for run in recipe.runs]
     return "\n".join(lines) + "\n"
 
 
