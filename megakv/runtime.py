@@ -83,13 +83,7 @@ class Runtime:
         )
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> ForwardPass:
-        """Decide how a pass over new tokens is computed, and whether its keys and values are compressed.
-
-        Raises
-        ------
-        ValueError
-            If a setting does not fit the prompt.
-        """
+        """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
         if self._life != self.comm.failures.life:
             # What was under way in a pass that failed went with its groups.
             self._forget()
@@ -126,19 +120,10 @@ class Runtime:
         Under autocast a model hands over what its operators happen to return, in one turn of a session and perhaps not
         in the next: messages, caches and merges are all in the model's type, which loses nothing.
 
-        Parameters
-        ----------
-        q_BHSD, k_BKSD, v_BKSD
-            ``[1, H, L, D]``, ``[1, K, L, D]``, ``[1, K, L, Dv]`` of this rank's packed tokens. Rows beyond those of
-            the layout stand in for an empty shard: they are neither stored nor attended from. Neither are, in the
-            last layer, queries of tokens that nothing is asked of: their results are zero.
-        sinks
-            ``[H]`` attention sinks.
-
-        Returns
-        -------
-        Tensor
-            ``[1, L, H, Dv]`` in the type of `q_BHSD`.
+        ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` are this rank's packed tokens, `sinks` is ``[H]``;
+        returned is ``[1, L, H, Dv]`` in the type of `q_BHSD`. Rows beyond those of the layout stand in for an empty
+        shard: they are neither stored nor attended from. Neither are, in the last layer, queries of tokens that nothing
+        is asked of: their results are zero.
         """
         kind = q_BHSD.device.type
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
