@@ -94,10 +94,8 @@ class AsyncReader:
     """Reads a file that is open, and may have no name.
 
     DeepSpeed's library does not look at the results of its requests: each leaves a mark at the end of its block where
-    it failed or came back short, and such a block is read again the plain way, which says what is wrong.
-
-    The open file's size is a multiple of `ALIGNMENT`; `plainly` fills memory with what lies from a byte on, or raises
-    OSError; `refused` counts blocks that had to be read again.
+    it failed or came back short, and such a block is read again `plainly`, which says what is wrong; `refused` counts
+    them. The file's size is a multiple of `ALIGNMENT`.
     """
 
     def __init__(self, module: Any, fd: int, plainly: Callable[[int, memoryview], None]):

@@ -113,10 +113,9 @@ def host_memory(nbytes: int) -> Tensor:
 
 
 def take_memory(memory: Tensor, free: Callable[[], int | None] = available_memory) -> None:
-    """Have the system give every page of some memory now, by all cores: one that it lacks later ends the process.
+    """Have the system give every page of some memory now: one that it lacks later ends the process.
 
-    `free` says what the system still has, which others may take meanwhile: where that is less than what is left to
-    take, it is refused with both numbers.
+    `free` says what it still has, which others may take meanwhile.
     """
     total, taken, told = memory.numel(), 0, time.monotonic()
     if not total:

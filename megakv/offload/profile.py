@@ -53,26 +53,13 @@ time than Python needs to start that."""
 
 
 class OffloadProfile(Record):
-    """Measured speeds of one machine for one model; what is 0 was not measured, as some methods need not know it.
+    """Measured speeds of one machine for one model, in one layer; what is 0 was not measured, as no method needed it.
 
-    Parameters
-    ----------
-    model_type : str
-        As in the model's configuration: recomputation is its attention modules' own code. Empty in older files.
-    row_bytes, input_bytes : int
-        Of a token's keys and values in one layer, and of its activations.
-    link_bytes_s, transfer_s : float
-        Bandwidth to the accelerator, and what a transfer costs whatever its size.
-    recompute_s, launch_s : float
-        Recomputing a token in one layer, and what each recomputation costs.
-    host_attend_s, host_fixed_s, host_call_s : float
-        Attending to a token of one layer on the host, and what doing so costs for each sequence, and at all.
-    disk_read_bytes_s : float
-        Bandwidth of reading the disk tier, past the page cache where the file system allows.
-    disk : str
-        Which disk that is: its folder, and how it is read.
-    emulated_link_gb_s : float, optional
-        Where the link is emulated, at what bandwidth.
+    `row_bytes` and `input_bytes` are those of a token's keys and values, and of its activations. `transfer_s` is what a
+    transfer costs whatever its size, `launch_s` a recomputation beside `recompute_s` for each token, and the host's
+    attention `host_fixed_s` for each sequence, and `host_call_s` at all, beside `host_attend_s` for each token.
+    `disk` says which disk is read at `disk_read_bytes_s`, past the page cache where the file system allows: its folder,
+    and how. Recomputation is the attention modules' own code, hence `model_type`, which is empty in older files.
     """
 
     format: Literal["megakv offload profile"] = "megakv offload profile"

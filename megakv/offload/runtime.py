@@ -120,8 +120,7 @@ class Offloader:
             # Beams have changed places, say.
             self._planner.ahead = False
         self._cache, self._layout, self._current, new = cache, layout, None, self._prefetch.new
-        self._decoding = all(count <= 1 for count in new)
-        self._group = 0
+        self._decoding, self._group = all(count <= 1 for count in new), 0
         cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
         self._keeps = self._planner.wants_inputs or not self._decoding
@@ -144,10 +143,9 @@ class Offloader:
         if cache is None or layout is None:
             return
         self._current = layer
-        mine = layout.stored[cache.rank]
         store = cache.store(layer)
         if self._recomputes and self._keeps and store.keeps_inputs:
-            store.offer(mine, hidden_LE, self._runtime.kept_rows())
+            store.offer(layout.stored[cache.rank], hidden_LE, self._runtime.kept_rows())
         self._prepare(layer, 0)
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
@@ -187,8 +185,7 @@ class Offloader:
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
-        cache, layout = self._cache, self._layout
-        if cache is None or layout is None or self._current != store.layer or cache.store(store.layer) is not store:
+        if self._layout is None or not self.at_work(store):
             return
         store.flush()
         while len(self._outgoing) > OUTGOING:
