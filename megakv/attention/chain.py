@@ -73,10 +73,6 @@ class _Message:
     nbytes: int
     transfer: Transfer
 
-    @property
-    def content(self) -> Tensor:
-        return self.buffer[: self.nbytes]
-
 
 class ChainLink:
     """Receives from the rank before and sends to the rank behind, over a bounded pool of buffers.
@@ -135,7 +131,7 @@ class ChainLink:
             received = self._posted.popleft()
             received.transfer.wait()
             sent = self._send(call, messages, index, received.buffer) if plan.sends else None
-            yield index, received.content
+            yield index, received.buffer[: received.nbytes]
             if sent is not None:
                 self._sending.append(sent)
             else:

@@ -89,13 +89,7 @@ class Decoding:
         return self.out.select(2, 0).transpose(0, 1), self.lse.select(2, 0).t()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp as of `DecodeKernel.attend`, with as many threads as PyTorch uses in this one.
-
-        Raises
-        ------
-        MemoryError
-            If there is no memory for partial results.
-        """
+        """Output and log-sum-exp as of `DecodeKernel.attend`, with as many threads as PyTorch uses in this one."""
         if self._call(*self._before, torch.get_num_threads(), *self._behind):
             sequences, heads = self.out.shape[:2]
             raise MemoryError(f"no memory for partial results of {sequences} sequences with {heads} heads")

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, KVPart
 from megakv.distributed.sharding import TokenBlock
-
-T = TypeVar("T")
-Content = TypeVar("Content", contravariant=True)
 
 
 class Scratch:
@@ -34,7 +31,7 @@ class Scratch:
         return buffer[:nbytes]
 
 
-class MessageFormat(ABC, Generic[Content]):
+class MessageFormat(ABC):
     """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are."""
 
     def __init__(self, tokens: Sequence[TokenBlock], row_bytes: int):
@@ -46,11 +43,11 @@ class MessageFormat(ABC, Generic[Content]):
         return len(self.tokens[index]) * self.row_bytes
 
     @abstractmethod
-    def pack(self, content: Content, buffer: Tensor) -> None:
+    def pack(self, content: Any, buffer: Tensor) -> None:
         """Write this rank's content into a message buffer."""
 
 
-class KVFormat(MessageFormat[Iterable[KVPart]]):
+class KVFormat(MessageFormat):
     """Messages of keys and values, sequence after sequence."""
 
     def __init__(self, call: AttentionCall, tokens: Sequence[TokenBlock]):
@@ -88,7 +85,7 @@ class KVFormat(MessageFormat[Iterable[KVPart]]):
         return parts
 
 
-class QueryFormat(MessageFormat[Tensor]):
+class QueryFormat(MessageFormat):
     """Messages of every rank's packed queries."""
 
     def __init__(self, call: AttentionCall):
@@ -107,7 +104,7 @@ class QueryFormat(MessageFormat[Tensor]):
 
 
 def pass_around(
-    call: AttentionCall, messages: MessageFormat[T], own: T, scratch: Scratch, *, operation: str
+    call: AttentionCall, messages: MessageFormat, own: Any, scratch: Scratch, *, operation: str
 ) -> Iterator[tuple[int, Tensor]]:
     """Let every rank's message visit this rank, its own first: the rank that it comes from, and the message.
 
