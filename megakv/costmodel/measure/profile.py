@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -103,7 +103,7 @@ def _all_tables(sizes: Sequence[AttentionShape], device: torch.device) -> list[A
     flash = dict.fromkeys(
         replace(size, kv_heads=size.heads // group, kernel="flash") for size in sizes for group in (1, size.group)
     )
-    others = ("math", "sdpa") if device.type == "cpu" else ("math",)
+    others: tuple[Literal["math", "sdpa"], ...] = ("math", "sdpa") if device.type == "cpu" else ("math",)
     return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]
 
 
