@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         max_replicas=arguments.max_replicas,
         copied_heads=arguments.copied_heads,
     )
-    writers = {"--json": (arguments.json, found.save), "--png": (arguments.png, partial(draw_mapping, found))}
-    for option, (path, write) in writers.items():
+    writers: list[tuple[str, str | None, Callable[[str], None]]] = [
+        ("--json", arguments.json, found.save),
+        ("--png", arguments.png, partial(draw_mapping, found)),
+    ]
+    for option, path, write in writers:
         try:
             if path:
                 write(path)
