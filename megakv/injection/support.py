@@ -10,6 +10,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
@@ -44,7 +45,7 @@ def check_support(family: type[PreTrainedModel], config: PreTrainedConfig) -> No
     A model of the class is built without memory and run over shapes: the masks that it asks for, what it tells
     attention and what it asks of its cache are then what they will be. The config is left as it is.
     """
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         # An instance that an engine used before has a name in its config that only MegaKV knows.
         model = family._from_config(deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager").eval()
     reason = _unknown_inputs(model) or _other_mixers(model) or _uncounted(model)
