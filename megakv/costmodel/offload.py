@@ -76,7 +76,7 @@ RESIDENT = WeightTimes()
 """Weights that stay on the accelerator."""
 
 
-class Lot(NamedTuple):
+class Placement(NamedTuple):
     """Where the rows of one sequence lie in a layer, without those that stay on the accelerator.
 
     Of `tokens`, the first `inputs` have activations; keys and values of the first `rows_in_memory`, and activations of
@@ -99,7 +99,7 @@ class GroupCosts:
     """A layer's costs, and what it has cached of one group of sequences.
 
     Of `tokens`, s', `inputs` have activations, the host may attend to `host`, and `resident` never leave the
-    accelerator. `chunk` is the number of tokens of a chunk of activations; `lots` say where each sequence's rows lie,
+    accelerator. `chunk` is the number of tokens of a chunk of activations; `placements` say where sequences' rows lie,
     if some do on disk.
     """
 
@@ -109,7 +109,7 @@ class GroupCosts:
     host: int = 0
     resident: int = 0
     chunk: int = 256
-    lots: tuple[Lot, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
     @property
     def away(self) -> int:
@@ -123,9 +123,9 @@ class GroupCosts:
         where tokens cannot be divided evenly among sequences, each gives a fraction of one.
         """
         costs = self.layer
-        if not self.lots:
+        if not self.placements:
             return costs.activation_s * recomputed, costs.kv_s * (self.away - on_host - recomputed)
-        tokens, inputs, rows, held = np.array(self.lots, dtype=np.float64).T
+        tokens, inputs, rows, held = np.array(self.placements, dtype=np.float64).T
         first = _shares(on_host, rows)
         last = first + _shares(recomputed, np.maximum(0, inputs - first))
         from_memory = (np.minimum(last, held) - np.minimum(first, held)).sum(axis=-1)
@@ -170,7 +170,9 @@ def _shares(total: Counts, limits: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.minimum(limits, (total - np.take_along_axis(before, full, axis=-1)) / left[full])
 
 
-def placed(tokens: Sequence[int], memory_bytes: float, *, row_bytes: int, input_bytes: int = 0) -> tuple[Lot, ...]:
+def placed(
+    tokens: Sequence[int], memory_bytes: float, *, row_bytes: int, input_bytes: int = 0
+) -> tuple[Placement, ...]:
     """Where rows of each sequence come to lie in a layer whose share of host memory is `memory_bytes`.
 
     What is smaller comes first: activations of all sequences, or keys and values beside larger ones, sequence by
@@ -185,7 +187,7 @@ def placed(tokens: Sequence[int], memory_bytes: float, *, row_bytes: int, input_
         held[name, index] = min(tokens[index], int(memory_bytes // nbytes))
         memory_bytes -= held[name, index] * nbytes
     return tuple(
-        Lot(count, count if input_bytes else 0, held["kv", index], held.get(("x", index), 0))
+        Placement(count, count if input_bytes else 0, held["kv", index], held.get(("x", index), 0))
         for index, count in enumerate(tokens)
     )
 

@@ -13,7 +13,7 @@ from megakv.costmodel.offload import (
     RESIDENT,
     GroupCosts,
     LayerCosts,
-    Lot,
+    Placement,
     WeightTimes,
     disk_seconds,
     may_pay,
@@ -86,10 +86,10 @@ def offloaded_ttit(
     # With a disk, windows are not looked at: the first tokens, which they leave out, are those in memory.
     seen = seen_tokens(model, workload) if memory_bytes is None else workload.total
     tokens = -(-seen // (workload.size * groups))
-    lots: list[tuple[Lot, ...]] = [()]
+    placements: list[tuple[Placement, ...]] = [()]
     if memory_bytes is not None:
-        lots = placements(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
-    ways = (way for each in lots for way in layer_ways(costs, group_costs(planned, tokens, each), plan))
+        placements = placements_of(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
+    ways = (way for each in placements for way in layer_ways(costs, group_costs(planned, tokens, each), plan))
     return min(step_seconds([times] * groups, layers, sent) for times, _ in ways)
 
 
@@ -101,12 +101,14 @@ def layer_ways(costs: LayerCosts, group: GroupCosts, plan: str = "auto") -> Iter
         yield layer_times(replace(group, layer=costs), split), split
 
 
-def group_costs(costs: LayerCosts, tokens: int, lots: Sequence[Lot] = ()) -> GroupCosts:
-    """A group of tokens, all of which have activations unless `lots` say which do and lie where."""
+def group_costs(costs: LayerCosts, tokens: int, placements: Sequence[Placement] = ()) -> GroupCosts:
+    """A group of tokens, all of which have activations unless `placements` say which do and lie where."""
     inputs, host = (
-        (sum(lot.inputs for lot in lots), sum(lot.rows_in_memory for lot in lots)) if lots else (tokens, tokens)
+        (sum(each.inputs for each in placements), sum(each.rows_in_memory for each in placements))
+        if placements
+        else (tokens, tokens)
     )
-    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, lots=tuple(lots))
+    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, placements=tuple(placements))
 
 
 def seen_tokens(model: ModelShape, workload: Workload) -> int:
@@ -116,9 +118,9 @@ def seen_tokens(model: ModelShape, workload: Workload) -> int:
     return -(-sum(seen) // len(model.layers))
 
 
-def placements(
+def placements_of(
     model: ModelShape, tokens: int, share_bytes: float, *, plan: str = "auto", tp_size: int = 1
-) -> list[tuple[Lot, ...]]:
+) -> list[tuple[Placement, ...]]:
     """Where a layer's rows may lie, beyond its share of host memory on disk; all taken to be of one sequence."""
     row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
     recomputing = any(each.recomputes for each in methods_of(plan).values())

@@ -13,14 +13,14 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import GIB, STAGED_LAYERS, rank_memory
-from megakv.costmodel.offload import Lot
+from megakv.costmodel.offload import Placement
 from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
 from megakv.costmodel.offload_time import (
     group_costs,
     layer_costs,
     layer_ways,
     layer_weight_bytes,
-    placements,
+    placements_of,
     seen_tokens,
 )
 from megakv.costmodel.presets import Hardware
@@ -144,17 +144,17 @@ class DecodingRun(_Run):
         sharers = min(cp_size * tp_size, self.profile.devices_per_host or 1)
         costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers, sharers=sharers)
         tokens = -(-(seen_tokens(model, Workload(*lengths, cp_size)) if host_bytes is None else sum(held)) // cp_size)
-        lots: list[tuple[Lot, ...]] = [()]
+        placements: list[tuple[Placement, ...]] = [()]
         if host_bytes is not None:
-            lots = placements(model, tokens, host_bytes / layers, tp_size=tp_size)
+            placements = placements_of(model, tokens, host_bytes / layers, tp_size=tp_size)
             if self.profile.disk_bandwidth is None:
-                lots = [each for each in lots if not any(lot.on_disk for lot in each)]
-            if not lots:
+                placements = [each for each in placements if not any(placement.on_disk for placement in each)]
+            if not placements:
                 raise ValueError(
                     f"{host_bytes / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has "
                     "no disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
                 )
-        ways = (way for each in lots for way in layer_ways(costs, group_costs(costs, tokens, each)))
+        ways = (way for each in placements for way in layer_ways(costs, group_costs(costs, tokens, each)))
         self._times, split = min(ways, key=lambda way: step_seconds([way[0]], layers))
         row = model.attention(tp_size=tp_size).kv_row_bytes
         inputs = model.hidden * model.element_bytes

@@ -123,7 +123,7 @@ def merge_by_owner(
     weights = torch.exp(lses_PR - shift[owners_P])
     total = torch.zeros_like(top).index_add_(0, owners_P, weights)
     out = outs[0].new_zeros((kv_heads, *outs[0].shape[1:]))
-    # In place and lot by lot: outputs are large beside pages, and every copy of them costs several percent of the time.
-    for part, owner, weight in zip(outs, owners, weights.split([len(lot) for lot in owners]), strict=True):
+    # In place and piece by piece: outputs are large beside pages, and each copy costs several percent of the time.
+    for part, owner, weight in zip(outs, owners, weights.split([len(piece) for piece in owners]), strict=True):
         out.index_add_(0, owner, part.mul_(weight.unsqueeze(-1)))
     return out.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), total.log() + shift

@@ -51,7 +51,7 @@ class KVPR:
         if not costs.inputs:
             return None
         whole = replace(costs, chunk=max(1, costs.tokens))
-        if not costs.lots:
+        if not costs.placements:
             point = split_point(whole)
         else:
             limit = min(costs.away, costs.inputs)

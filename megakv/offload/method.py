@@ -64,7 +64,7 @@ def steady_split(costs: GroupCosts, *, recompute: bool, host: bool) -> Split:
         More of them speed the others up and slow the host down: the best number is where both meet.
         """
         none, last = np.zeros_like(points), np.where(points > 0, np.minimum(most, limit - points), most)
-        if not costs.lots:
+        if not costs.placements:
             # Straight lines all of them.
             layer = costs.layer
             fixed, rates = layer.device_s + layer.host_fixed_s, (layer.kv_s, layer.attend_s)

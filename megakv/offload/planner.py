@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, Lot, WeightTimes, placed
+from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, Placement, WeightTimes, placed
 from megakv.offload.auto import Auto
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
@@ -90,8 +90,8 @@ class Planner:
         key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
             memory, held = seen(store.in_memory()), seen(store.in_memory(inputs=True))
-            lots = [
-                Lot(length - kept, given, min(length, rows), min(given, own))
+            placements = [
+                Placement(length - kept, given, min(length, rows), min(given, own))
                 for length, kept, given, rows, own in zip(lengths, resident, inputs, memory, held, strict=True)
             ]
             attends = self._host_rank is not None and stays
@@ -100,14 +100,14 @@ class Planner:
                 GroupCosts(
                     costs,
                     sum(lengths[group.start : group.stop]),
-                    sum(lot.inputs for lot in own),
-                    sum(lot.rows_in_memory for lot in own) if attends else 0,
+                    sum(placement.inputs for placement in own),
+                    sum(placement.rows_in_memory for placement in own) if attends else 0,
                     sum(resident[group.start : group.stop]),
                     self._config.chunk_tokens,
-                    own if any(lot.on_disk for lot in own) else (),
+                    own if any(placement.on_disk for placement in own) else (),
                 )
                 for group in groups
-                for own in (tuple(lots[group.start : group.stop]),)
+                for own in (tuple(placements[group.start : group.stop]),)
             ]
             self._latest = key, self._plan(store, found, self._agreed[beyond])
         return self._latest[1]
@@ -134,9 +134,12 @@ class Planner:
             return True
         costs, seconds = self._costs.layer(store, None, None), []
         for name, input_bytes in (("all", profile.input_bytes), ("cpu_rank", 0)):
-            lots = placed(tokens, memory, row_bytes=profile.row_bytes, input_bytes=input_bytes)
-            inputs, host = sum(lot.inputs for lot in lots), sum(lot.rows_in_memory for lot in lots)
-            group = GroupCosts(costs, sum(tokens), inputs, host, 0, self._config.chunk_tokens, lots)
+            placements = placed(tokens, memory, row_bytes=profile.row_bytes, input_bytes=input_bytes)
+            inputs, host = (
+                sum(placement.inputs for placement in placements),
+                sum(placement.rows_in_memory for placement in placements),
+            )
+            group = GroupCosts(costs, sum(tokens), inputs, host, 0, self._config.chunk_tokens, placements)
             found = self._solved(name, [group])
             seconds.append(math.inf if found is None else found.seconds)
         return seconds[0] <= seconds[1]

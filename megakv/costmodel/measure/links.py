@@ -75,7 +75,7 @@ def summing(comm: Communicator, size: int) -> Callable[[], object]:
     return lambda: comm.tp_all_reduce(tensor, operation=OPERATION)
 
 
-def sum_cells(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCases:
+def sum_cases(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCases:
     sizes = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
     return CurveCases(sum_name(comm), sizes, partial(summing, comm))
 

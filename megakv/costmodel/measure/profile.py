@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
 from megakv.costmodel.measure.kernels import Matrices, TableCases, rank_curves
-from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, OverlapCases, exchange, ring_curves, sum_cells
+from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, OverlapCases, exchange, ring_curves, sum_cases
 from megakv.costmodel.measure.meeting import MeetingCases
 from megakv.costmodel.measure.small_models import SmallModelCases
 from megakv.costmodel.measure.stopwatch import ROUNDS, Cases, Pool, Stopwatch, lower_decile
@@ -56,7 +56,7 @@ def measure_profile(
     tables = [TableCases(size, pool, flops, longest_s) for size in _all_tables(sizes, pool.device)]
     curves = rank_curves(pool, matrices, max(2, ring))
     summed = [each for each in (comm, *sums) if each.mesh.tp_size > 1]
-    sum_curves = [sum_cells(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
+    sum_curves = [sum_cases(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
     overlap = meeting = None
     if ring > 1:
         curves |= ring_curves(comm, bandwidth=bandwidth, longest_s=longest_s)

@@ -123,8 +123,8 @@ def test_activations_have_only_memory_that_the_host_has_no_better_use_for(
         store = engine._offloader._cache.store(0)
         assert all(count > 0 for count in store.with_inputs()) == with_inputs
         share = 0.75 * cache / config.num_hidden_layers
-        lots = placed(store.lengths(), share, row_bytes=store.row_bytes, input_bytes=store.input_bytes)
-        assert sum(store.in_memory()) == pytest.approx(sum(lot.rows_in_memory for lot in lots), abs=8)
+        placements = placed(store.lengths(), share, row_bytes=store.row_bytes, input_bytes=store.input_bytes)
+        assert sum(store.in_memory()) == pytest.approx(sum(placement.rows_in_memory for placement in placements), abs=8)
         # It would hold its rows.
         del store
 

@@ -6,30 +6,34 @@ from dataclasses import replace
 
 import pytest
 
-from megakv.costmodel.offload import GroupCosts, LayerCosts, Lot, disk_seconds, placed, shown_rates
+from megakv.costmodel.offload import GroupCosts, LayerCosts, Placement, disk_seconds, placed, shown_rates
 from megakv.offload.kvpr import KVPR, split_seconds
 from megakv.offload.method import steady_split
 from megakv.offload.split import spread
 from tests.unit.offload.test_methods import random_costs
 
 
-def random_lot(generator: random.Random, most: int) -> Lot:
+def random_lot(generator: random.Random, most: int) -> Placement:
     """A sequence of which some rows lie on disk."""
     tokens = generator.randrange(0, most)
     inputs = generator.choice([tokens, generator.randrange(0, tokens + 1)])
-    return Lot(tokens, inputs, generator.randrange(0, tokens + 1), generator.randrange(0, inputs + 1))
+    return Placement(tokens, inputs, generator.randrange(0, tokens + 1), generator.randrange(0, inputs + 1))
 
 
-def sent_seconds(costs: LayerCosts, lots: Sequence[Lot], recomputed: int, on_host: int) -> tuple[float, float]:
+def sent_seconds(
+    costs: LayerCosts, placements: Sequence[Placement], recomputed: int, on_host: int
+) -> tuple[float, float]:
     """Seconds of the link for activations, and for keys and values, token by token."""
-    away = spread(on_host, [lot.rows_in_memory for lot in lots])
-    splits = spread(recomputed, [max(0, lot.inputs - gone) for lot, gone in zip(lots, away, strict=True)])
+    away = spread(on_host, [placement.rows_in_memory for placement in placements])
+    splits = spread(
+        recomputed, [max(0, placement.inputs - gone) for placement, gone in zip(placements, away, strict=True)]
+    )
     inputs = rows = 0.0
-    for lot, gone, split in zip(lots, away, splits, strict=True):
+    for placement, gone, split in zip(placements, away, splits, strict=True):
         for token in range(gone, gone + split):
-            inputs += costs.activation_s if token < lot.inputs_in_memory else costs.disk_activation_s
-        for token in range(gone + split, lot.tokens):
-            rows += costs.kv_s if token < lot.rows_in_memory else costs.disk_kv_s
+            inputs += costs.activation_s if token < placement.inputs_in_memory else costs.disk_activation_s
+        for token in range(gone + split, placement.tokens):
+            rows += costs.kv_s if token < placement.rows_in_memory else costs.disk_kv_s
     return inputs, rows
 
 
@@ -37,24 +41,24 @@ def sent_seconds(costs: LayerCosts, lots: Sequence[Lot], recomputed: int, on_hos
 def test_tokens_on_disk_equal_brute_force(seed: int) -> None:
     generator = random.Random(400 + seed)
     for _ in range(25):
-        costs, lot, chunk = random_costs(generator), random_lot(generator, 30), generator.choice([1, 3, 8, 100])
-        host = generator.choice([0, lot.rows_in_memory])
-        given = GroupCosts(costs, lot.tokens, lot.inputs, host, 0, chunk, (lot,))
+        costs, placement, chunk = random_costs(generator), random_lot(generator, 30), generator.choice([1, 3, 8, 100])
+        host = generator.choice([0, placement.rows_in_memory])
+        given = GroupCosts(costs, placement.tokens, placement.inputs, host, 0, chunk, (placement,))
         plain = replace(costs, activation_s=0.0, kv_s=0.0)
         layer, steady = [], []
         for away in range(host + 1):
-            for split in range(max(0, lot.inputs - away) + 1):
-                inputs, rows = sent_seconds(costs, (lot,), split, away)
+            for split in range(max(0, placement.inputs - away) + 1):
+                inputs, rows = sent_seconds(costs, (placement,), split, away)
                 # With what is sent as the first and the last thing of the link's, all formulas stand as they are.
                 own = GroupCosts(
                     replace(plain, head_s=costs.head_s + inputs, tail_s=costs.tail_s + rows),
-                    *(lot.tokens, lot.inputs, host, 0, chunk),
+                    *(placement.tokens, placement.inputs, host, 0, chunk),
                 )
                 if not away:
                     layer.append(float(split_seconds(own, split)))
                 steady.append(float(own.steady_seconds(split, away)))
         whole = KVPR().split(given)
-        assert (whole is None) == (lot.inputs == 0)
+        assert (whole is None) == (placement.inputs == 0)
         if whole is not None:
             assert split_seconds(given, whole.recomputed) == pytest.approx(min(layer), rel=1e-9)
         found = steady_split(given, recompute=True, host=True)
@@ -66,24 +70,24 @@ def test_tokens_of_many_sequences_are_what_is_sent(seed: int) -> None:
     generator = random.Random(500 + seed)
     for _ in range(25):
         costs = random_costs(generator)
-        lots = tuple(random_lot(generator, 20) for _ in range(generator.randrange(1, 6)))
-        away = generator.randrange(0, sum(lot.rows_in_memory for lot in lots) + 1)
-        gone = spread(away, [lot.rows_in_memory for lot in lots])
-        last = sum(max(0, lot.inputs - count) for lot, count in zip(lots, gone, strict=True))
-        given = GroupCosts(costs, sum(lot.tokens for lot in lots), lots=lots)
+        placements = tuple(random_lot(generator, 20) for _ in range(generator.randrange(1, 6)))
+        away = generator.randrange(0, sum(placement.rows_in_memory for placement in placements) + 1)
+        gone = spread(away, [placement.rows_in_memory for placement in placements])
+        last = sum(max(0, placement.inputs - count) for placement, count in zip(placements, gone, strict=True))
+        given = GroupCosts(costs, sum(placement.tokens for placement in placements), placements=placements)
         # Where tokens cannot be divided evenly, each sequence counts with a fraction of one.
-        slack = 2 * len(lots) * max(costs.kv_s, costs.disk_kv_s, costs.activation_s, costs.disk_activation_s)
+        slack = 2 * len(placements) * max(costs.kv_s, costs.disk_kv_s, costs.activation_s, costs.disk_activation_s)
         for split in range(last + 1):
-            expected = sent_seconds(costs, lots, split, away)
-            tolerance = 1e-9 * sum(expected) + 1e-9 if len(lots) == 1 else slack
+            expected = sent_seconds(costs, placements, split, away)
+            tolerance = 1e-9 * sum(expected) + 1e-9 if len(placements) == 1 else slack
             assert given.sent_seconds(split, away) == pytest.approx(expected, abs=tolerance)
 
 
 def test_without_a_disk_tokens_cost_alike() -> None:
     costs = LayerCosts(kv_s=2.0, activation_s=1.0, recompute_s=1.0, disk_kv_s=50.0, disk_activation_s=50.0)
-    lots = (Lot(30, 20, 30, 20), Lot(7, 7, 7, 7))
-    assert not any(lot.on_disk for lot in lots)
-    assert GroupCosts(costs, 37, lots=lots).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
+    placements = (Placement(30, 20, 30, 20), Placement(7, 7, 7, 7))
+    assert not any(placement.on_disk for placement in placements)
+    assert GroupCosts(costs, 37, placements=placements).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
     assert GroupCosts(costs, 37).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
 
 
@@ -103,10 +107,15 @@ def test_memory_is_filled_in_order(seed: int) -> None:
     for _ in range(50):
         tokens = [generator.randrange(0, 12) for _ in range(generator.randrange(1, 5))]
         row, inputs, memory = generator.randrange(1, 9), generator.randrange(0, 9), generator.randrange(0, 300)
-        lots = placed(tokens, memory, row_bytes=row, input_bytes=inputs)
-        assert [(lot.tokens, lot.inputs) for lot in lots] == [(n, n if inputs else 0) for n in tokens]
-        ends = [(lot.rows_in_memory, n, row) for lot, n in zip(lots, tokens, strict=True)]
-        first = [(lot.inputs_in_memory, n if inputs else 0, inputs) for lot, n in zip(lots, tokens, strict=True)]
+        placements = placed(tokens, memory, row_bytes=row, input_bytes=inputs)
+        assert [(placement.tokens, placement.inputs) for placement in placements] == [
+            (n, n if inputs else 0) for n in tokens
+        ]
+        ends = [(placement.rows_in_memory, n, row) for placement, n in zip(placements, tokens, strict=True)]
+        first = [
+            (placement.inputs_in_memory, n if inputs else 0, inputs)
+            for placement, n in zip(placements, tokens, strict=True)
+        ]
         smaller = inputs < row
         order = first + ends if smaller else [each for pair in zip(ends, first, strict=True) for each in pair]
         left = memory
