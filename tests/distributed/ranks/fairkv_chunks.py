@@ -69,11 +69,13 @@ def converse(engine: Any, rows: list[int], chunk: int | None) -> dict[str, Any]:
 def chunks_of(mesh: str, name: str, *, full: bool) -> list[int]:
     """Also parts that are shorter than the window and than CP cuts, of which a prompt has many.
 
-    Five tokens for one method of each way to observe, one token for one method; not on every mesh if not `full`: what
-    a piece means for a rank's part of a sequence is seen on 2x1 and in the chain, for its heads where they are mapped.
+    Five tokens for one method of each way to observe on one rank, if `full` on every mesh; else on others for some:
+    what a piece means for a rank's part of a sequence is seen on 2x1 and in the chain, for its heads where they are
+    mapped. One token for one method.
     """
     chunks = list(CHUNKS)
-    if name in (*SPREAD, "h2o") and (full or mesh in ("1x1", "2x1", "1x2:mapped")):
+    short = {"1x1": (*SPREAD, "h2o"), "2x1": ("ada_snapkv", "h2o"), "1x2:mapped": ("ada_snapkv_peak",)}
+    if name in ((*SPREAD, "h2o") if full else short.get(mesh, ())):
         chunks.append(5)
     if name == "ada_snapkv" and (mesh == "2x1:last" or full and mesh != "1x1"):
         chunks.append(1)
