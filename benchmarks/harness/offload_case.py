@@ -7,6 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -220,7 +221,7 @@ class CaseBench:
             host_attend_s=profile.host_attend_s,
             host_fixed_s=profile.host_call_s + profile.host_fixed_s * self._case.batch,
         )
-        group = group_costs(costs, tokens, chunk=self._arguments.chunk)
+        group = replace(group_costs(costs, tokens), chunk=self._arguments.chunk)
         # Without activations there is nothing to recompute from, and without its speed the host attends to nothing.
         ways = [way for way in methods_of(variant(method).method).values() if profile.input_bytes or not way.recomputes]
         splits = [split for way in ways if (split := way.split(group)) is not None]

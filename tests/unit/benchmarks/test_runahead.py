@@ -219,7 +219,9 @@ def test_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         header.split()
     )
     assert len(lines) == 5
-    arguments = argparse.Namespace(family="llama", layers=8, hidden=1024, heads=16, dtype="fp32", threads=1)
+    arguments = argparse.Namespace(
+        family="llama", layers=8, hidden=1024, heads=16, kv_heads=[16], dtype="fp32", threads=1
+    )
     trials = [{"partition": [2, 2], "seconds": 1.0, "stride": 0, "round": 0}]
     trials.append({"partition": [3, 1], "seconds": 0.9, "stride": 1, "round": 0})
     search = {"partition": [3, 1], "seconds": 0.9, "even_seconds": 1.0, "evaluations": 2, "trials": trials}

@@ -32,6 +32,9 @@ class _Recorder:
         self.current = None
         self.positions: list[int] = []
 
+    def new_cache(self, layers: int) -> ShardedCache:
+        return ShardedCache(layers, size=1, rank=0)
+
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> None:
         self.positions = new.position.tolist()
         raise _StopError

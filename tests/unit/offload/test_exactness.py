@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megakv.offload import runtime
 from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.pages import PagedRows
 from megakv.offload.staging import StagedLayer
@@ -56,10 +55,10 @@ def test_every_family_recomputes_its_own_keys_and_values(
     expected = generate(model, ids, mask)
     engine = offloaded(copy.deepcopy(model), method="chunked")
     errors: list[float] = []
-    recompute = runtime.recompute
+    recompute = StagedLayer.recompute
 
-    def compared(layer: int, staged: StagedLayer, *args: Any) -> None:
-        recompute(layer, staged, *args)
+    def compared(staged: StagedLayer, layer: int, *args: Any) -> None:
+        recompute(staged, layer, *args)
         offloader = engine._offloader
         for sequence, split in enumerate(staged.splits):
             kept = torch.empty(split, staged.store.row_width)
@@ -71,7 +70,7 @@ def test_every_family_recomputes_its_own_keys_and_values(
             found = staged.rows[staged.starts[sequence] : staged.starts[sequence] + split]
             errors.append(((found - kept).abs().max() / kept.abs().max()).item() if split else 0.0)
 
-    monkeypatch.setattr(runtime, "recompute", compared)
+    monkeypatch.setattr(StagedLayer, "recompute", compared)
     assert torch.equal(generate(engine, ids, mask), expected)
     assert len(errors) > 2 * NEW and max(errors) < TOLERANCE
     assert all(0 < step.split.recomputed < step.cached for step in engine._offloader.steps)
