@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -179,17 +180,18 @@ class MegaKVEngine(InferenceEngine):
             if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
                 raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
         width = 0 if ids is None else ids.shape[1]
-        plans = None
+        new_plans = None
         if self._offloader is not None:
             # Beams share most of their tokens.
             beams = (given_option("num_beams", options, self.module) or 1) > 1
-            plans = self._offloader.new_run(0 if beams else new_token_limit(self.module, options, width), width)
+            limit = 0 if beams else new_token_limit(self.module, options, width)
+            new_plans = partial(self._offloader.new_run, limit, width)
         self._runtime.planner.choice = None
         # transformers caches after embeddings in any case.
         use_cache = embeds is not None or given_option("use_cache", options, self.module) is not False
         # Beam search reorders whatever goes by that name, None too.
         held = {"past_key_values": cache} if use_cache else {}
-        with agreed_call(self.module, ids, options, self._comm, self._agreement, plans) as (prepared, clock):
+        with agreed_call(self.module, ids, options, self._comm, self._agreement, new_plans) as (prepared, clock):
             reset_peak_memory(self.mesh.device)
             self._record = RunRecord(clock)
             if use_cache:

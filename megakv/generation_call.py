@@ -190,15 +190,17 @@ def agreed_call(
     options: dict[str, Any],
     comm: Communicator,
     agreement: Agreement,
-    plans: Plans | None = None,
+    new_plans: Callable[[], Plans] | None = None,
 ) -> Iterator[tuple[dict[str, Any], TokenClock]]:
     """Around transformers' `generate` on all ranks: the options to hand to it, and when its tokens were known.
 
     Stops and plans are decided by rank 0, tokens are streamed from rank 0. An error has the tokens that there were.
+    `new_plans` begins a run of an engine that plans its steps, once all ranks are known to make the same call.
     """
     streams = _open(agreement, comm.mesh.device, model, ids, options)
     comm.ledger.reset()
     clock = TokenClock(comm.ledger.now)
+    plans = None if new_plans is None else new_plans()
     streamer = RankZeroStreamer(options.get("streamer") if comm.mesh.rank == 0 else None) if streams else None
     prepared = {name: value for name, value in options.items() if name not in ("streamer", "stopping_criteria")}
     max_time = given_option("max_time", options, model)

@@ -33,10 +33,15 @@ class _GrowingRows:
         return added
 
     def truncate(self, length: int) -> None:
-        self.length, capacity = length, self._buffer.shape[1]
-        # A copy of what others hold too must be worth it.
-        if capacity > (2 * length if self._shared else length + self._growth(length)):
+        self.length = length
+        # A cut after a failure must not need more memory than it frees.
+        if 2 * length < self._buffer.shape[1]:
             self._move(length)
+
+    def trim(self) -> None:
+        """Hold no spare rows."""
+        if self.length < self._buffer.shape[1]:
+            self._move(self.length)
 
     def _growth(self, length: int) -> int:
         return max(self._least_growth, length // GROWTH_DIVISOR)
@@ -91,6 +96,10 @@ class DenseStore(KVStore):
         for rows in self._held[sequence] or ():
             if length < rows.length:
                 rows.truncate(length)
+
+    def trim(self, sequence: int) -> None:
+        for rows in self._held[sequence] or ():
+            rows.trim()
 
     def reorder(self, index: list[int]) -> None:
         present, moved = self._held, set[int]()

@@ -83,6 +83,7 @@ class RaggedStore(KVStore):
         del keys, values
         self.add_span(sequence, Span(start, start + count, body))
         self._inner.crop(sequence, before)
+        self._inner.trim(sequence)
 
     def add_span(self, sequence: int, span: Span) -> None:
         """Put compressed tokens behind those that are there."""

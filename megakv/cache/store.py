@@ -105,6 +105,9 @@ class KVStore(ABC):
     def crop(self, sequence: int, length: int) -> None:
         """Cut a sequence back to its first rows, as if no others had ever come, in a pass that failed or before."""
 
+    def trim(self, sequence: int) -> None:  # noqa: B027  Most have nothing to spare.
+        """Hold no more memory for a sequence than its rows need."""
+
     @abstractmethod
     def reorder(self, index: list[int]) -> None:
         """Sequence b becomes the present sequence ``index[b]``."""

@@ -247,10 +247,11 @@ class PeerWatch:
 
     def _end_wait(self) -> None:
         now, wait, life = time.monotonic(), self._wait, self.failures.life
-        verdict, lost, over = self.failures.verdict(), self.failures.lost, list[int]()
+        verdict, over = self.failures.verdict(), list[int]()
+        dead = self.dead() if wait is not None and wait.spins else []
+        lost = dead or self.failures.lost
         if wait is not None and wait.spins:
-            lost = self.dead()
-            if now - wait.since > self._timeout_s:
+            if verdict is None and not lost and now - wait.since > self._timeout_s:
                 others = self.describe(*(peer.rank for peer in self._peers if peer.rank != self.rank))
                 limit = f"megakv.timeout_s = {self._timeout_s:g}"
                 self._leave(wait, f"{others} did not answer during {wait.operation} ({limit})")
@@ -265,8 +266,9 @@ class PeerWatch:
         if after >= DRAIN_SECONDS and verdict is not None or after >= LOST_SECONDS and lost:
             self.sever(life)
         # A spinning one ends at the second sight: a peer may have ended in good order just after this very operation.
-        # Of others, whatever does hear of it ends the wait, and says more.
-        if wait is not None and after > (0.0 if wait.spins else UNHEARD_SECONDS):
+        # Of others, and of who is lost to the connections alone, whatever does hear of it ends the wait, and says more.
+        soon = wait is not None and wait.spins and (verdict is not None or dead)
+        if wait is not None and after > (0.0 if soon else UNHEARD_SECONDS):
             if verdict is not None:
                 self._leave(wait, verdict.says)
             gone = self.describe(*lost) or f"the connection to {self.describe(*over)}"

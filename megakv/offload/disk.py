@@ -177,8 +177,14 @@ class DiskTier:
                     self._folder,
                     error.strerror,
                 )
-        if done < len(memory):
-            with self._lock:
+        if self._refused is None:
+            return
+        with self._lock:
+            # Another thread's failure may have kept a block as it was before this write reached the file.
+            for index, inner, outer in _blocks(offset, done):
+                if index in self._refused:
+                    self._refused[index][inner] = memory[outer]
+            if done < len(memory):
                 self._keep(offset + done, memory[done:])
 
     def _keep(self, offset: int, memory: memoryview) -> None:
@@ -205,9 +211,9 @@ class DiskTier:
             # Some file systems would not write zeros.
             memory, seconds = bytearray(os.urandom(nbytes)), []
             try:
-                os.pwrite(self.fileno, memory, self._probed)
+                # Past the page cache only what is read here must be on the disk, not all that a prompt has left there.
+                os.pwritev(self.fileno, [memory], self._probed, os.RWF_DSYNC)
                 for _ in range(REPEATS):
-                    os.fdatasync(self.fileno)
                     os.posix_fadvise(self.fileno, self._probed, nbytes, os.POSIX_FADV_DONTNEED)
                     started = time.perf_counter()
                     self.read(self._probed, memoryview(memory))

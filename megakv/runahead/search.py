@@ -30,6 +30,8 @@ GAIN = 0.002
 """What a new best must gain to count as progress."""
 LEANINGS = (0.0, 0.25, 0.5, 0.75, -0.5, -0.9)
 """Shares of attention that ranks are balanced for in the first partitions."""
+STARTS = 2
+"""Points of the coarsest level from which the full grid is refined: the best leads into a lesser valley at times."""
 MOST_PER_BOUND = 32
 """Partitions that a pruned search measures at most for each bound: where there is nothing but noise it would go on."""
 
@@ -106,18 +108,30 @@ class PartitionSearch:
         return self._chosen(first)
 
     def _every_cell(self) -> None:
-        """The published way."""
-        strides = self.grid.strides
-        cells = (len(strides) - 1) * self.grid.points_around
-        self._measure(map(self.grid.partition, self.grid.coarse()), strides[0], cells)
-        for stride in strides[1:]:
-            cells -= self.grid.points_around
-            while True:
-                center = self._center(stride)
-                self._measure(map(self.grid.partition, self.grid.around(center, stride)), stride, cells)
-                # At the edge of its cell, the best may have better neighbours outside.
-                if np.abs(self._center(stride) - center).max() < self.grid.reach * stride:
-                    break
+        """The published way, from the best points of the coarsest level that are not in each other's cells."""
+        strides, coarse = self.grid.strides, self.grid.coarse()
+        cells = STARTS * (len(strides) - 1) * self.grid.points_around
+        self._measure(map(self.grid.partition, coarse), strides[0], cells)
+        self._judge(strides[0])
+        starts: list[Bounds] = []
+        for row in sorted(coarse, key=lambda row: self._worth[self.grid.partition(row)]):
+            if all(np.abs(row - start).max() > strides[0] for start in starts):
+                starts.append(row)
+        for center in starts[:STARTS]:
+            for stride in strides[1:]:
+                cells -= self.grid.points_around
+                center = self._descend(center, stride, cells)
+
+    def _descend(self, center: Bounds, stride: int, ahead: int) -> Bounds:
+        """The best point around one; at the edge of its cell, the best may have better neighbours outside."""
+        while True:
+            rows = self.grid.around(center, stride)
+            self._measure(map(self.grid.partition, rows), stride, ahead)
+            self._judge(stride)
+            best: Bounds = min(rows, key=lambda row: self._worth[self.grid.partition(row)])
+            if np.abs(best - center).max() < self.grid.reach * stride:
+                return best
+            center = best
 
     def _cell(self, stride: int, most: int, ahead: int) -> None:
         """Measure what promises most around the best, until nothing promises enough or nothing is gained."""

@@ -106,6 +106,8 @@ class RandomWeights:
             kept_rows = spec.take(kept_rows.view(shape[:-1])).reshape(-1)
         width = spec.size if by_columns else columns
         out = torch.empty(len(kept_rows), width, device=self._device)
+        if not len(kept_rows):
+            return out
         per_block = max(1, BLOCK_ELEMENTS // columns)
         block_of, last, drawn = kept_rows // per_block, -1, out
         ends = (kept_rows.diff().ne(1) | block_of.diff().ne(0)).nonzero().squeeze(1) + 1
