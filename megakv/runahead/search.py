@@ -30,8 +30,8 @@ GAIN = 0.002
 """What a new best must gain to count as progress."""
 LEANINGS = (0.0, 0.25, 0.5, 0.75, -0.5, -0.9)
 """Shares of attention that ranks are balanced for in the first partitions."""
-STARTS = 2
-"""Points of the coarsest level from which the full grid is refined: the best leads into a lesser valley at times."""
+FINEST = 3
+"""Coarse points whose finest cells a full grid has, too."""
 MOST_PER_BOUND = 32
 """Partitions that a pruned search measures at most for each bound: where there is nothing but noise it would go on."""
 
@@ -108,19 +108,19 @@ class PartitionSearch:
         return self._chosen(first)
 
     def _every_cell(self) -> None:
-        """The published way, from the best points of the coarsest level that are not in each other's cells."""
+        """The published way, and the finest cells of the best coarse points: halved strides pass by a narrow valley."""
         strides, coarse = self.grid.strides, self.grid.coarse()
-        cells = STARTS * (len(strides) - 1) * self.grid.points_around
+        cells = (len(strides) - 1 + FINEST) * self.grid.points_around
         self._measure(map(self.grid.partition, coarse), strides[0], cells)
         self._judge(strides[0])
-        starts: list[Bounds] = []
-        for row in sorted(coarse, key=lambda row: self._worth[self.grid.partition(row)]):
-            if all(np.abs(row - start).max() > strides[0] for start in starts):
-                starts.append(row)
-        for center in starts[:STARTS]:
-            for stride in strides[1:]:
-                cells -= self.grid.points_around
-                center = self._descend(center, stride, cells)
+        best = sorted(coarse, key=lambda row: self._worth[self.grid.partition(row)])
+        center = best[0]
+        for stride in strides[1:]:
+            cells -= self.grid.points_around
+            center = self._descend(center, stride, cells)
+        for row in best[:FINEST]:
+            cells -= self.grid.points_around
+            self._measure(map(self.grid.partition, self.grid.around(row, self.grid.unit)), self.grid.unit, cells)
 
     def _descend(self, center: Bounds, stride: int, ahead: int) -> Bounds:
         """The best point around one; at the edge of its cell, the best may have better neighbours outside."""
