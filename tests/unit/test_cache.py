@@ -38,6 +38,18 @@ def test_first_append_is_exact_and_growth_is_small() -> None:
     assert store.nbytes() <= 1.05 * 2 * 2 * 1500 * 4 * 4
 
 
+def test_a_small_cut_needs_no_memory() -> None:
+    """It may follow a failure for want of memory."""
+    store = DenseStore(1)
+    store.append(0, rows(1000), rows(1000))
+    before = store.part(0)[0].data_ptr()
+    store.crop(0, 600)
+    assert store.part(0)[0].data_ptr() == before and store.rows(0) == 600
+    store.crop(0, 100)
+    store.trim(0)
+    assert store.nbytes() == 2 * 2 * 100 * 4 * 4
+
+
 def test_appended_rows_do_not_alias_their_source() -> None:
     source = rows(5)
     store = DenseStore(1)
