@@ -150,9 +150,9 @@ class OffloadCosts:
 
     def learn(self, record: StepRecord, layers: int) -> None:
         """Take in what a step of decoding showed."""
-        if not record.usual:
+        # A rank that has held none of the cached tokens so far has measured nothing.
+        if not record.usual or self.profile is None:
             return
-        assert self.profile is not None
         self._steps += 1
         early, shown = self._steps <= STEADY, self._speeds(record, layers)
         self._shown.add(early, **shown)
