@@ -220,7 +220,9 @@ class Script:
             how["configured"] = True
         if batch == 1 and "beams" not in kind and rng.random() < 0.3:
             how["streamed"] = True
-        if rng.random() < 0.1:
+        # Rotary embeddings that follow the length remember how far a call had come that failed, and the plain model,
+        # which is not asked for that call, does not.
+        if rng.random() < 0.1 and self._turns:
             how["raises"] = rng.randint(1, 3)
         if rng.random() < 0.1:
             how["inference_mode"] = True
