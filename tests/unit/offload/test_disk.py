@@ -1,6 +1,7 @@
 """A disk that fails while tokens are generated: rows that it refuses stay in memory, and nothing generated is lost."""
 
 import copy
+import errno
 import gc
 import os
 import resource
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from ctypes.util import find_library
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,3 +241,30 @@ def test_missing_asynchronous_io_is_said(tmp_path: Path, caplog: pytest.LogCaptu
 def test_asynchronous_io_that_is_asked_for_must_be_there(offloaded: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"disk_io = 'aio'.*libaio.*use 'auto' or 'files'"):
         offloaded(plain_model("opt"), disk_gb=0.01, disk_path=str(tmp_path), disk_io="aio")
+
+
+def test_a_write_beside_a_refused_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's row of the same block is refused while this one is on its way to the file."""
+    tier = DiskTier(1 << 20, tmp_path, io="files")
+    write, begun = os.pwritev, []
+
+    def pwritev(file: int, buffers: Any, offset: int) -> int:
+        begun.append(offset)
+        if len(begun) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        tier.write(64, memoryview(b"b" * 64))
+        return write(file, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    tier.write(0, memoryview(b"a" * 64))
+    found = bytearray(128)
+    tier.read(0, memoryview(found))
+    assert begun == [0, 64] and found == b"a" * 64 + b"b" * 64
+    tier.close()
+
+
+def test_who_has_no_cached_tokens_learns_nothing() -> None:
+    """A rank may hold none in its first steps of decoding: nothing was measured there."""
+    costs: Any = OffloadCosts(SimpleNamespace())  # type: ignore[arg-type]
+    costs.learn(SimpleNamespace(usual=True), layers=2)
+    assert costs.profile is None and not costs.warmed_up
