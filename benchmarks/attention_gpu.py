@@ -95,36 +95,13 @@ def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, 
     }
 
 
-def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    from harness.publish import columns, show_table
-    from harness.statistics import median
-
-    shown = {
-        "context": lambda row: f"{row['context']:,}",
-        "ranks": lambda row: row["ranks"],
-        "ms of a rank": lambda row: f"{1e3 * median(row['seconds']).value:.3f}",
-        "TFLOP/s": lambda row: f"{row['tflops']:.3f}",
-        "of matmul": lambda row: f"{row['matmul_fraction']:.1%}",
-        "merging": lambda row: f"{row['merge_share']:.1%}",
-        "output error": lambda row: f"{row['output_error']:.1e}",
-        "lse error": lambda row: f"{row['lse_error']:.1e}",
-    }
-    show_table("", columns(rows, shown))
-    for entry in summary["skipped"]:
-        print(f"{entry['context']:,} tokens on {entry['ranks']} ranks left out: {entry['reason']}")
-    print(
-        f"at {summary['context']:,} tokens: at least {summary['lowest_matmul_fraction']:.1%} of the matrix product's "
-        f"rate, merging at most {summary['largest_merge_share']:.1%} of the time"
-    )
-
-
 def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
     """Measure every context on every number of ranks, and report."""
     import psutil
     import torch
     from harness.charts import bars
     from harness.models import DTYPES as TYPES
-    from harness.statistics import median
+    from harness.publish import show
     from harness.virtual_ring import Heads, VirtualRing, matmul_rate
     from tqdm import tqdm
 
@@ -152,18 +129,24 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     if not rows:
         raise MegaKVError(f"nothing fits: {skipped[0]['context']:,} tokens on {size} ranks: {skipped[-1]['reason']}")
     summary = summarise(rows, skipped)
-    show(rows, summary)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    values = [("matrix product", median([row["matmul_tflops"] for row in rows]), False)]
+    columns = "context ranks seconds:ms tflops matmul_fraction:% merge_share:% output_error lse_error"
+    show(rows, columns)
+    for entry in skipped:
+        print(f"{entry['context']:,} tokens on {entry['ranks']} ranks left out: {entry['reason']}")
+    print(
+        f"at {summary['context']:,} tokens: at least {summary['lowest_matmul_fraction']:.1%} of the matrix product's "
+        f"rate, merging at most {summary['largest_merge_share']:.1%} of the time"
+    )
+    drawn: Rows = [{"label": "matrix product", "rates": [row["matmul_tflops"] for row in rows], "own": False}]
     for row in rows:
         work = sum(row["flops"]) / row["ranks"] / 1e12
         label = f"{row['context'] / 1024:g}K on {row['ranks']}"
-        values.append((label, median([work / seconds for seconds in row["seconds"]]), True))
-    title = "Partial attention of a rank: context on ranks"
+        drawn.append({"label": label, "rates": [work / seconds for seconds in row["seconds"]], "own": True})
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     shape = f"{arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, {arguments.dtype}"
-    subtitle = f"{name}, {shape}; causal work counted once"
-    chart = bars("", values, title=title, subtitle=subtitle, unit="TFLOP/s, more is better")
-    return rows, summary, [chart]
+    words = {"title": "Partial attention of a rank: context on ranks", "unit": "TFLOP/s, more is better"}
+    words |= {"subtitle": f"{name}, {shape}; causal work counted once"}
+    return rows, summary, [bars("", drawn, "label", "rates", own="own", **words)]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from harness.launch import Rows, benchmark
+from harness.launch import Rows, Summary, benchmark
 from harness.options import Options, check_memory
 
 if TYPE_CHECKING:
+    from harness.methods import Peers
     from harness.world import World
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
@@ -50,88 +52,68 @@ def check_caches(arguments: argparse.Namespace) -> None:
     check_memory(needed, 0.75 * psutil.virtual_memory().total, words)
 
 
-def measure_batch(
-    arguments: argparse.Namespace, world: World, model: Any, engines: Mapping[str, Any], batch: int
-) -> Rows:
+def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, batch: int) -> Rows:
     """The rows of one batch. Its caches are gone afterwards."""
-    from harness.breakdown import Breakdown
-    from harness.generations import (
-        ContextParallelGeneration,
-        CopyingCache,
-        Generation,
-        RoomyCache,
-        sharded_cache,
-    )
-    from harness.models import random_ids
-    from harness.sampling import measure
-    from harness.world import Agreement
+    from harness.methods import ContextParallel, Generation, Peer
+    from harness.models import random_ids, sharded_cache, single_caches
+    from harness.sampling import Agreement, measure
 
     # Steps: what follows the first one, which the clock starts with.
-    tokens = arguments.tokens + 1
-    ids = random_ids(arguments.vocab, arguments.context + 1, world.device, batch)
-    size = {"batch": batch, "tokens": arguments.context}
-    whole = RoomyCache(model, **size, room=tokens) if set(SINGLE).intersection(arguments.methods) else None
-    copying = None if whole is None else CopyingCache(whole)
-    shard = sharded_cache(model, world, **size) if engines else None
-    methods: list[Generation] = []
+    context, tokens = arguments.context, arguments.tokens + 1
+    ids = random_ids(arguments.vocab, context + 1, world.device, batch)
+    size: dict[str, Any] = {"batch": batch, "tokens": context}
+    alone = bool(set(SINGLE).intersection(arguments.methods))
+    in_place, copying = single_caches(peers.model, **size, room=tokens) if alone else (None, None)
+    shard = sharded_cache(peers.model, world, **size)
+    methods = []
     for name in arguments.methods:
         if name in OWN:
-            methods.append(ContextParallelGeneration(name, engines[name], ids, tokens, cache=shard))
+            engine = ContextParallel(own_engine(peers, name))
+            methods.append(Generation(name, engine, ids, tokens, partial(shard.cut_back, context), cache=shard))
         else:
-            cache = copying if name.startswith("single") else whole
-            takes_part = world.rank == 0 or not name.endswith("idle")
-            methods.append(Generation(name, model, ids, tokens, cache=cache, takes_part=takes_part))
-    agreement = Agreement(world, arguments.dtype)
-    marks = {name: Breakdown(engine) for name, engine in engines.items()}
-
-    def inspect(name: str, output: Any) -> dict[str, Any]:
-        first = None if output is None else output.logits[0]
-        facts: dict[str, Any] = {"max_logit_difference": agreement.check(name, first)}
-        return facts | ({"attention_us": marks[name].generated()["decode_us"]} if name in marks else {})
-
+            cache: Any = copying if name.startswith("single") else in_place
+            part = world.rank == 0 or not name.endswith("idle")
+            methods.append(Generation(name, Peer(peers.model), ids, tokens, cache.rewind, cache=cache, takes_part=part))
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
-    place = {"ranks": arguments.ranks, "context": arguments.context, "batch": batch}
     rows = []
-    for sample in measure(world, methods, inspect=inspect, **limits):
-        row = sample.to_row(**place, tokens_per_sample=arguments.tokens)
+    for sample in measure(world, methods, Agreement(world, arguments.dtype), **limits):
+        row = sample.to_row(ranks=world.size, context=context, batch=batch, tokens_per_sample=arguments.tokens)
         if sample.method in ("single", "in_place"):
             # Processes that do not wait for each other: the mean is what one of them takes.
             row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
-        rows.append(row)
+        rows.append(row | ({"attention_us": row["decode_us"]} if sample.method in OWN else {}))
     return rows
 
 
-def measure_rank(arguments: argparse.Namespace) -> Rows:
-    from harness.generations import without_stop
-    from harness.models import random_model, twin
-    from harness.profiles import keep_measured
-    from harness.world import join_world
+def own_engine(peers: Peers, name: str) -> Any:
+    return peers.engine(name, {"decode": name}, tracking={"timeline": "decode.png"})
 
-    import megakv
+
+def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
+    from harness.methods import Peers
+    from harness.models import random_model, without_stop
+    from harness.profiles import keep_measured
 
     check_caches(arguments)
-    world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
     positions = arguments.context + arguments.tokens + 2
     model = without_stop(random_model(arguments, positions=positions, device=world.device))
-    engines = {}
-    for name in arguments.methods:
-        if name in OWN:
-            section = {"context_parallel": {"size": world.size, "decode": name}, "tracking": {"timeline": "decode.png"}}
-            engines[name] = megakv.init_inference(twin(model), {"megakv": section})
-    keep_measured(world, model, arguments, idle=any(name.endswith("_idle") for name in arguments.methods))
-    rows = [row for batch in arguments.batches for row in measure_batch(arguments, world, model, engines, batch)]
-    for engine in engines.values():
-        engine.destroy()
-    world.leave()
-    return rows
+    with Peers(model, world) as peers:
+        for name in arguments.methods:
+            if name in OWN:
+                own_engine(peers, name)
+        keep_measured(world, model, arguments, idle=any(name.endswith("_idle") for name in arguments.methods))
+        return [row for batch in arguments.batches for row in measure_batch(arguments, world, peers, batch)]
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
     """Times per token against those of a single process: 1 or less is no worse."""
+    from harness.charts import bars
+    from harness.models import words_of
+    from harness.publish import show, show_summary
     from harness.statistics import median, ratio
 
-    ratios: dict[str, Any] = {}
-    best: dict[str, Any] = {}
+    ratios: Summary = {}
+    best: Summary = {}
     for batch in sorted({row["batch"] for row in rows}):
         seconds = {row["method"]: row["seconds"] for row in rows if row["batch"] == batch}
         own, peers = [[name for name in seconds if name in some] for some in (OWN, SINGLE)]
@@ -142,39 +124,14 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             worst = max(value["value"] for value in found[fastest].values())
             best[str(batch)] = {"method": fastest, "largest_ratio": worst}
     difference = max(row["max_logit_difference"] for row in rows)
-    return {"time_ratio": ratios, "best": best, "max_logit_difference": difference}
-
-
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import columns, show_intervals, show_table
-    from harness.statistics import median
-
-    summary = summarise(rows)
-
-    def microseconds(part: str) -> Any:
-        return lambda row: f"{row['attention_us'][part]:.0f}" if "attention_us" in row else None
-
-    shown = {
-        "batch, method": lambda row: f"{row['batch']} {row['method']}",
-        "ms per token": lambda row: f"{1e3 * median(row['seconds']).value:.2f}",
-        "fastest": lambda row: f"{1e3 * min(row['seconds']):.2f}",
-        "slowest": lambda row: f"{1e3 * max(row['seconds']):.2f}",
-        "attention us": microseconds("attention"),
-        "hop us": microseconds("send_recv"),
-        "collective us": microseconds("collective"),
-    }
-    show_table("", columns(rows, shown))
-    show_intervals("Time per token by batch and method, over that of", summary["time_ratio"])
-    values = [
-        (f"{row['method']}, {row['batch']}".replace("_", " "), median(row["seconds"]).scaled(1e3), row["method"] in OWN)
-        for row in rows
-    ]
+    summary = {"time_ratio": ratios, "best": best, "max_logit_difference": difference}
+    attention = "attention_us.attention attention_us.send_recv attention_us.collective"
+    show(rows, f"method batch seconds:ms seconds:min seconds:max {attention}", "Seconds per token")
+    show_summary(summary)
     title = f"Decoding at {arguments.context:,} cached tokens on {arguments.ranks} ranks"
-    subtitle = f"{words_of(arguments)}; method, batch; median, 95% interval"
-    chart = bars("", values, title=title, subtitle=subtitle, unit="milliseconds per step, less is better")
-    return summary, [chart]
+    words = {"title": title, "subtitle": f"{words_of(arguments)}; method, batch; median, 95% interval"}
+    own_too = {"own": lambda row: row["method"] in OWN, "unit": "milliseconds per step, less is better"}
+    return summary, [bars("", rows, "{method}, {batch}", scale=1e3, **own_too, **words)]
 
 
 if __name__ == "__main__":

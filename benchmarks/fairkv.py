@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from harness.launch import Rows, benchmark
-from harness.options import DTYPES, Options, check_memory
+from harness.launch import Rows, Summary, benchmark
+from harness.options import HEAD_METHODS, UNIFORM, Options, check_memory
 
-COPIES = (1, 2, 3, 4)
-METHODS = ("uniform", "contiguous", "nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in COPIES))
+if TYPE_CHECKING:
+    from harness.world import World
+
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 USABLE = 0.75  # Share of the machine's memory that a part may take
@@ -24,17 +25,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.ranks()
     options.profile({"": 30.0, "quick": 5.0})
     options.add("--quick", False, "smaller and fewer")
-    options.names("--methods", METHODS, "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3", "which to run")
+    options.names("--methods", HEAD_METHODS, "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3", "which to run")
     options.names("--parts", tuple(TITLES), ",".join(TITLES), "what to measure")
     options.add("--batch", 4, "sequences decoded together")
     options.add("--kept", {"": 16384, "quick": 2048}, "mean tokens that a KV head keeps")
-    options.add("--sigma", 0.8, "of the heads' log-normal budgets")
-    options.add("--seed", 222, "of the budgets", least=0)
     options.add("--layers", 8, "layers of a step")
-    options.add("--kv-heads", 8, "KV heads of a layer")
-    options.add("--group", 16, "query heads to a KV head, by default as in Llama 3.1 405B")
-    options.add("--head-dim", 128, "head dimension")
-    options.choice("--dtype", DTYPES, "bf16", "of queries, keys, values")
+    # By default as in Llama 3.1 405B.
+    options.kept_heads(group=16)
     options.add("--hidden", 512, "of the engine's Llama")
     options.add("--intermediate", 1408, "of the engine's Llama")
     options.add("--vocab", 8192, "of the engine's Llama")
@@ -73,7 +70,7 @@ def needed_bytes(arguments: argparse.Namespace) -> int:
     needed = 2 * arguments.head_dim * tokens * (layers + 2) * item + (arguments.ranks + 1) * PROCESS_BYTES
     if "engine" in arguments.parts:
         # Of every placement its own weights.
-        placements = len(set(arguments.methods) - {"uniform"})
+        placements = len(set(arguments.methods) - {UNIFORM})
         heads = 2 * (arguments.heads + arguments.kv_heads) * arguments.head_dim + 3 * arguments.intermediate
         copies = sum(int(name[-1]) for name in arguments.methods if name[-1].isdecimal())
         copied = 2 * (arguments.group + 1) * arguments.head_dim * copies
@@ -82,40 +79,37 @@ def needed_bytes(arguments: argparse.Namespace) -> int:
     return int(needed)
 
 
-def measure_rank(arguments: argparse.Namespace) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     from harness.fairkv_methods import measure_part, predicted_seconds
     from harness.head_division import make_division, skewed_budgets
-    from harness.world import join_world
 
-    world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
     place = {"ranks": arguments.ranks, "batch": arguments.batch}
     divisions = [make_division(name, budgets, **place) for name in arguments.methods]
     predicted = predicted_seconds(world, arguments, divisions)
-    rows = [
+    return [
         row | {"predicted_s": predicted.get((part, row["method"]))}
         for part in arguments.parts
         for row in measure_part(part, arguments, world, divisions)
     ]
-    world.leave()
-    return rows
 
 
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
-    from harness.fairkv_report import chart, show, summarise
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
+    from harness.fairkv_report import chart, show_part, summarise
 
-    parts = {part: [row for row in rows if row["part"] == part] for part in arguments.parts}
-    summary = {part: summarise(own) for part, own in parts.items()}
     size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
     subtitle = (
         f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {arguments.group} query heads each, sigma "
         f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
     )
-    for part, own in parts.items():
-        show(f"{TITLES[part]} {size}", own, summary[part])
-    charts = [chart(part, f"{TITLES[part]} {size}", subtitle, own) for part, own in parts.items()]
+    summary, charts = {}, []
+    for part in arguments.parts:
+        own, title = [row for row in rows if row["part"] == part], f"{TITLES[part]} {size}"
+        summary[part] = summarise(own)
+        show_part(title, own, summary[part])
+        charts.append(chart(part, title, subtitle, own))
     return summary, charts
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark("fairkv", parse_arguments(), measure_rank, report))
+    sys.exit(benchmark("fairkv", parse_arguments(), measure_rank, report, shared_memory=True))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from harness.launch import Rows, benchmark_alone
-from harness.options import DTYPES, Options
+from harness.launch import Rows, Summary, benchmark_alone
+from harness.options import CONTIGUOUS, HEAD_METHODS, UNIFORM, Options
 
-COPIED = ("dp1", "dp2", "dp3", "dp4")
-METHODS = ("uniform", "contiguous", "nodp", *COPIED, "split1", "split2", "split3", "split4")
-DRAWN = ("nodp", "split4", "dp4")
+DRAWN = {"gain": ("nodp", "split4", "dp4"), "busy": ("contiguous", "nodp", "dp1", "dp2", "dp3", "dp4")}
+FIGURES = (
+    ("gain", "speedup", "Gain over contiguous heads (form of Figure 3)", "times"),
+    ("busy", "busy", "Busy rate of ranks (form of Figures 4 and 5)", "busy rate"),
+)
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 
 
@@ -26,15 +29,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--layers", {"cuda": 8, "cpu": 2}, "layers, each with budgets of its own")
     options.add("--repeats", {"cuda": 9, "cpu": 3}, "timed runs of every rank and layer")
     options.add("--threads", 1, "threads on the CPU")
-    options.names("--methods", METHODS, ",".join(METHODS), "as for fairkv.py")
-    options.add("--sigma", 0.8, "of the heads' log-normal budgets")
-    options.add("--seed", 222, "of the budgets", least=0)
-    options.add("--kv-heads", 8, "KV heads of a layer")
-    options.add("--group", {"cuda": 8, "cpu": 2}, "query heads to a KV head; Llama 3 70B")
-    options.add("--head-dim", {"cuda": 128, "cpu": 32}, "head dimension")
+    options.names("--methods", HEAD_METHODS, ",".join(HEAD_METHODS), "as for fairkv.py")
+    # By default as in Llama 3 70B.
+    shape: dict[str, Any] = {"group": {"cuda": 8, "cpu": 2}, "head_dim": {"cuda": 128, "cpu": 32}}
+    options.kept_heads(**shape, dtype={"cuda": "bf16", "cpu": "fp32"})
     options.add("--hidden", {"cuda": 8192, "cpu": 256}, "hidden size")
     options.add("--intermediate", {"cuda": 28672, "cpu": 512}, "width of the MLP")
-    options.choice("--dtype", DTYPES, {"cuda": "bf16", "cpu": "fp32"}, "of queries, keys, values")
     arguments = options.parse(argv)
     if arguments.tp[-1] > arguments.kv_heads or arguments.intermediate % arguments.tp[-1]:
         options.error(
@@ -46,8 +46,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) -> Rows:
     """The rows of one degree and budget; every method must compute what contiguous heads do."""
-    from harness.fairkv_report import load_facts
-    from harness.head_division import UNIFORM, make_division, skewed_budgets
+    from harness.head_division import make_division, skewed_budgets
     from harness.models import DTYPES as TYPES
     from harness.ragged_heads import HeadShape, TokenPool
     from harness.virtual_ranks import DenseLayer, VirtualRanks, check_same
@@ -56,12 +55,12 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
     pool = TokenPool(shape, max(kept, *map(max, budgets)), arguments.seed)
     size = {"ranks": tp, "batch": arguments.batch}
-    expected = VirtualRanks(make_division("contiguous", budgets, **size), pool, arguments.batch).outputs(0)
+    expected = VirtualRanks(make_division(CONTIGUOUS, budgets, **size), pool, arguments.batch).outputs(0)
     dense: dict[int, Any] = {}
     rows = []
     for name in arguments.methods:
         ranks = VirtualRanks(make_division(name, budgets, **size), pool, arguments.batch)
-        facts = load_facts(ranks.division)
+        facts = ranks.division.facts()
         if name != UNIFORM:
             facts["max_output_difference"] = check_same(name, ranks.outputs(0), expected, TOLERANCE[arguments.dtype])
         attention, held = ranks.attention_seconds(bench), ranks.held_heads()
@@ -81,53 +80,38 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
     return rows
 
 
-def whole(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of attention and matrix products together; how busy ranks are is known of attention alone."""
-    return {**{name: value for name, value in row.items() if name != "busy"}, "seconds": row["whole_seconds"]}
-
-
-def charts(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Any]:
-    """The paper's Figures 3, 4 and 5 in form: gains, busy rates, and busy rates by copied heads."""
-    from harness.charts import groups
-    from harness.statistics import Interval, point
-
-    made = []
-    for degree, budgets in summary.items():
-        gains = {
-            name: [Interval(**case["speedup"][name]) if name in case["speedup"] else None for case in budgets.values()]
-            for name in DRAWN
-        }
-        busy = {
-            name: [point(case["busy"][name]) if name in case["busy"] else None for case in budgets.values()]
-            for name in ("contiguous", "nodp", *COPIED)
-        }
-        labels = {"x_label": "kept tokens per head", "subtitle": f"TP {degree}"}
-        title = "Gain over contiguous heads (form of Figure 3)"
-        made.append(groups(f"gain.tp{degree}", list(budgets), gains, title=title, y_label="times", **labels))
-        title = "Busy rate of ranks (form of Figures 4 and 5)"
-        made.append(groups(f"busy.tp{degree}", list(budgets), busy, title=title, y_label="busy rate", **labels))
-    return made
-
-
-def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
+def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     import torch
-    from harness.fairkv_report import show, summarise
+    from harness.charts import groups
+    from harness.fairkv_report import show_part, summarise
+    from harness.publish import leaves
     from harness.virtual_ranks import Bench
     from tqdm import tqdm
 
     bench = Bench(torch.device(arguments.device), arguments.repeats)
     rows: Rows = []
-    summary: dict[str, Any] = {"attention": {}, "whole": {}}
+    summary: Summary = {"attention": {}, "whole": {}}
     cases = [(tp, kept) for tp in arguments.tp for kept in arguments.kept]
     for tp, kept in (bar := tqdm(cases, unit="case")):
         bar.set_postfix_str(f"TP {tp}, {kept} kept")
         own = measure_case(arguments, bench, tp, kept)
         rows += own
-        for part, some in (("attention", own), ("whole", [whole(row) for row in own])):
+        # How busy ranks are is known of attention alone.
+        together = [{**row, "seconds": row["whole_seconds"]} for row in own]
+        for row in together:
+            del row["busy"]
+        for part, some in (("attention", own), ("whole", together)):
             found = summary[part].setdefault(str(tp), {})[str(kept)] = summarise(some)
             title = "Attention" if part == "attention" else "Attention and matrix products"
-            show(f"{title} on {tp} virtual ranks, {arguments.batch} x {kept} kept tokens", some, found)
-    return rows, summary, charts(summary["attention"])
+            show_part(f"{title} on {tp} virtual ranks, {arguments.batch} x {kept} kept tokens", some, found)
+    # The paper's Figures 3, 4 and 5 in form: gains, busy rates, and busy rates by copied heads.
+    charts = []
+    for tp, (name, kind, title, y_label) in itertools.product(arguments.tp, FIGURES):
+        found = leaves(summary["attention"][str(tp)], "kept", "kind", "method")
+        drawn = [row for row in found if row["kind"] == kind and row["method"] in DRAWN[name]]
+        words = {"title": title, "x_label": "kept tokens per head", "y_label": y_label, "subtitle": f"TP {tp}"}
+        charts.append(groups(f"{name}.tp{tp}", drawn, "kept", "method", **words))
+    return rows, summary, charts
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 import psutil
-from harness.launch import Rows, benchmark_alone
-from harness.options import DTYPES, Options, check_memory
+from harness.launch import Rows, Summary, benchmark_alone
+from harness.options import Options, check_memory
 
 USABLE = 0.6  # Share of the free memory that the caches may take
 STEPS = ("contiguous", "nodp", "split1", "split3")
@@ -25,14 +25,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.numbers("--kept", "128,256,512,1024", "mean tokens that a KV head keeps, the paper's")
     options.add("--repeats", 15, "rounds of all cases")
     options.add("--threads", 1, "threads on the CPU")
-    options.add("--kv-heads", 8, "KV heads of the layer")
-    options.add("--group", 8, "query heads to a KV head, as in Llama 3 70B")
-    options.add("--head-dim", 128, "head dimension")
-    options.choice("--dtype", DTYPES, "bf16", "of queries, keys, values")
+    # By default as in Llama 3 70B.
+    options.kept_heads(group=8)
     options.add("--tp", 4, "ranks of the step that is predicted")
     options.add("--layers", 8, "its layers")
-    options.add("--sigma", 0.8, "of the heads' log-normal budgets")
-    options.add("--seed", 222, "of the budgets", least=0)
     arguments = options.parse(argv)
     for name in ("batches", "kept"):
         if len(getattr(arguments, name)) < 2:
@@ -81,20 +77,19 @@ def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows
         row = {"part": "step", "method": name, "ranks": arguments.tp, "batch": batch, "kept": kept}
         row |= {"seconds": seconds.max(axis=2).sum(axis=1).tolist(), "rank_seconds": seconds.tolist()}
         row |= {"loads": [[tokens / batch for tokens in layer] for layer in division.loads()]}
-        rows.append(row | {"utilisation": division.utilisation})
+        rows.append(row | {"utilisation": division.facts()["utilisation"]})
     return rows
 
 
-def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
+def summarise(rows: Rows, kv_heads: int) -> Summary:
     """The lines through the medians of the grid, and how far the steps are from what they predict."""
     import numpy as np
+    from harness.latency_lines import LatencySample, fit_latency
     from harness.statistics import median
 
-    from megakv.costmodel.latency_lines import LatencySample, fit_latency
-
     grid = [row for row in rows if row["part"] == "grid"]
-    model = fit_latency(LatencySample(row["batch"], row["kept"], median(row["seconds"]).value) for row in grid)
-    found: dict[str, Any] = {
+    model = fit_latency([LatencySample(row["batch"], row["kept"], median(row["seconds"]).value) for row in grid])
+    found: Summary = {
         "over_batch": {str(kept): asdict(line) for kept, line in model.over_batch.items()},
         "over_budget": {str(batch): asdict(line) for batch, line in model.over_budget.items()},
         "over_tokens": asdict(model.over_tokens),
@@ -109,61 +104,40 @@ def summarise(rows: Rows, kv_heads: int) -> dict[str, Any]:
     return found
 
 
-def show(rows: Rows, summary: Mapping[str, Any]) -> None:
-    from harness.publish import columns, show_table
-
-    fit: dict[str, Any] = {
-        "": lambda line: line["over"],
-        "slope, us": lambda line: f"{1e6 * line['slope']:.3f}",
-        "intercept, us": lambda line: f"{1e6 * line['intercept']:.1f}",
-        "R^2": lambda line: f"{line['r_squared']:.4f}",
-    }
-    for title, name, over in (
-        ("L = alpha B + beta, B sequences", "over_batch", "kept tokens"),
-        ("L = gamma C + delta, C kept tokens a head", "over_budget", "sequences"),
-    ):
-        found = [{"over": f"{value} {over}", **line} for value, line in summary[name].items()]
-        show_table(title, columns(found, fit))
-    show_table("For all B and C", columns([{"over": "B C", **summary["over_tokens"]}], fit))
-    steps = [{**row, **summary["predicted"][row["method"]]} for row in rows if row["part"] == "step"]
-    shown = {
-        "method": lambda row: row["method"],
-        "tokens say": lambda row: f"{row['utilisation']:.3f}",
-        "ms a step": lambda row: f"{1e3 * row['measured_s']:.3f}",
-        "predicted": lambda row: f"{1e3 * row['predicted_s']:.3f}",
-        "off": lambda row: f"{row['off']:+.1%}",
-    }
-    size = f"{steps[0]['ranks']} ranks, {steps[0]['batch']} x {steps[0]['kept']} kept tokens"
-    show_table(f"A step's attention by the slowest rank of every layer, {size}", columns(steps, shown))
-
-
 def charts(rows: Rows, summary: Mapping[str, Any], subtitle: str) -> list[Any]:
     """The paper's Figure 1: time by batch, a line for each budget, and by budget, a line for each batch."""
-    from harness.charts import COLOURS, Line, lines
-    from harness.statistics import median, point
+    from harness.charts import COLOURS, lines
 
-    made = []
+    grid, made = [row for row in rows if row["part"] == "grid"], []
     for name, x, group, axis in (
         ("over_batch", "batch", "kept", "sequences decoded together"),
         ("over_budget", "kept", "batch", "tokens that each KV head keeps"),
     ):
-        drawn: list[Line] = []
-        for number, (value, fit) in enumerate(summary[name].items()):
-            own = [row for row in rows if row["part"] == "grid" and row[group] == int(value)]
-            places, colour = [row[x] for row in own], COLOURS[number % len(COLOURS)]
-            points = [median(row["seconds"]).scaled(1e3) for row in own]
-            drawn.append(Line(f"{group} {value}", places, points, style="none", colour=colour))
-            ends = [point(1e3 * (fit["intercept"] + fit["slope"] * place)) for place in places]
-            # Matplotlib leaves out of the legend what begins with a line.
-            drawn.append(Line("_fit", places, ends, style="--", colour=colour, marked=False))
+        fits = summary[name]
+        points = [{"x": row[x], "of": str(row[group]), "y": row["seconds"]} for row in grid]
+        measured = [{**point, "line": f"{group} {point['of']}"} for point in points]
+        # Matplotlib leaves out of the legend what begins with a line.
+        fitted = [
+            {**point, "line": f"_{point['of']}", "y": fit["intercept"] + fit["slope"] * point["x"]}
+            for point in points
+            for fit in (fits[point["of"]],)
+        ]
+
+        def looks(row: Mapping[str, Any], order: Sequence[str] = tuple(fits)) -> dict[str, str]:
+            colour = COLOURS[order.index(row["of"]) % len(COLOURS)]
+            form = {"linestyle": "--", "marker": ""} if row["line"].startswith("_") else {"linestyle": "none"}
+            return {**form, "color": colour}
+
         labels = {"title": f"Decode attention of a layer by {x}", "subtitle": subtitle, "x_label": axis}
-        made.append(lines(x, drawn, **labels, y_label="milliseconds", log_x=False))
+        words = {"looks": looks, "y_label": "milliseconds", **labels}
+        made.append(lines(x, measured + fitted, "x", "y", "line", scale=1e3, log_x=False, **words))
     return made
 
 
-def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
+def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     import torch
     from harness.models import DTYPES as TYPES
+    from harness.publish import leaves, show
     from harness.ragged_heads import HeadShape
     from harness.virtual_ranks import Bench
 
@@ -178,7 +152,16 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     bench = Bench(device, arguments.repeats)
     rows = measure_grid(arguments, bench, shape) + measure_steps(arguments, bench, shape)
     summary = summarise(rows, arguments.kv_heads)
-    show(rows, summary)
+    lines_of = {
+        "L = alpha B + beta": leaves(summary["over_batch"], "kept"),
+        "L = gamma C + delta": leaves(summary["over_budget"], "batch"),
+        "For all B and C": [{"value": summary["over_tokens"]}],
+    }
+    for title, found in lines_of.items():
+        show(list(found), "kept batch value.slope:us value.intercept:us value.r_squared", title)
+    steps = [{**row, **summary["predicted"][row["method"]]} for row in rows if row["part"] == "step"]
+    columns = "method ranks batch kept utilisation:% measured_s:ms predicted_s:ms off:%"
+    show(steps, columns, "A step's attention by the slowest rank of every layer")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} thread(s)"
     heads = f"{arguments.kv_heads} KV heads of {arguments.group} query heads"
     subtitle = f"{name}, {heads}, {arguments.dtype}; dashed: fitted"
@@ -186,4 +169,4 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark_alone("fairkv_latency", parse_arguments(), run, on_cpu="measures the CPU"))
+    sys.exit(benchmark_alone("fairkv_latency", parse_arguments(), run, on_cpu="--device cpu measures the CPU"))

@@ -78,9 +78,8 @@ def summarise(rows: Rows) -> dict[str, Any]:
 
     shares = {}
     for row in rows:
-        gigabytes = row["bytes"] / 1e9
-        row["gb_s"] = median([gigabytes / each for each in row["seconds"]]).value
-        row["read_gb_s"] = median([gigabytes / each for each in row["read_seconds"]]).value
+        row["gb_s"] = median(rates_of(row, "seconds")).value
+        row["read_gb_s"] = median(rates_of(row, "read_seconds")).value
         share = shares[case_of(row)] = paired_ratio(row["read_seconds"], row["seconds"])
         row["share"] = share.value
     return {
@@ -88,6 +87,11 @@ def summarise(rows: Rows) -> dict[str, Any]:
         "lowest_share": min(row["share"] for row in rows),
         "read_gb_s": max(row["read_gb_s"] for row in rows),
     }
+
+
+def rates_of(row: Mapping[str, Any], key: str) -> list[float]:
+    """GB/s of each run."""
+    return [row["bytes"] / 1e9 / seconds for seconds in row[key]]
 
 
 def case_of(row: Mapping[str, Any]) -> str:
@@ -99,8 +103,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     import torch
     from harness.charts import bars
     from harness.models import DTYPES as TYPES
-    from harness.publish import columns, show_table
-    from harness.statistics import median
+    from harness.publish import show, show_summary
     from tqdm import tqdm
 
     from megakv.offload.row_format import HeadShape
@@ -116,26 +119,15 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
             place = {"dtype": name, "threads": threads, "heads": arguments.heads, "kv_heads": kv_heads}
             found.append(place | measure_case(rows, shape, arguments, threads=threads))
     summary = summarise(found)
-    shown = {
-        "keys and values": case_of,
-        "tokens": lambda row: f"{row['tokens']:,}",
-        "ms": lambda row: f"{row['bytes'] / row['gb_s'] / 1e6:.2f}",
-        "attends, GB/s": lambda row: f"{row['gb_s']:.1f}",
-        "reads, GB/s": lambda row: f"{row['read_gb_s']:.1f}",
-        "share": lambda row: f"{row['share']:.2f}",
-    }
-    show_table("", columns(found, shown))
-    print(f"\nat least {summary['lowest_share']:.2f} of what reading memory takes")
-    values = [
-        (label, median([row["bytes"] / 1e9 / each for each in row[key]]), own)
-        for row in found
-        for label, key, own in ((case_of(row), "seconds", True), ("reading alone", "read_seconds", False))
-    ]
+    shown = [{**row, "case": case_of(row)} for row in found]
+    show(shown, "case tokens seconds:ms gb_s:GB/s read_gb_s:GB/s share")
+    show_summary(summary, "lowest_share")
+    drawn = [{"label": row["case"], "rate": rates_of(row, "seconds"), "own": True} for row in shown]
+    drawn += [{"label": "reading alone", "rate": rates_of(row, "read_seconds"), "own": False} for row in found]
     size = f"{found[0]['bytes'] / 1e6:.0f} MB of keys and values"
     subtitle = f"one query token, {arguments.heads} query heads, {size}"
-    title = "The host attends to keys and values where they lie"
-    chart = bars("", values, title=title, subtitle=subtitle, unit="GB/s, more is better")
-    return found, summary, [chart]
+    words = {"title": "The host attends to keys and values where they lie", "subtitle": subtitle}
+    return found, summary, [bars("", drawn, "label", "rate", own="own", unit="GB/s, more is better", **words)]
 
 
 if __name__ == "__main__":

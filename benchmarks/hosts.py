@@ -10,11 +10,14 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.launch import Launch, Rows, benchmark
+from harness.launch import Launch, Rows, Summary, benchmark
 from harness.links import UNLIMITED, checked_rates, set_rate
 from harness.options import Options
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 OWN, PEER = "cp", "tp"
 
@@ -37,78 +40,52 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace) -> Rows:
-    from harness.models import random_ids, random_model, twin
-    from harness.prefills import ContextParallelPrefill, TensorParallelPrefill, tensor_parallel
+def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
+    from harness.methods import ContextParallel, Peers, Prefill
+    from harness.models import random_ids, random_model
     from harness.profiles import keep_measured
-    from harness.sampling import Switched, measure
-    from harness.world import Agreement, join_world
+    from harness.sampling import Agreement, measure
 
-    import megakv
-
-    world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_model(arguments, positions=arguments.context, device=world.device)
     inside, rates = arguments.ranks // arguments.hosts, (UNLIMITED, arguments.rate)
     for rate in reversed(rates):
         set_rate(rate, world)
         keep_measured(world, model, arguments, rate=rate, tp_size=inside)
-    parallel = {"size": arguments.hosts, "prefill": "pass_kv"}
-    config = {"tensor_parallel": {"tp_size": inside}, "megakv": {"context_parallel": parallel}}
-    engine = megakv.init_inference(twin(model), config)
-    methods = [
-        ContextParallelPrefill(OWN, engine, ids),
-        TensorParallelPrefill(f"{PEER}_gloo", tensor_parallel(model, world), ids),
-    ]
-    rated = [Switched(method, rate, partial(set_rate, rate, world)) for method in methods for rate in rates]
-    agreement = Agreement(world, arguments.dtype)
-
-    def inspect(name: str, output: Any) -> dict[str, Any]:
-        return {"max_logit_difference": agreement.check(name, output.logits[0, -1])}
-
-    samples = measure(world, rated, repeats=arguments.repeats, inspect=inspect)
-    engine.destroy()
-    world.leave()
-    place = {"ranks": world.size, "context": arguments.context}
-    return [
-        sample.to_row(method=each.method.name.removesuffix("_gloo"), rate=each.state, **place)
-        for each, sample in zip(rated, samples, strict=True)
-    ]
+    with Peers(model, world) as peers:
+        engine = peers.engine(OWN, {"prefill": "pass_kv"}, tp_size=inside)
+        both = {OWN: ContextParallel(engine), PEER: peers.tensor_parallel("tp_gloo")}
+        places = [(name, rate) for name in both for rate in rates]
+        methods = [Prefill(f"{name}, {rate}", both[name], ids, partial(set_rate, rate, world)) for name, rate in places]
+        samples = measure(world, methods, Agreement(world, arguments.dtype), repeats=arguments.repeats)
+    size = {"ranks": world.size, "context": arguments.context}
+    return [sample.to_row(method=name, rate=rate, **size) for (name, rate), sample in zip(places, samples, strict=True)]
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
     """What the limit costs each method, and how much faster context parallelism is at each rate."""
+    from harness.charts import bars
+    from harness.models import words_of
+    from harness.publish import TIMES, show, show_summary
     from harness.statistics import paired_ratio
 
     seconds = {(row["method"], row["rate"]): row["seconds"] for row in rows}
     rates = [row["rate"] for row in rows if row["method"] == OWN]
     limited = next(rate for rate in rates if rate != UNLIMITED)
-    return {
+    summary = {
         "limited_over_unlimited": {
             name: paired_ratio(seconds[name, limited], seconds[name, UNLIMITED]).to_json() for name in (OWN, PEER)
         },
         "speedup": {rate: paired_ratio(seconds[PEER, rate], seconds[OWN, rate]).to_json() for rate in rates},
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
-
-
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import show_difference, show_intervals, show_table, time_table
-    from harness.statistics import median
-
-    summary = summarise(rows)
-    show_table("", time_table([{**row, "method": f"{row['method']}, {row['rate']}"} for row in rows]))
-    show_intervals("Time with the limit over time without", summary["limited_over_unlimited"])
-    show_intervals(f"Time of {PEER} over time of {OWN}", summary["speedup"])
-    show_difference(summary)
+    show(rows, f"method rate {TIMES}")
+    show_summary(summary)
     inside = arguments.ranks // arguments.hosts
-    values = [(f"{row['method']}, {row['rate']}", median(row["seconds"]), row["method"] == OWN) for row in rows]
     title = f"Prefill of {arguments.context:,} tokens on {arguments.hosts} hosts of {inside} rank(s)"
     methods = f"cp: CP{arguments.hosts} x TP{inside}, pass-KV; tp: DeepSpeed TP{arguments.ranks}"
-    chart = bars("", values, title=title, subtitle=f"{methods}. {words_of(arguments)}", unit="seconds, less is better")
-    return summary, [chart]
+    words = {"title": title, "subtitle": f"{methods}. {words_of(arguments)}", "unit": "seconds, less is better"}
+    return summary, [bars("", rows, "{method}, {rate}", own=lambda row: row["method"] == OWN, **words)]
 
 
 if __name__ == "__main__":

@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from harness.launch import Launch, Rows, benchmark
+from harness.launch import Launch, Rows, Summary, benchmark
 from harness.links import FREE, checked_rates
 from harness.options import Options
+
+if TYPE_CHECKING:
+    from harness.choices import Case
+    from harness.world import World
 
 METHODS = ("pass_kv", "pass_q")
 WITHOUT_PROFILE = "no profile"
@@ -54,9 +59,9 @@ def new_tokens(context: int, miss_rate: float) -> int:
     return round(context * miss_rate / 100)
 
 
-def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict[str, Any]:
+def find_evidence(arguments: argparse.Namespace, world: World, model: Any) -> dict[str, Any]:
     """By policy, the one that decides for `auto` last, what it decides from: a profile measured now, or a file's."""
-    from harness.profiles import keep_profile, measured_profile, shape_of
+    from harness.profiles import measured_profile, shape_of
 
     from megakv.choice import Evidence
     from megakv.config import load_config
@@ -72,69 +77,103 @@ def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict
         evidence.pop(name, None)
         return evidence | {name: Evidence(config.policy, profile, fit)}
     if arguments.profile_seconds:
-        profile = measured_profile(world, shape_of(model), arguments)
-        keep_profile(world, profile, arguments.json, f"{world.size}-{arguments.rate}")
+        profile = measured_profile(world, shape_of(model), arguments, name=f"{world.size}-{arguments.rate}")
         evidence |= {policy: Evidence(policy, profile) for policy in reversed(POLICIES)}
     return evidence
 
 
-def measure_rank(arguments: argparse.Namespace) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     """Measure all miss rates over the links of one launch, as one of its ranks."""
-    from harness.breakdown import Breakdown
-    from harness.generations import sharded_cache
-    from harness.models import random_ids, random_model, twin
-    from harness.prefills import Turn
+    from harness.breakdown import attention_us
+    from harness.methods import ContextParallel, Peers, Prefill
+    from harness.models import random_ids, random_model, sharded_cache
     from harness.profiles import shape_of
-    from harness.sampling import measure
-    from harness.world import Agreement, join_world
+    from harness.sampling import Agreement, measure
 
-    import megakv
     from megakv.choice import choose_prefill
     from megakv.costmodel.context_parallel import Workload
 
-    world = join_world(arguments.threads, shared_memory=False, timeout_s=arguments.timeout)
     model = random_model(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
-    engines = {}
-    for name in METHODS:
-        section = {"context_parallel": {"size": world.size, "prefill": name}, "tracking": {"timeline": "multiturn.png"}}
-        engines[name] = megakv.init_inference(twin(model), {"megakv": section})
-    evidence, shape = find_evidence(arguments, world, model), shape_of(model).attention()
     limits = {"repeats": arguments.most_pairs, "least": arguments.pairs, "budget_s": arguments.cell_seconds}
     rows: Rows = []
-    for rate in arguments.miss_rates:
-        new = new_tokens(arguments.context, rate)
-        cached = arguments.context - new
-        cache = sharded_cache(model, world, batch=1, tokens=cached)
-        turns = {name: Turn(name, engine, ids[:, cached:], cache) for name, engine in engines.items()}
-        work = Workload((new,), (cached,), world.size)
-        choices = {name: choose_prefill(known, work, shape) for name, known in evidence.items()}
-        agreement = Agreement(world, arguments.dtype)
-        marks = {name: Breakdown(turn.model) for name, turn in turns.items()}
-
-        def inspect(name: str, output: Any, agreement: Agreement = agreement) -> dict[str, Any]:
-            return {"max_logit_difference": agreement.check(name, output.logits[0])}
-
-        place = {"ranks": world.size, "context": arguments.context, "rate": arguments.rate}
-        place |= {"miss_rate": new / arguments.context, "new_tokens": new, "cached_tokens": cached}
-        place |= {"auto": list(choices.values())[-1], "policies": choices}
-        rows += [
-            # Every rank asks for the times.
-            sample.to_row(**place, attention_us=marks[sample.method].microseconds())
-            for sample in measure(world, list(turns.values()), inspect=inspect, **limits)
-        ]
-    for engine in engines.values():
-        engine.destroy()
-    world.leave()
+    with Peers(model, world) as peers:
+        tracking = {"timeline": "multiturn.png"}
+        engines = {name: peers.engine(name, {"prefill": name}, tracking=tracking) for name in METHODS}
+        evidence, shape = find_evidence(arguments, world, model), shape_of(model).attention()
+        for rate in arguments.miss_rates:
+            new = new_tokens(arguments.context, rate)
+            cached = arguments.context - new
+            # Both methods' turns are on top of it.
+            cache = sharded_cache(model, world, batch=1, tokens=cached)
+            rewind = partial(cache.cut_back, cached)
+            turns = [
+                Prefill(name, ContextParallel(engine), ids[:, cached:], rewind, past_key_values=cache)
+                for name, engine in engines.items()
+            ]
+            work = Workload((new,), (cached,), world.size)
+            choices = {name: choose_prefill(known, work, shape) for name, known in evidence.items()}
+            place = {"ranks": world.size, "context": arguments.context, "rate": arguments.rate}
+            place |= {"miss_rate": new / arguments.context, "new_tokens": new, "cached_tokens": cached}
+            place |= {"auto": list(choices.values())[-1], "policies": choices}
+            rows += [
+                sample.to_row(**place, attention_us=attention_us(engines[sample.method]))
+                for sample in measure(world, turns, Agreement(world, arguments.dtype), **limits)
+            ]
     return rows
 
 
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
-    from harness.multiturn_report import chart, show, summarise
+def cells_of(rows: Rows, policy: str | None = None) -> dict[str, list[Case]]:
+    """The rows as cells, by the rate of the links, with the choice of `auto` or of one policy."""
+    from harness.choices import Case
 
-    summary = summarise(rows, 2 * arguments.kv_heads / arguments.heads, skipped)
-    show(rows, summary)
-    return summary, [chart(arguments, summary)]
+    cells: dict[str, list[Case]] = {}
+    for kv, q in zip(rows[::2], rows[1::2], strict=True):
+        chosen = kv["auto"] if policy is None else kv["policies"][policy]
+        seconds = {row["method"]: row["seconds"] for row in (kv, q)}
+        cells.setdefault(kv["rate"], []).append(Case(kv["miss_rate"], seconds, chosen))
+    return cells
+
+
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
+    """The verdict on `auto` over all rates of links and by rate, and where the methods cross."""
+    from harness.charts import lines
+    from harness.choices import crossover, judge
+    from harness.models import words_of
+    from harness.publish import show, show_summary
+    from harness.statistics import paired_ratio
+
+    def judged(policy: str | None = None) -> Summary:
+        return judge([cell for group in cells_of(rows, policy).values() for cell in group])
+
+    rates: Summary = {}
+    points = []
+    for rate, group in cells_of(rows).items():
+        own = []
+        for cell in group:
+            speed = paired_ratio(cell.seconds["pass_q"], cell.seconds["pass_kv"]).to_json()
+            own.append({"miss_rate": cell.miss_rate, "auto": cell.chosen, **speed})
+        rates[rate] = {**judge(group), "crossover_miss_rate": crossover(group), "speed_ratio": own}
+        points += [{"rate": rate, "miss": 100 * point["miss_rate"], "auto": point["auto"], "y": point} for point in own]
+    summary = {
+        **judged(),
+        "policies": {policy: judged(policy) for policy in rows[0]["policies"]},
+        "equation_1_miss_rate": 2 * arguments.kv_heads / arguments.heads,
+        "rates": rates,
+        "not_measured": dict(skipped),
+        "max_logit_difference": max(row["max_logit_difference"] for row in rows),
+    }
+    attention = " ".join(
+        f"attention_us.{part}" for part in ("attention", "send_recv", "send_recv_exposed", "collective")
+    )
+    show(rows, f"rate method miss_rate:% new_tokens cached_tokens seconds auto {attention}")
+    show([{**point, "speed": point["y"]} for point in points], "rate miss auto speed", "Speed of pass-KV over pass-Q")
+    show_summary({**summary, "rates": {rate: found["crossover_miss_rate"] for rate, found in rates.items()}})
+    subtitle = f"{words_of(arguments)}; median, 95% interval; rings: auto chose pass-Q"
+    title = f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}"
+    labels = {"x_label": "cache miss rate T / (T + P), percent", "y_label": "speed of pass-KV over pass-Q"}
+    rings = {"hollow": lambda point: point["auto"] == "pass_q", "title": title, "subtitle": subtitle}
+    return summary, [lines("", points, "miss", "y", "links: {rate}", level=1.0, **rings, **labels)]
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.launch import quiet
+from harness.launch import Rows, Summary, benchmark_alone
 from harness.offload_plan import LARGE, PARTS, SMALL, Case, cases, identity, plans
 from harness.options import DTYPES, Options
 
 if TYPE_CHECKING:
-    import torch
     from harness.offload_case import CaseBench
     from harness.publish import Parts
 
@@ -50,12 +49,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--least-repeats", {"": 2, "gpu": 1}, "rounds at least")
     text = "no further round begins in a case after them"
     options.add("--cell-seconds", {"": 40.0, "quick": 4.0, "gpu": 0.0}, text, least=0)
-    cores = os.sched_getaffinity(0)
-    options.add("--threads", {"": 1, "gpu": max(1, len(cores) - 2)}, "threads that compute")
-    text = "of the thread that computes, and of the one that attends"
-    options.add_argument("--cores", nargs=2, type=int, metavar="CORE", help=text)
+    cores = len(os.sched_getaffinity(0))
+    options.add("--threads", {"": 1, "gpu": max(1, cores - 2)}, "threads that compute")
     options.add("--parts", None, "folder where cases are kept (default: FILE with suffix .parts)", kind=str)
     arguments = options.parse(argv)
+    arguments.device = "cuda" if arguments.gpu else "cpu"
     own = tuple(plans(arguments))
     arguments.only = options.some_of("--only", arguments.only or ",".join(own), own)
     if arguments.gpu and arguments.links is not None:
@@ -63,10 +61,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.links = arguments.links or [None]
     if arguments.shapes:
         arguments.shapes = options.some_of("--shapes", arguments.shapes, LARGE if arguments.gpu else SMALL)
-    pair = set(arguments.cores or ())
-    if arguments.cores and (arguments.gpu or len(pair) < 2 or not pair < cores):
-        allowed = f"two of {sorted(cores)}, of which one is left for links"
-        options.error(f"--cores {arguments.cores}: allowed, without --gpu: {allowed}")
     if arguments.new and arguments.new[0] < LEAST_NEW:
         options.error(f"--new {arguments.new[0]}: allowed: {LEAST_NEW} or more, as the first steps are left out")
     if arguments.heads % 4 or arguments.hidden % (2 * arguments.heads):
@@ -78,19 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure(
-    arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float, parts: Parts
-) -> list[dict[str, Any]]:
-    from harness.offload_case import CaseBench
-
-    if arguments.gpu:
-        return one_by_one(arguments, case, CaseBench(arguments, case, device, rate_gb_s), parts)
-    least, most = arguments.least_repeats, max(arguments.repeats, arguments.least_repeats)
-    bench = CaseBench(arguments, case, device, rate_gb_s)
-    return bench.measure(least=least, most=most, budget_s=arguments.cell_seconds)
-
-
-def one_by_one(arguments: argparse.Namespace, case: Case, bench: CaseBench, parts: Parts) -> list[dict[str, Any]]:
+def one_by_one(arguments: argparse.Namespace, case: Case, bench: CaseBench, parts: Parts) -> Rows:
     """The rows of a case whose methods cannot stand side by side: each is kept when it is measured."""
     rows = []
     for method in case.methods:
@@ -105,70 +87,53 @@ def one_by_one(arguments: argparse.Namespace, case: Case, bench: CaseBench, part
 
 def measure_all(arguments: argparse.Namespace, parts: Parts) -> None:
     import torch
+    from harness.offload_case import CaseBench
     from harness.offloads import pinned_copy_gb_s
-    from harness.publish import describe_machine
     from tqdm import tqdm
 
-    machine = describe_machine()
-    torch.set_num_threads(arguments.threads)
-    device = torch.device("cuda" if arguments.gpu else "cpu")
-    rate = 0.0
+    device, rate = torch.device(arguments.device), 0.0
     if arguments.gpu:
         # The link is measured once for all cases that are kept together.
         kept = parts.read("rate") or {"gb_s": round(pinned_copy_gb_s(device), 2)}
         parts.write("rate", kept)
         rate = kept["gb_s"]
+    least, most = arguments.least_repeats, max(arguments.repeats, arguments.least_repeats)
     for case in (bar := tqdm(cases(arguments), unit="case")):
         bar.set_postfix_str(case.name)
         kept = parts.read(case.name)
-        if kept is None or len(kept["rows"][0]["seconds"]) < arguments.least_repeats:
-            rows = measure(arguments, case, device, case.link_gb_s or rate, parts)
-            parts.write(case.name, {"rows": rows, "machine": machine})
+        if kept is None or len(kept["rows"][0]["seconds"]) < least:
+            bench = CaseBench(arguments, case, device, case.link_gb_s or rate)
+            if arguments.gpu:
+                rows = one_by_one(arguments, case, bench, parts)
+            else:
+                rows = bench.measure(least=least, most=most, budget_s=arguments.cell_seconds)
+            parts.write(case.name, {"rows": rows})
 
 
-def report(arguments: argparse.Namespace, parts: Parts) -> int:
-    """Print the tables of all cases that were kept; write the JSON and the charts where they are asked for."""
-    from harness.offload_report import OffloadCharts, show, tables
-    from harness.offload_summary import in_order, summarise
-    from harness.publish import publish
-
-    kept = [part for name in parts.names() if "rows" in (part := parts.read(name) or {})]
-    rows = in_order(row for part in kept for row in part["rows"] if row["part"] in PARTS)
-    if not rows:
-        print("nothing was measured", file=sys.stderr)
-        return 1
-    measured = {row["part"] for row in rows}
-    summary = summarise(rows, exact_type=arguments.dtype == "fp32")
-    made = tables(rows)
-    summary["tables"] = [{"title": title, "lines": lines} for title, lines in made]
-    summary["not_measured"] = {part: text for part, text in PARTS.items() if part not in measured}
-    show(made, summary)
-    charts = OffloadCharts(f"{arguments.dtype}, {arguments.threads} thread(s)").all(rows)
-    publish(arguments, "offload", kept[0]["machine"], rows, summary, charts)
-    return 1 if summary["tokens_equal"] is False else 0
-
-
-def run(arguments: argparse.Namespace) -> int:
-    import torch
-    from harness.publish import Parts
+def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
+    """Measure what is not kept yet; print the tables of all cases that are."""
+    from harness.offload_report import charts, in_order, summarise, tables
+    from harness.publish import Parts, align, show_summary
     from harness.world import alone
 
-    from megakv.errors import MegaKVError
-
-    if arguments.gpu and not torch.cuda.is_available():
-        print("--gpu: this machine has no CUDA GPU; without it, the link is emulated", file=sys.stderr)
-        return 2
-    quiet()
     with tempfile.TemporaryDirectory() as spare, alone():
         beside = Path(arguments.json).with_suffix(".parts") if arguments.json else Path(spare)
         parts = Parts(Path(arguments.parts or beside), identity(arguments))
-        try:
-            measure_all(arguments, parts)
-        except (MegaKVError, ValueError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        return report(arguments, parts)
+        measure_all(arguments, parts)
+        kept = [row for part in parts.all().values() for row in part.get("rows", ())]
+    rows = in_order(row for row in kept if row["part"] in PARTS)
+    if not rows:
+        raise ValueError("nothing was measured")
+    summary = summarise(rows, exact_type=arguments.dtype == "fp32")
+    summary["tables"] = tables(rows)
+    measured = {row["part"] for row in rows}
+    summary["not_measured"] = {part: text for part, text in PARTS.items() if part not in measured}
+    for table in summary["tables"]:
+        print(f"\n{table['title']}\n\n{align(table['lines'])}")
+    shown = ("tokens_equal", "lossy_token_agreement", "auto_over_best", "prediction_median_error", "predictions")
+    show_summary(summary, *shown)
+    return rows, summary, charts(f"{arguments.dtype}, {arguments.threads} thread(s)", rows)
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse_arguments()))
+    sys.exit(benchmark_alone("offload", parse_arguments(), run, on_cpu="without --gpu, the link is emulated"))

@@ -159,25 +159,6 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
     return found, without
 
 
-def show(summary: Mapping[str, Any]) -> None:
-    from harness.publish import columns, show_table
-
-    shown: dict[str, Any] = {
-        "benchmark": lambda entry: entry["name"],
-        "times": lambda entry: entry["times"],
-        "median error": lambda entry: f"{entry['median_error']:.1%}",
-        "signed": lambda entry: f"{entry['median_signed_error']:+.1%}",
-        "largest": lambda entry: f"{entry['largest_error']:.1%}",
-        "right winners": lambda entry: f"{entry['right_winners']} of {entry['pairs']}",
-    }
-    show_table("", columns([{"name": name, **entry} for name, entry in summary["benchmarks"].items()], shown))
-    if summary["median_error"] is not None:
-        share = summary["right_winner_share"]
-        print(f"all: median error {summary['median_error']:.1%}" + (f", right winners {share:.1%}" if share else ""))
-    for name, why in summary["without_predictions"].items():
-        print(f"without predictions: {name}: {why}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     folder = Path(arguments.results)
@@ -189,16 +170,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     from harness.charts import predicted_over
-    from harness.publish import describe_machine, publish
+    from harness.publish import describe_machine, publish, show, show_summary
 
     summary = summarise(found, without)
-    show(summary)
+    columns = "benchmark times median_error:% median_signed_error:% largest_error:% right_winners pairs"
+    show([{"benchmark": name, **entry} for name, entry in summary["benchmarks"].items()], columns)
+    show_summary(summary, "median_error", "right_winner_share", "without_predictions")
     rows = [
         {"benchmark": name, **vars(time), "error": time.error} for name, several in found.items() for time in several
     ]
-    points = {name: ([time.measured for time in own], [time.predicted for time in own]) for name, own in found.items()}
-    labels = {"x_label": "measured, seconds", "y_label": "predicted, seconds"}
-    chart = predicted_over(points, title="Cost model against this machine", **labels)
+    chart = predicted_over(rows, "measured", "benchmark", title="Cost model against this machine, seconds")
     publish(arguments, "predictions", describe_machine(), rows, summary, [chart])
     return 0
 

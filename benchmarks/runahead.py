@@ -12,12 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.launch import Launch, Rows, is_rank, launch_all, quiet, serve
-from harness.links import FREE, LimitedLinks, NoisyLinks, checked_rates
+from harness.links import FREE, checked_rates
 from harness.options import Options
-from harness.runahead_plan import METHODS, Group, groups, identity, is_done
+from harness.runahead_plan import METHODS, SEARCH, groups, identity, is_done
+
+if TYPE_CHECKING:
+    from harness.world import World
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--cell-seconds", {"": 600.0, "quick": 60.0}, "no further round begins in a cell after them")
     options.add("--bound-repeats", 2, "rounds of single and single_masked, apart")
     options.add("--parts", None, "folder where cells are kept (default: FILE.parts of --json)", kind=str)
-    options.hidden("--plan", "--switch")
+    options.hidden("--switch")
     options.model(without=("kv-heads",))
     arguments = options.parse(argv)
     ranks, context = arguments.ranks, arguments.context[0]
@@ -59,46 +62,42 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if context < 4 * ranks:
         options.error(f"--context {context}: allowed: from {4 * ranks} on --ranks {ranks}")
     arguments.rates = checked_rates(options, "--rates", arguments.rates)
-    if arguments.noise and set(arguments.rates) == {FREE}:
+    # Ranks are given the rate of their own group alone.
+    if arguments.noise and set(arguments.rates) == {FREE} and not is_rank():
         options.error("--noise needs limited links: give --rates such as 1gbit")
     if arguments.parts is None and arguments.json:
         arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     """Measure the cases of one group, as one of its ranks; they are kept as they are done."""
+    from harness.methods import Peers
     from harness.models import random_model
     from harness.publish import Parts, describe_machine
-    from harness.runahead_case import CaseBench, group_profile
-    from harness.world import join_world
+    from harness.runahead_case import CaseBench
 
     machine = describe_machine()
-    group = Group.load(arguments.plan)
     parts = Parts(Path(arguments.parts), identity(arguments))
+    (group,) = groups(arguments)
     arguments.kv_heads = group.kv_heads
     asked = arguments.methods, arguments.table_spacing
-    shared_memory = "tp" in arguments.methods and group.rate == FREE
-    world = join_world(arguments.threads, shared_memory=shared_memory, timeout_s=arguments.timeout)
     positions = max([*group.searched(*asked), *group.contexts])
-    model = random_model(arguments, positions=positions, device=world.device)
-    bench = CaseBench(arguments, group, world, model, group_profile(arguments, group, world, model))
-    for context in group.contexts:
-        for length in group.narrowed([context]).searched(*asked):
-            if (result := bench.searches.search(length)) is not None:
-                parts.write(f"search-{group.case(length)}", result)
-        rows = bench.measure(context)
-        if world.rank == 0:
-            rows = [{**row, "load_average": machine["load_average"]} for row in rows]
-            parts.write(group.case(context), {"machine": machine, "repeats": arguments.repeats, "rows": rows})
-    bench.close()
-    world.leave()
+    with Peers(random_model(arguments, positions=positions, device=world.device), world) as peers:
+        bench = CaseBench(arguments, group, world, peers)
+        for context in group.contexts:
+            for length in group.searched(*asked, [context]):
+                if (result := bench.searches.search(length)) is not None:
+                    parts.write(f"{SEARCH}{group.case(length)}", result)
+            rows = bench.measure(context)
+            if world.rank == 0:
+                rows = [{**row, "load_average": machine["load_average"]} for row in rows]
+                parts.write(group.case(context), {"machine": machine, "repeats": arguments.repeats, "rows": rows})
     return []
 
 
 def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
     """Of every group that is not measured yet."""
-    plan = parts.folder / "plan"
     for group in groups(arguments):
         left = []
         for context in group.contexts:
@@ -108,25 +107,22 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
         if not left:
             print(f"{group.name}: measured already", flush=True)
             continue
-        group.narrowed(left).save(plan)
-        options = ["--plan", str(plan.resolve()), "--parts", str(parts.folder.resolve())]
+        options = [*group.words(left), "--parts", str(parts.folder.resolve())]
         text = f"{group.name}: {', '.join(map(str, left))} tokens"
-        links = NoisyLinks if group.noise else LimitedLinks
-        yield Launch(group.ranks, options, text, name=group.name, rate=group.rate, links=links)
+        yield Launch(group.ranks, options, text, name=group.name, rate=group.rate, noise=group.noise)
 
 
 def main() -> int:
     """Entry of the process started by hand, which starts the ranks of every group, and of every rank."""
     arguments = parse_arguments()
     if is_rank():
-        return serve(arguments, measure_rank)
+        shared_memory = "tp" in arguments.methods and arguments.rates == [FREE]
+        return serve(arguments, measure_rank, shared_memory=shared_memory)
     from harness.publish import Parts
 
     with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
         parts = Parts(Path(arguments.parts or spare), identity(arguments))
-        parts.folder.mkdir(parents=True, exist_ok=True)
         status, _, skipped = launch_all(arguments, launches(arguments, parts))
-        (parts.folder / "plan").unlink(missing_ok=True)
         quiet()
         from harness.runahead_report import report
 

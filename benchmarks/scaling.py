@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.launch import Launch, Rows, benchmark
+from harness.launch import Launch, Rows, Summary, benchmark
 from harness.options import Options
 
-TENSOR_PARALLEL = ("tp", "tp_gloo")
+if TYPE_CHECKING:
+    from harness.world import World
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,75 +38,108 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     """Measure all methods of one number of ranks, as one of them."""
-    from harness.breakdown import Breakdown
-    from harness.generations import (
-        ContextParallelGeneration,
-        Generation,
-        TensorParallelGeneration,
-        without_stop,
-    )
-    from harness.models import random_ids, random_model, twin, weight_bytes
-    from harness.prefills import tensor_parallel, uses_shared_memory
+    from harness.methods import TENSOR_PARALLEL, ContextParallel, Generation, Peer, Peers
+    from harness.models import random_ids, random_model, without_stop
     from harness.profiles import keep_measured
-    from harness.sampling import measure
-    from harness.world import Agreement, join_world
+    from harness.sampling import Agreement, measure
 
-    import megakv
-
-    world = join_world(arguments.threads, shared_memory=True, timeout_s=arguments.timeout)
     tokens = arguments.tokens
     model = without_stop(random_model(arguments, positions=arguments.contexts[-1] + tokens, device=world.device))
-    section = {"context_parallel": {"size": world.size, "prefill": "pass_kv"}, "tracking": {"timeline": "scaling.png"}}
-    engine = megakv.init_inference(twin(model), {"megakv": section})
-    sharded = tensor_parallel(model, world) if world.size > 1 else None
-    weights = {"cp": weight_bytes(engine.module), "tp": weight_bytes(model if sharded is None else sharded.module)}
-    keep_measured(world, model, arguments)
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 2}
     rows: Rows = []
-    for context in arguments.contexts:
-        ids = random_ids(arguments.vocab, context, world.device)
-        methods: list[Generation] = [ContextParallelGeneration("cp", engine, ids, tokens)]
-        if sharded is None:
-            methods.append(Generation("tp", model, ids, tokens))
+    with Peers(model, world) as peers:
+        engine = peers.engine("cp", {"prefill": "pass_kv"}, tracking={"timeline": "scaling.png"})
+        ways: dict[str, Peer] = {"cp": ContextParallel(engine)}
+        if world.size == 1:
+            ways["tp"] = Peer(model)
         else:
-            methods += [
-                TensorParallelGeneration(name, sharded, ids, tokens)
-                for name in TENSOR_PARALLEL
-                # On an accelerator both are the same.
-                if name == "tp" or world.device.type == "cpu"
-            ]
-        agreement, mark = Agreement(world, arguments.dtype), Breakdown(engine)
-
-        def inspect(name: str, output: Any, agreement: Agreement = agreement, mark: Breakdown = mark) -> dict[str, Any]:
-            facts: dict[str, Any] = {
-                "max_logit_difference": agreement.check(name, output.logits[0]),
-                "weight_bytes": world.gather(weights["cp" if name == "cp" else "tp"]),
-            }
-            if name == "cp":
-                return facts | mark.generated()
-            return facts | {"shared_memory": world.size > 1 and uses_shared_memory(name, model.dtype)}
-
-        for method, sample in zip(methods, measure(world, methods, inspect=inspect, **limits), strict=True):
-            # The untimed run is not a sample.
-            ttit = [max(times) for times in zip(*world.gather(method.ttits[1:]), strict=True)]
-            rows.append(sample.to_row(ranks=world.size, context=context, ttit_seconds=ttit))
-    engine.destroy()
-    world.leave()
+            # On an accelerator both are the same.
+            names = TENSOR_PARALLEL if world.device.type == "cpu" else TENSOR_PARALLEL[:1]
+            ways |= {name: peers.tensor_parallel(name) for name in names}
+        keep_measured(world, model, arguments)
+        for context in arguments.contexts:
+            ids = random_ids(arguments.vocab, context, world.device)
+            methods = [Generation(name, peer, ids, tokens) for name, peer in ways.items()]
+            samples = measure(world, methods, Agreement(world, arguments.dtype), **limits)
+            for method, sample in zip(methods, samples, strict=True):
+                # The untimed run is not a sample.
+                ttit = [max(times) for times in zip(*world.gather(method.ttits[1:]), strict=True)]
+                rows.append(sample.to_row(ranks=world.size, context=context, ttit_seconds=ttit))
     return rows
 
 
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[dict[str, Any], list[Any]]:
-    from harness.publish import MEGABYTE
-    from harness.scaling_report import charts, show, summarise
+def summarise(rows: Rows, cap_bytes: float) -> Summary:
+    """What the paper's figures and tables say, of these rows."""
+    from harness.statistics import longest_context, median, ratio
+
+    scaling: Summary = {str(context): {} for context in sorted({row["context"] for row in rows})}
+    latencies: Summary = {}
+    attention: Summary = {}
+    longest: Summary = {}
+    for row in sorted(rows, key=lambda row: (row["ranks"], row["method"])):
+        method, context, ranks = row["method"], str(row["context"]), str(row["ranks"])
+        # tau_1 is `cp` on one rank, and for the others plain transformers in one process.
+        first = "cp" if method == "cp" else "tp", row["context"], 1
+        base = [each for each in rows if (each["method"], each["context"], each["ranks"]) == first]
+        if base:
+            gain = ratio(base[0]["seconds"], row["seconds"], paired=False)
+            scaling[context].setdefault(method, {})[ranks] = gain.to_json()
+        if "prefill_us" in row:
+            attention.setdefault(context, {})[ranks] = {"prefill": row["prefill_us"], "decode": row["decode_us"]}
+        kind, _, way = method.partition("_")
+        times = {"ttft_s": median(row["seconds"]).to_json(), "ttit_s": median(row["ttit_seconds"]).to_json()}
+        latencies.setdefault(context, {})[f"{kind.upper()}{ranks} {way}".strip()] = times
+        if ranks not in longest.setdefault(method, {}):
+            own = [each for each in rows if (each["method"], each["ranks"]) == (method, row["ranks"])]
+            longest[method][ranks] = longest_context(own, cap_bytes)
+    return {
+        "scaling_ratio": {context: found for context, found in scaling.items() if found},
+        "memory_cap_bytes": cap_bytes,
+        "longest_context": longest,
+        "ttft_ttit": latencies,
+        "attention_us": attention,
+        "max_logit_difference": max(row["max_logit_difference"] for row in rows),
+    }
+
+
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
+    """Time to first token by context, and the scaling ratio and the longest context by ranks."""
+    from harness.charts import lines
+    from harness.models import words_of
+    from harness.publish import MEGABYTE, leaves, show, show_summary
 
     summary = summarise(rows, arguments.memory_cap_mb * MEGABYTE)
-    show(summary)
-    return summary, charts(arguments, rows, summary)
+    attention = "prefill_us.attention prefill_us.send_recv prefill_us.send_recv_exposed decode_us.attention"
+    show(rows, f"method ranks context seconds:ms ttit_seconds:ms working_bytes:MB {attention} decode_us.collective")
+    show_summary(summary, "scaling_ratio", "longest_context", "max_logit_difference")
+    words = {"subtitle": f"{words_of(arguments)}; median, 95% interval"}
+    own = sorted((row for row in rows if row["method"] == "cp"), key=lambda row: (row["ranks"], row["context"]))
+    title = {"title": "Time to first token by context", "y_label": "seconds", "x_label": "tokens"}
+    charts = [lines("ttft", own, "context", "seconds", "CP{ranks}", log_y=True, **title, **words)]
+    words["x_label"] = "ranks"
+    context = max(summary["scaling_ratio"], key=int)
+    found = [
+        {**row, "ranks": int(row["ranks"])} for row in leaves(summary["scaling_ratio"][context], "method", "ranks")
+    ]
+    found += [{"method": "ideal", "ranks": size, "value": size} for size in sorted({row["ranks"] for row in found})]
+    title = {"title": f"Scaling ratio at {int(context):,} tokens", "y_label": "tau_1 / tau_N"}
+    ideal = {"looks": lambda row: {"linestyle": "--" if row["method"] == "ideal" else "-"}}
+    charts.append(lines("scaling", found, "ranks", "value", "method", **ideal, **title, **words))
+    capacity = [
+        {**row, "ranks": int(row["ranks"]), "value": row["value"]["tokens"]}
+        for row in leaves(summary["longest_context"], "method", "ranks")
+        if row["value"]["tokens"] is not None
+    ]
+    if capacity:
+        title = f"Longest context under {arguments.memory_cap_mb:g} MB per rank, by a straight line"
+        words |= {"title": title, "y_label": "tokens"}
+        charts.append(lines("context", capacity, "ranks", "value", "method", **words))
+    return summary, charts
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
     launches = [Launch(size, text=f"ranks: {size}, of {asked.sizes}") for size in asked.sizes]
-    sys.exit(benchmark("scaling", asked, measure_rank, report, launches))
+    sys.exit(benchmark("scaling", asked, measure_rank, report, launches, shared_memory=True))

@@ -13,26 +13,20 @@ from typing import Any
 
 from harness.charts import Chart, predicted_over
 from harness.options import Options
-from harness.publish import describe_machine, publish, show_table
+from harness.publish import describe_machine, publish, show
 from papers.published import load_tables
 from papers.validation import rows_of, summarise, validate
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
-def show(summary: Mapping[str, Any]) -> None:
+def show_all(summary: Mapping[str, Any]) -> None:
     """Print errors by table, headlines, and pairs with the wrong winner."""
-    lines = [["table", "cells", "fitted: median error", "held out", "largest", "right winners"]]
-    for name, table in summary["tables"].items():
-        errors = [_share(table[f"{use}_error"]) for use in ("fitted_median", "held_out_median", "held_out_largest")]
-        lines.append([name, str(table["cells"]), *errors, f"{table['right_winners']} of {table['pairs']}"])
-    show_table("", lines)
-    lines = [["headline", "published", "predicted", "error", "use"]]
-    for name, entry in summary["headlines"].items():
-        mark = "" if entry["within_bar"] else " beyond 15%"
-        error = f"{entry['error']:+.1%}{mark}"
-        lines.append([name, f"{entry['published']:.4g}", f"{entry['predicted']:.4g}", error, entry["use"]])
-    show_table("", lines)
+    errors = "fitted_median_error:% held_out_median_error:% held_out_largest_error:%"
+    show([{"table": name, **table} for name, table in summary["tables"].items()],
+         f"table cells {errors} right_winners pairs")  # fmt: skip
+    headlines = [{"headline": name, **entry} for name, entry in summary["headlines"].items()]
+    show(headlines, "headline published predicted error:% within_bar use")
     winners = summary["winners"]
     print(
         f"\nheld out: median error {summary['held_out_median_error']:.1%} over {summary['held_out_cells']} cells; "
@@ -45,31 +39,26 @@ def show(summary: Mapping[str, Any]) -> None:
             print(f"at a bound of the search: {', '.join(names)} of {group}")
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
 def chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
     """Predicted over published, by paper; cells that were fitted are hollow."""
-    points, looks = {}, {}
-    for colour, paper in zip(COLOURS, dict.fromkeys(row["paper"] for row in rows), strict=True):
-        for use, fill in (("fitted", "none"), ("held_out", colour)):
-            chosen = [row for row in rows if row["paper"] == paper and row["use"] == use]
-            label = f"{paper}, {use.replace('_', ' ')}"
-            points[label] = [row["published"] for row in chosen], [row["predicted"] for row in chosen]
-            looks[label] = {"facecolors": fill, "edgecolors": colour}
-    labels = {"x_label": "published (seconds, tokens/s or share)", "y_label": "predicted"}
-    return predicted_over(points, title="Cost model against four papers", looks=looks, **labels)
+    colours = dict(zip(dict.fromkeys(row["paper"] for row in rows), COLOURS, strict=True))
+    known = [row for row in rows if row["use"] != "reported"]
+
+    def looks(row: Mapping[str, Any]) -> dict[str, str]:
+        colour = colours[row["paper"]]
+        return {"facecolors": "none" if row["use"] == "fitted" else colour, "edgecolors": colour}
+
+    words = {"title": "Cost model against four papers", "x_label": "published (seconds, tokens/s or share)"}
+    return predicted_over(known, "published", lambda row: f"{row['paper']}, {row['use']}", looks, **words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = Options(__doc__)
     options.output()
     arguments, machine = options.parse(argv), describe_machine()
-    tables = load_tables()
-    found = validate(tables)
-    rows, summary = rows_of(tables, found), summarise(tables, found)
-    show(summary)
+    found = validate(load_tables())
+    rows, summary = rows_of(found), summarise(found)
+    show_all(summary)
     publish(arguments, "validate_papers", machine, rows, summary, [chart(rows)])
     return 0
 

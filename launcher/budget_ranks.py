@@ -19,16 +19,14 @@ from transformers import AutoConfig
 
 import megakv
 from megakv.config import MegaKVConfig
-from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.figures import draw_profile
-from megakv.fairkv.identity import ModelIdentity
-from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, last_part, make_profile
+from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, ModelIdentity, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.job import prompt_ids, read_tokenizer
 from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Prompt, read_prompts
 from megakv.weights.files import local_directory
-from megakv.weights.placement import contiguous_head_map
+from megakv.weights.placement import contiguous_head_map, head_counts
 
 
 def tokenized(
@@ -60,8 +58,7 @@ def tokenized(
 
 def measure(engine: megakv.MegaKVEngine, prompts: Sequence[tuple[Prompt, Tensor]]) -> list[MeasuredPrompt]:
     """Read every prompt, and see what is kept. Every rank must call it."""
-    shape = ModelShape.from_config(engine.module.config, dtype=torch.float32)
-    heads = contiguous_head_map(len(shape.layers), shape.heads, shape.kv_heads, engine.mesh.tp_size)
+    heads = contiguous_head_map(*head_counts(engine.module.config), engine.mesh.tp_size)
     found = []
     for prompt, ids in tqdm(prompts, desc="prompts", unit="prompt", disable=own_rank() != 0):
         engine.generate(ids.to(engine.mesh.device), max_new_tokens=1, do_sample=False)
@@ -72,12 +69,14 @@ def measure(engine: megakv.MegaKVEngine, prompts: Sequence[tuple[Prompt, Tensor]
 def print_tables(profile: BudgetProfile) -> None:
     """The paper's Tables 1 and 2: similarity of data sets, and busy rates of ranks that hold neighbouring heads."""
     sets = profile.data_sets or ()
+    width = max(map(len, ["data set", *(each.name for each in sets)]))
     mean = statistics.fmean(value for row in profile.budgets for value in row)
     print(f"\n{last_part(profile.model)}, {profile.method}: {mean:.0f} tokens kept by a KV head on average")
     print("\nTable 1: cosine similarity of a data set's budgets with the mean of the others'")
-    shown = ("-" if each.similarity is None else f"{each.similarity:.3f}" for each in sets)
-    rows = [(each.name, str(each.prompts), value) for each, value in zip(sets, shown, strict=True)]
-    _print([("data set", "prompts", "similarity"), *rows])
+    print(f"{'data set':{width}}  prompts  similarity")
+    for each in sets:
+        similarity = "-" if each.similarity is None else f"{each.similarity:.3f}"
+        print(f"{each.name:{width}}  {each.prompts:7}  {similarity:>10}")
     known = [each.similarity for each in sets if each.similarity is not None]
     if known:
         print(
@@ -88,18 +87,11 @@ def print_tables(profile: BudgetProfile) -> None:
         print("one data set only: nothing to compare it with")
     print("\nTable 2: busy rate of ranks with neighbouring heads, in percent of the attention time")
     every = profile.busy_rates or {}
-    sizes, rates = sorted(every), [*((each.name, each.busy_rates) for each in sets), ("all", every)]
-    lines = [(name, *(f"{100 * rate[size]:.1f}" for size in sizes)) for name, rate in rates]
-    _print([("data set", *(f"TP = {size}" for size in sizes)), *lines])
-    if not sizes:
+    print("  ".join([f"{'data set':{width}}", *(f"TP = {size}" for size in sorted(every))]).rstrip())
+    for name, rates in [*((each.name, each.busy_rates) for each in sets), ("all", every)]:
+        print("  ".join([f"{name:{width}}", *(f"{100 * rates[size]:6.1f}" for size in sorted(every))]).rstrip())
+    if not every:
         print("the model has one KV head: no ranks to divide heads among")
-
-
-def _print(lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 def main() -> None:

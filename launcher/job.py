@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -17,12 +16,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-import megakv
+from megakv.build import init_inference
 from megakv.config import load_config
+from megakv.engine import MegaKVEngine
 from megakv.launcher.process import own_rank
-from megakv.tracking import RunReport
 from megakv.tracking.files import write_whole
-from megakv.tracking.tables import operations
+from megakv.tracking.report import RunReport
+from megakv.tracking.tables import operations, passes_by_plan
 from megakv.weights.files import local_directory
 from megakv.weights.placement.plan import decoder_layers
 
@@ -141,7 +141,7 @@ def run_job(
         config.megakv.tracking.timeline = arguments.timeline
     tokenizer = read_tokenizer(model)
     ids = prompt_ids(tokenizer, make_prompt(tokenizer), chat=chat)
-    engine = megakv.init_inference(model, config)
+    engine = init_inference(model, config)
     # What stands now stays: looking through it again in the midst of an answer takes as long as many tokens, while all
     # other ranks wait. So does looking through it now, on ranks that may have different errors to report.
     gc.freeze()
@@ -171,7 +171,7 @@ def run_job(
     return outcome
 
 
-def plain_tokens(model: str, engine: megakv.MegaKVEngine, ids: Tensor, options: dict[str, Any], seed: int) -> Tensor:
+def plain_tokens(model: str, engine: MegaKVEngine, ids: Tensor, options: dict[str, Any], seed: int) -> Tensor:
     """What a single-process transformers run of the same model generates."""
     print("megakv: running plain transformers on one process, to compare", flush=True)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=engine.module.dtype).eval().to(engine.mesh.device)
@@ -221,7 +221,6 @@ def _print_offload(report: RunReport) -> None:
     if rank is None:
         return
     last, passes = rank.offload[-1], len(rank.offload)
-    plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in rank.offload).most_common())
     kinds = ("resident", "recomputed", "on_host", "streamed", "out_of_window")
     tokens = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind in kinds if (count := getattr(last, kind)))
     come, gone, read = (
@@ -230,8 +229,8 @@ def _print_offload(report: RunReport) -> None:
     )
     disk = f", {read} of it from disk" if any(step.disk_bytes for step in rank.offload) else ""
     print(
-        f"off the accelerator, rank {rank.rank}: {passes} passes ({plans}); in the last {last.cached} cached tokens "
-        f"({tokens}); in each {come} in{disk} and {gone} out"
+        f"off the accelerator, rank {rank.rank}: {passes} passes ({passes_by_plan(rank)}); in the last "
+        f"{last.cached} cached tokens ({tokens}); in each {come} in{disk} and {gone} out"
     )
 
 

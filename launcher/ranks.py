@@ -8,21 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from tqdm import tqdm
-
-from megakv.distributed.comm import Communicator
-from megakv.distributed.ledger import Ledger
-from megakv.distributed.mesh import make_mesh, start_distributed
 from megakv.errors import MegaKVError
 from megakv.launcher.process import own_rank
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What measures is imported by the ranks, not by who asks for a command's arguments.
+if TYPE_CHECKING:
+    import torch
+
+    from megakv.distributed.comm import Communicator
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TIMEOUT_S = 600.0
+OWN = ("command", "run", "ranks", "local_rank")
+"""Of the arguments of a command, those that its ranks do not take."""
 
 
 def add_rank_arguments(
@@ -60,22 +63,25 @@ def check_writable(option: str, path: str) -> None:
         raise ValueError(f"{option} {path}: cannot be written: the folder must exist and be writable")
 
 
-def command_line(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """The named arguments as a rank's command line; those without a value are left out."""
+def command_line(arguments: argparse.Namespace) -> list[str]:
+    """A command's arguments for its ranks; those without a value are left out."""
     words: list[str] = []
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    for name, value in vars(arguments).items():
+        if name not in OWN and value is not None and value is not False:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else map(str, value if isinstance(value, list | tuple) else [value])
     return words
 
 
-def start_ranks(module: str, ranks: int, threads: int, values: Sequence[str]) -> None:
-    """Run a module on so many processes of this machine."""
+def start_ranks(module: str, ranks: int, arguments: argparse.Namespace) -> None:
+    """Run a module on so many processes of this machine, with the arguments of the command that it belongs to."""
     options = ["--num_accelerators", str(ranks), "--master_port", str(_free_port()), "--no_local_rank", "--quiet"]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", module, *values]
+    words = [*options, "--module", module, *command_line(arguments)]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, env=_environment(ranks, threads), start_new_session=True
+        [sys.executable, "-m", "deepspeed.launcher.runner", *words],
+        stdin=subprocess.DEVNULL,
+        env=_environment(ranks, arguments.threads),
+        start_new_session=True,
     )
     try:
         status = process.wait()
@@ -90,6 +96,8 @@ def start_ranks(module: str, ranks: int, threads: int, values: Sequence[str]) ->
 
 
 def _environment(ranks: int, threads: int) -> dict[str, str]:
+    import torch
+
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(threads)}
@@ -105,8 +113,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
+    """That of --dtype."""
+    import torch
+
+    return getattr(torch, DTYPES[arguments.dtype])
+
+
 def join_ranks(arguments: argparse.Namespace) -> Communicator:
     """This rank's communicator, on a context-parallel x tensor-parallel mesh over all ranks."""
+    import torch
+
+    from megakv.distributed.comm import Communicator
+    from megakv.distributed.ledger import Ledger
+    from megakv.distributed.mesh import make_mesh, start_distributed
+
     torch.set_num_threads(arguments.threads)
     start_distributed(tp_only=False, timeout_s=TIMEOUT_S)
     world_size = torch.distributed.get_world_size()
@@ -115,17 +136,15 @@ def join_ranks(arguments: argparse.Namespace) -> Communicator:
     return Communicator(mesh, Ledger())
 
 
-class Progress:
-    """A bar over the steps of a measurement, on rank 0."""
+@contextmanager
+def progress(name: str) -> Iterator[Callable[[int], None]]:
+    """A bar over the steps of a measurement, on rank 0; it is told how many there are after each of them."""
+    from tqdm import tqdm
 
-    def __init__(self, name: str):
-        self._bar: Any = tqdm(desc=name, unit="step", disable=own_rank() != 0, mininterval=0.5)
+    with tqdm(desc=name, unit="step", disable=own_rank() != 0, mininterval=0.5) as bar:
 
-    def step(self, total: int) -> None:
-        """Another of `total` steps is done."""
-        self._bar.total = total
-        self._bar.update(1)
+        def step(total: int) -> None:
+            bar.total = total
+            bar.update(1)
 
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
+        yield step

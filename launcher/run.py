@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from megakv.launcher.job import JobParser, add_job_arguments, print_outcome, run_job, write_outcome
-from megakv.launcher.process import adopt_single_process, adopt_slurm, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import (
+    adopt_single_process,
+    adopt_slurm,
+    importing,
+    own_rank,
+    quiet_libraries,
+    report_errors,
+)
 from megakv.launcher.prompts import read_text
+
+with importing():
+    from megakv.launcher.job import JobParser, add_job_arguments, print_outcome, run_job, write_outcome
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -160,20 +160,26 @@ def main() -> None:
             search(engine, config, arguments)
 
 
-def search(engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argparse.Namespace) -> None:
-    """Search on an engine, and print what was found. Every rank must call it; what fails on one ends it on all."""
+def search(
+    engine: megakv.MegaKVEngine, config: MegaKVConfig, arguments: argparse.Namespace
+) -> list[SearchResult] | None:
+    """Search on an engine, and print what was found; rank 0 returns it.
+
+    Every rank must call it; what fails on one ends it on all.
+    """
     section = config.megakv.runahead
-    with engine.call():
+    with engine.agreement.call():
         comm = engine._comm
         shape = ModelShape.from_config(engine.module.config, dtype=engine.module.dtype)
         chain = ChainIdentity.of(comm, shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
         passes = TimedPasses(engine, comm, arguments.repeats)
         if comm.mesh.rank != 0:
             passes.follow()
-            return
+            return None
         results = Desk(arguments, chain, shape, passes).run(read_contexts(arguments.contexts))
         passes.end()
     print_results(results)
+    return results
 
 
 if __name__ == "__main__":

@@ -8,24 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.compiled import load_kernel
-from megakv.autograd import without_autograd
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.shape import ModelShape
-from megakv.device import settle_allocator
+from megakv.device import settle_allocator, without_autograd
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
-from megakv.distributed.mesh import check_mesh, check_same_settings, make_mesh, start_distributed
+from megakv.distributed.mesh import check_same_settings, make_mesh, start_distributed
 from megakv.engine import MegaKVEngine
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.placement import check_same_mapping, check_weights, place_heads, read_mapping
+from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.ownership import check_unused, own_config
 from megakv.offload.cuda_link import clock_of
@@ -43,22 +41,12 @@ def init_inference(
     config: MegaKVConfig | dict[str, Any] | str | Path | None = None,
     **overrides: Any,
 ) -> MegaKVEngine:
-    """Build an engine on every rank.
+    """Build an engine on every rank; also a context: ``with megakv.init_inference(...) as engine:`` destroys it.
 
-    Parameters
-    ----------
-    model : path, hub id or PreTrainedModel
-        A directory or hub id is read straight into this rank's shards. With ``"load": "random"`` only its config is
-        read. A model instance is used, and sharded, in place; one engine at a time may have it.
-    config : dict or path, optional
-        A DeepSpeed inference config with a ``megakv`` section, or the JSON file of one.
-    **overrides
-        Further keys, as `deepspeed.init_inference` takes them.
-
-    Returns
-    -------
-    MegaKVEngine
-        Also a context: ``with megakv.init_inference(...) as engine:`` destroys it at its end.
+    A directory or hub id is read straight into this rank's shards. With ``"load": "random"`` only its config is read. A
+    `PreTrainedModel` is used, and sharded, in place; one engine at a time may have it. `config` is a DeepSpeed
+    inference config with a ``megakv`` section, or the JSON file of one; `overrides` are further keys, as
+    `deepspeed.init_inference` takes them.
 
     Raises
     ------
@@ -78,14 +66,9 @@ def init_inference(
     cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
     start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)
     check_same_settings(parsed.shared_settings())
-    check_mesh(cp_size, tp_size, dist.get_world_size())
     with ExitStack() as owned:
         mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
-        owned.enter_context(mesh)
-        comm = Communicator(mesh, Ledger(clock=clock_of(mesh.device)))
-        # From here on the communicator knows whether the mesh can be ended.
-        owned.pop_all()
-        owned.enter_context(comm)
+        comm = owned.enter_context(Communicator(mesh, Ledger(clock=clock_of(mesh.device))))
         return _make_engine(model, parsed, comm, owned)
 
 
@@ -105,8 +88,10 @@ def _make_engine(
                 reason,
             )
 
-    def load() -> tuple[LoadedModel, HeadMapping | None]:
-        mapping = read_mapping(section.fairkv, tp_size)
+    agreement = Agreement(comm)
+    mapping = agreement.same_file(SETTING, lambda: read_mapping(section.fairkv, tp_size))
+
+    def load() -> LoadedModel:
         if isinstance(model, PreTrainedModel):
             check_unused(model)
             owned.enter_context(own_config(model))
@@ -126,13 +111,11 @@ def _make_engine(
         )
         if loaded.host_weights is not None:
             owned.callback(loaded.host_weights.close)
-        return loaded, mapping
+        return loaded
 
-    loaded, mapping = Agreement(comm).together(load)
-    if mapping is not None:
-        check_same_mapping(mapping, comm)
-        if section.load != "random":
-            check_weights(mapping, loaded.module, comm)
+    loaded = agreement.together(load)
+    if mapping is not None and section.load != "random":
+        check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     return MegaKVEngine(loaded, parsed, _make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -176,37 +177,25 @@ def load_evidence(
 
     Heads are of the whole model; `dtype` is None where that of the model is not known.
     """
-    named = {PROFILE_SETTING: config.profile, FIT_SETTING: config.fit}
-    if not any(named.values()):
-        return Evidence(config.policy)
-    profile, fit = Agreement(comm).together(
-        lambda: (
-            None if config.profile is None else load_profile(config.profile, setting=PROFILE_SETTING),
-            None if config.fit is None else load_fit(config.fit, setting=FIT_SETTING),
-        )
-    )
-    records = dict(zip(named, (profile, fit), strict=True))
-    # Ranks that decide from different numbers would wait for each other for ever.
-    everyone = comm.gather_objects([None if record is None else record.digest() for record in records.values()])
-    for setting, digests in zip(named, zip(*everyone, strict=True), strict=True):
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if odd:
-            raise ValueError(
-                f"{setting}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host"
-            )
+    agreement, profile, fit = Agreement(comm), None, None
+    if (path := config.profile) is not None:
+        profile = agreement.same_file(PROFILE_SETTING, partial(load_profile, path, setting=PROFILE_SETTING))
+    if (path := config.fit) is not None:
+        fit = agreement.same_file(FIT_SETTING, partial(load_fit, path, setting=FIT_SETTING))
     evidence = Evidence(config.policy, profile, fit)
-    if config.accept_foreign_profile:
+    if config.accept_foreign_profile or evidence == Evidence(config.policy):
         return evidence
     remedy = "measure here, or set megakv.context_parallel.accept_foreign_profile = true"
     here = fingerprint(comm, dtype or torch.float32)
-    for setting, record in records.items():
+    for setting, path, record in (
+        (PROFILE_SETTING, config.profile, profile),
+        (FIT_SETTING, config.fit, fit),
+    ):
         if record is not None:
             measured = record.fingerprint
             same_type = here if dtype is not None else here.model_copy(update={"dtype": measured.dtype})
             if differences := measured.differences(same_type):
-                raise ValueError(
-                    f"{setting} = {named[setting]!r} was measured elsewhere: {'; '.join(differences)}; {remedy}"
-                )
+                raise ValueError(f"{setting} = {path!r} was measured elsewhere: {'; '.join(differences)}; {remedy}")
     wanted = (*local_heads(heads, kv_heads, comm.mesh.tp_size), comm.mesh.cp_size)
     if fit is not None and (fit.heads, fit.kv_heads, fit.ring_size) != wanted:
         raise ValueError(

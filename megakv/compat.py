@@ -6,13 +6,13 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
 import deepspeed.comm
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -38,23 +38,6 @@ def _all_on_this_host(world_size: int) -> bool:
     return int(os.environ.get("LOCAL_SIZE", "0")) == world_size
 
 
-@contextmanager
-def _shared_memory_op(wanted: bool) -> Iterator[None]:
-    """Say in DeepSpeed's table of usable ops, for a moment, that its shared-memory collective is not wanted.
-
-    DeepSpeed builds and starts it whenever the process group starts on CPU. It crashes on more than one host and takes
-    most of a minute to build, so it is started only where it can serve.
-    """
-    table = importlib.import_module("deepspeed.ops").__compatible_ops__
-    present = table.get(SHARED_MEMORY_OP, False)
-    if not wanted:
-        table[SHARED_MEMORY_OP] = False
-    try:
-        yield
-    finally:
-        table[SHARED_MEMORY_OP] = present
-
-
 def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> None:
     """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted and can work."""
     if deepspeed.comm.is_initialized():
@@ -63,8 +46,15 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
     wanted = shared_memory and _all_on_this_host(int(os.environ.get("WORLD_SIZE", "1")))
     if wanted:
         drop_stale_lock(SHARED_MEMORY_OP)
-    with _shared_memory_op(wanted):
+    # DeepSpeed builds and starts its collective whenever the process group starts on CPU, unless its table of usable
+    # ops says no. It crashes on more than one host and takes most of a minute to build.
+    table = importlib.import_module("deepspeed.ops").__compatible_ops__
+    present = table.get(SHARED_MEMORY_OP, False)
+    table[SHARED_MEMORY_OP] = present and wanted
+    try:
         deepspeed.init_distributed(timeout=timeout, verbose=False)
+    finally:
+        table[SHARED_MEMORY_OP] = present
     if shared_memory and shared_memory_available():
         _unlink_shared_memory()
     # Under MPI, the local rank is known only now.
@@ -106,10 +96,11 @@ def op_folder(op: str) -> Path:
 def drop_stale_lock(op: str) -> Path | None:
     """Remove the lock of a killed build, on which PyTorch would wait for ever; returns the lock of one under way.
 
-    A lock is stale when no process works in its folder; the first seconds, before a compiler runs, count as work.
+    A lock is stale when no process of this machine, as far as it can be seen, works in its folder; the first seconds,
+    before a compiler runs, count as work.
     """
     lock = op_folder(op) / "lock"
-    while lock.exists() and not _at_work(lock.parent):
+    while lock.exists() and str(lock.parent) not in (process.info["cwd"] for process in psutil.process_iter(["cwd"])):
         with suppress(OSError):
             if time.time() - lock.stat().st_mtime >= LOCK_S:
                 lock.unlink()
@@ -117,15 +108,6 @@ def drop_stale_lock(op: str) -> Path | None:
                 return None
         time.sleep(0.5)
     return lock if lock.exists() else None
-
-
-def _at_work(folder: Path) -> bool:
-    """Whether a process of this machine works in a folder, as far as it can be seen."""
-    for process in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):
-            if process.readlink() == folder:
-                return True
-    return False
 
 
 def end_deepspeed_distributed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -172,14 +172,6 @@ def _known_keys(path: Sequence[int | str]) -> str:
     return f"allowed: {', '.join(own)}" + ("" if own == keys else " and those of DeepSpeed's inference config")
 
 
-def _explain(error: ValidationError, source: str) -> str:
-    lines = []
-    for entry in error.errors():
-        key = ".".join(str(part) for part in entry["loc"])
-        lines.append(f"{source}: {key} = {entry['input']!r}: {_allowed(entry)}")
-    return "\n".join(lines)
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     """A JSON object, of whose equal keys the last would win without a word."""
     values: dict[str, Any] = {}
@@ -217,37 +209,37 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _refuse(config: MegaKVConfig, source: str) -> None:
-    fields = MegaKVConfig.model_fields
-    for key in sorted(config.model_fields_set & REFUSED_KEYS.keys()):
-        value = getattr(config, key, None)
-        if value != fields[key].get_default(call_default_factory=True) and value:
-            raise ValueError(f"{source}: {key} = {value!r} is not supported with MegaKV: {REFUSED_KEYS[key]}")
-    parallel, named = config.tensor_parallel, f"{source}: tensor_parallel"
-    for key in sorted(parallel.model_fields_set.intersection(REFUSED_TP_KEYS)):
-        raise ValueError(f"{named}.{key} is not supported with MegaKV: groups and shards follow tp_size")
-    if parallel.tp_size < 1:
-        raise ValueError(f"{named}.tp_size = {parallel.tp_size}: allowed: 1 or more")
-    if not parallel.enabled and parallel.tp_size > 1:
-        raise ValueError(f"{named}.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}")
-    if config.dtype is not None and config.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ValueError(f"{source}: dtype = {config.dtype}: allowed: fp32, bf16, fp16")
-
-
 POLICY_NEEDS = {"alg1": ("profile", "profile"), "alg5": ("profile", "profile"), "fitted": ("fit", "fit-policy")}
 """The setting that a policy reads, and the command that writes its file."""
 
 
-def _check_policy(config: ContextParallelConfig, source: str) -> None:
-    key, command = POLICY_NEEDS.get(config.policy, (None, None))
-    if key is not None and getattr(config, key) is None:
-        raise ValueError(
-            f"{source}: megakv.context_parallel.policy = {config.policy!r} needs megakv.context_parallel.{key}: "
+def _refusals(config: MegaKVConfig) -> Iterator[str]:
+    """What is wrong with settings that are right each for itself."""
+    fields = MegaKVConfig.model_fields
+    for key in sorted(config.model_fields_set & REFUSED_KEYS.keys()):
+        value = getattr(config, key, None)
+        if value != fields[key].get_default(call_default_factory=True) and value:
+            yield f"{key} = {value!r} is not supported with MegaKV: {REFUSED_KEYS[key]}"
+    parallel, named = config.tensor_parallel, "tensor_parallel"
+    for key in sorted(parallel.model_fields_set.intersection(REFUSED_TP_KEYS)):
+        yield f"{named}.{key} is not supported with MegaKV: groups and shards follow tp_size"
+    if parallel.tp_size < 1:
+        yield f"{named}.tp_size = {parallel.tp_size}: allowed: 1 or more"
+    if not parallel.enabled and parallel.tp_size > 1:
+        yield f"{named}.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}"
+    if config.dtype is not None and config.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        yield f"dtype = {config.dtype}: allowed: fp32, bf16, fp16"
+    context = config.megakv.context_parallel
+    key, command = POLICY_NEEDS.get(context.policy, ("size", ""))
+    if getattr(context, key) is None:
+        yield (
+            f"megakv.context_parallel.policy = {context.policy!r} needs megakv.context_parallel.{key}: "
             f"a file that megakv {command} --json FILE writes"
         )
+    yield from _offload_refusals(config.megakv)
 
 
-def _check_offload(section: MegaKVSection, source: str) -> None:
+def _offload_refusals(section: MegaKVSection) -> Iterator[str]:
     offload = section.offload
     if not offload.enabled:
         switches = {"weights": offload.weights, "num_gpu_batches": offload.num_gpu_batches > 1}
@@ -256,27 +248,26 @@ def _check_offload(section: MegaKVSection, source: str) -> None:
             # Switched off by name, the others may stay for later; without it they were meant.
             switches |= dict.fromkeys(sorted(offload.model_fields_set), True)
         for key in (key for key, given in switches.items() if given):
-            raise ValueError(f"{source}: megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
+            yield f"megakv.offload.{key} is set: that needs megakv.offload.enabled = true"
         return
     if offload.weights and section.feed_forward == "fp8":
-        raise ValueError(
-            f"{source}: megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
+        yield (
+            "megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
             "with their weights; allowed: 'dtype', or megakv.offload.weights = false"
         )
     if offload.kv_bits and offload.method != AUTO and METHODS[offload.method].attends_on_host:
-        raise ValueError(
-            f"{source}: megakv.offload.method = {offload.method!r} is not supported with megakv.offload.kv_bits = 4: "
+        yield (
+            f"megakv.offload.method = {offload.method!r} is not supported with megakv.offload.kv_bits = 4: "
             "the host attends to keys and values in the model's type; use another method, or leave kv_bits out"
         )
-    refused = {
-        "megakv.fairkv.budget": (section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
-        "megakv.fairkv.mapping": (section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),
-        "megakv.runahead.kv": (section.runahead.kv, "sharded", "what the last rank collects stays on its accelerator"),
-    }
-    for key, (value, allowed, reason) in refused.items():
+    for key, value, allowed, reason in (
+        ("fairkv.budget", section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
+        ("fairkv.mapping", section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),
+        ("runahead.kv", section.runahead.kv, "sharded", "what the last rank collects stays on its accelerator"),
+    ):
         if value != allowed:
-            raise ValueError(
-                f"{source}: {key} = {value!r} is not supported with megakv.offload.enabled = true: {reason}; allowed: "
+            yield (
+                f"megakv.{key} = {value!r} is not supported with megakv.offload.enabled = true: {reason}; allowed: "
                 f"{allowed!r}, or megakv.offload.enabled = false"
             )
 
@@ -307,12 +298,13 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
     try:
         parsed = MegaKVConfig(**values)
     except ValidationError as error:
-        raise ValueError(_explain(error, source)) from None
+        entries = ((".".join(map(str, entry["loc"])), entry) for entry in error.errors())
+        lines = (f"{source}: {key} = {entry['input']!r}: {_allowed(entry)}" for key, entry in entries)
+        raise ValueError("\n".join(lines)) from None
     except AssertionError as error:
         raise ValueError(f"{source}: {error}") from None
-    _refuse(parsed, source)
-    _check_policy(parsed.megakv.context_parallel, source)
     parallel = parsed.megakv.context_parallel
     parsed.megakv.runahead.check(parallel.size, prefill=parallel.prefill, decode=parallel.decode, source=source)
-    _check_offload(parsed.megakv, source)
+    for refusal in _refusals(parsed):
+        raise ValueError(f"{source}: {refusal}")
     return parsed

@@ -1,17 +1,38 @@
-"""The device that computes, as the host sees it: what it is given, when it has come how far, how the host allocates."""
+"""What torch does with the device that computes: what it is given, how far it has come, in which mode of autograd."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LARGEST_REUSED_BYTES = (32 << 20) - (64 << 10)
 """Just below the largest block that glibc ever keeps for reuse on 64-bit machines."""
+
+
+def without_autograd(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function without gradients, and outside of inference mode.
+
+    Caches, buffers and tables outlive the call that makes them. Those made in inference mode could not be written to
+    outside of it, so that one call of a user who is in it would break all later ones of users who are not.
+    """
+
+    @functools.wraps(function)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> T:
+        # In this order: leaving inference mode turns gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return entered
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
-from megakv.autograd import without_autograd
 from megakv.cache.cache import ShardedCache
 from megakv.config import MegaKVConfig
-from megakv.device import on_device
+from megakv.device import on_device, without_autograd
 from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Generation
-from megakv.generation import (
-    LengthLimits,
-    check_options,
-    given_option,
-    new_token_limit,
-    pad_left,
-)
+from megakv.generation import LengthLimits, check_options, given_option, new_token_limit, pad_left
 from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
@@ -35,11 +27,11 @@ from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
 from megakv.runtime import Runtime
 from megakv.session import Session
-from megakv.tracking import RunReport, Tracker, reset_peak_memory
+from megakv.tracking.machine import reset_peak_memory
+from megakv.tracking.report import RunReport
+from megakv.tracking.tracker import Tracker
 from megakv.weights.fingerprint import check_same_config, check_same_weights
 from megakv.weights.loading import LoadedModel
-
-T = TypeVar("T")
 
 
 class MegaKVEngine(InferenceEngine):
@@ -69,28 +61,25 @@ class MegaKVEngine(InferenceEngine):
         # DeepSpeed hides our method behind its own, which refuses beams and long prompts.
         self.__dict__.pop("generate", None)
         comm = runtime.comm
-        self._config, self._runtime = config, runtime
-        self.mesh = comm.mesh
-        self.mp_group = comm.mesh.tp_group
-        self._comm = comm
-        self._agreement = Agreement(comm)
-        self._name = name
-        self._mapping = mapping
+        self._config, self._runtime, self._comm = config, runtime, comm
+        self._name, self._mapping = name, mapping
+        self.mesh, self.mp_group = comm.mesh, comm.mesh.group("tp")
+        self.agreement = Agreement(comm)
         check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded, comm)
         owned.callback(detach, model)
-        layers = attach(model, self._runtime)
+        layers = attach(model, runtime.attend)
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)
-        make_cache = None if self._offloader is None else self._offloader.new_cache
-        hooks = ForwardHooks(model, self._runtime, layers, make_cache)
+        new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache
+        hooks = ForwardHooks(model, runtime, partial(new_cache, layers))
         owned.callback(hooks.remove)
-        self._limits = LengthLimits.of(model, config)
+        self._limits = LengthLimits(model, config)
         comm.ledger.timeline = config.megakv.tracking.timeline is not None
         settings = config.model_dump(mode="json", by_alias=True, fallback=str)
-        with self.call():
-            self.tracker = self._agreement.together(lambda: Tracker(config.megakv.tracking, settings, comm.mesh.rank))
+        with self.agreement.call():
+            self.tracker = self.agreement.together(lambda: Tracker(config.megakv.tracking, settings, comm.mesh.rank))
         owned.callback(self.tracker.close)
         self._record = RunRecord(TokenClock(comm.ledger.now))
         comm.watch.install()
@@ -113,21 +102,15 @@ class MegaKVEngine(InferenceEngine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward over all ranks; an argument that is not supported is a ValueError that names it.
 
-        Parameters
-        ----------
-        *args, **kwargs
-            As the transformers model takes them: ``input_ids`` ``[B, S]`` with optional 2-D ``attention_mask`` (left or
-            right padding), ``position_ids``, ``past_key_values`` of an earlier call, ``use_cache``, ``logits_to_keep``.
-
-        Returns
-        -------
-        ModelOutput
-            With ``logits`` ``[B, S, V]`` in input order on every rank (zero at padding), or the last
-            ``logits_to_keep`` of them, or those of the columns in it, in its order.
+        Arguments are as the transformers model takes them: ``input_ids`` ``[B, S]`` with optional 2-D
+        ``attention_mask`` (left or right padding), ``position_ids``, ``past_key_values`` of an earlier call,
+        ``use_cache``, ``logits_to_keep``. Returned is a `ModelOutput` with ``logits`` ``[B, S, V]`` in input order on
+        every rank (zero at padding), or the last ``logits_to_keep`` of them, or those of the columns in it, in its
+        order.
         """
         self.check_open()
         ids = kwargs.get("input_ids", args[0] if args else None)
-        with self.call(), on_device(self.mesh.device):
+        with self.agreement.call(), on_device(self.mesh.device):
             if isinstance(ids, Tensor):
                 self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
             return self.module(*args, **kwargs)
@@ -136,12 +119,8 @@ class MegaKVEngine(InferenceEngine):
     def generate(self, inputs: Tensor | None = None, **options: Any) -> Any:
         """transformers' own `generate`, over all ranks; returns the same tokens, or `ModelOutput`, on every rank.
 
-        Parameters
-        ----------
-        inputs : Tensor, optional
-            ``[B, S]`` prompt, also as ``input_ids=``.
-        **options
-            All that `transformers.GenerationMixin.generate` takes, but what needs a second model or hidden states.
+        The prompt is ``[B, S]``, also as ``input_ids=``; options are all that `transformers.GenerationMixin.generate`
+        takes, but what needs a second model or hidden states.
 
         Raises
         ------
@@ -167,46 +146,43 @@ class MegaKVEngine(InferenceEngine):
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any:
         """`generate` on top of what a cache holds; `ids` are all tokens, cached ones included."""
         self.check_open()
-        with self.call(), on_device(self.mesh.device):
-            return self._generate_into(cache, ids, options)
-
-    def _generate_into(self, cache: ShardedCache, ids: Tensor | None, options: dict[str, Any]) -> Any:
-        check_options(self.module, options)
-        mask, embeds = options.get("attention_mask"), options.get("inputs_embeds")
-        if isinstance(ids, Tensor):
-            self._check_prompt(ids, None, options)
-            if cache.length >= ids.shape[1]:
-                raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
-            if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
-                raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
-        width = 0 if ids is None else ids.shape[1]
-        new_plans = None
-        if self._offloader is not None:
-            # Beams share most of their tokens.
-            beams = (given_option("num_beams", options, self.module) or 1) > 1
-            limit = 0 if beams else new_token_limit(self.module, options, width)
-            new_plans = partial(self._offloader.new_run, limit, width)
-        self._runtime.planner.choice = None
-        # transformers caches after embeddings in any case.
-        use_cache = embeds is not None or given_option("use_cache", options, self.module) is not False
-        # Beam search reorders whatever goes by that name, None too.
-        held = {"past_key_values": cache} if use_cache else {}
-        with agreed_call(self.module, ids, options, self._comm, self._agreement, new_plans) as (prepared, clock):
-            reset_peak_memory(self.mesh.device)
-            self._record = RunRecord(clock)
-            if use_cache:
-                # Some models drop the cache on the way.
-                prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
-                self._runtime.generation = Generation(cache, prompt)
-            try:
-                output = self.module.generate(ids, **held, **prepared)
-            finally:
-                self._runtime.generation = None
-        self._record.finish(ids, mask, cache, output, self._runtime.planner.choice)
-        if self._offloader is not None:
-            self._record.offload = [step.report() for step in self._offloader.steps]
-            self._record.disk_io = self._offloader.pool.disk_io
-        return output
+        with self.agreement.call(), on_device(self.mesh.device):
+            check_options(self.module, options)
+            mask, embeds = options.get("attention_mask"), options.get("inputs_embeds")
+            if isinstance(ids, Tensor):
+                self._check_prompt(ids, None, options)
+                if cache.length >= ids.shape[1]:
+                    raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
+                if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
+                    raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
+            width = 0 if ids is None else ids.shape[1]
+            new_plans = None
+            if self._offloader is not None:
+                # Beams share most of their tokens.
+                beams = (given_option("num_beams", options, self.module) or 1) > 1
+                limit = 0 if beams else new_token_limit(self.module, options, width)
+                new_plans = partial(self._offloader.new_run, limit, width)
+            self._runtime.planner.choice = None
+            # transformers caches after embeddings in any case.
+            use_cache = embeds is not None or given_option("use_cache", options, self.module) is not False
+            # Beam search reorders whatever goes by that name, None too.
+            held = {"past_key_values": cache} if use_cache else {}
+            with agreed_call(self.module, ids, options, self._comm, self.agreement, new_plans) as (prepared, clock):
+                reset_peak_memory(self.mesh.device)
+                self._record = RunRecord(clock)
+                if use_cache:
+                    # Some models drop the cache on the way.
+                    prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
+                    self._runtime.generation = Generation(cache, prompt)
+                try:
+                    output = self.module.generate(ids, **held, **prepared)
+                finally:
+                    self._runtime.generation = None
+            self._record.finish(ids, mask, cache, output, self._runtime.planner.choice)
+            if self._offloader is not None:
+                self._record.offload = [step.report() for step in self._offloader.steps]
+                self._record.disk_io = self._offloader.pool.disk_io
+            return output
 
     def session(self) -> Session:
         """A conversation whose keys and values stay sharded between turns."""
@@ -218,27 +194,13 @@ class MegaKVEngine(InferenceEngine):
         The context-parallel degree may be another one. A MegaKVError if a file is missing or broken, or the session is
         of another model, type or tensor-parallel degree.
         """
-        with self.call():
+        with self.agreement.call():
             return Session.restore(self, self._new_cache(), Path(folder))
-
-    def call(self) -> AbstractContextManager[None]:
-        """Around what all ranks do: an error on one of them ends it on all; see `Agreement.call`."""
-        return self._agreement.call()
-
-    def together(self, action: Callable[[], None]) -> None:
-        """Do something on every rank that may fail on some; then it fails on all."""
-        with self.call():
-            self._agreement.together(action)
-
-    def decide(self, action: Callable[[], T]) -> T:
-        """What rank 0 makes of it, on every rank; the others do not call it. Where it fails, all do."""
-        with self.call():
-            return self._agreement.decide(action)
 
     def report(self) -> RunReport:
         """What the last `generate` did on every rank. Every rank must call it."""
         self.check_open()
-        with self.call():
+        with self.agreement.call():
             return self._record.run_report(self._comm, self._config, self._name, self._mapping)
 
     @without_autograd
@@ -249,7 +211,7 @@ class MegaKVEngine(InferenceEngine):
         unless tensor parallelism or FP8 have changed its weights. Not within a call of the engine, as in a streamer.
         """
         if getattr(self, "_hooks", None) is not None:
-            if self._agreement.under_way:
+            if self.agreement.under_way:
                 raise MegaKVError("the engine cannot be destroyed while a call of it is under way; do it afterwards")
             self._hooks = self.mp_group = None
             self._owned.close()
@@ -282,4 +244,4 @@ class MegaKVEngine(InferenceEngine):
         if ids.numel() == 0:
             raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
         held = past.get_seq_length() if past is not None else 0
-        self._limits.check(ids.shape[1] + held, options, self.module)
+        self._limits.check(ids.shape[1] + held, options)

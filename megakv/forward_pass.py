@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megakv.attention.methods import METHODS
 from megakv.cache.cache import ShardedCache
 from megakv.costmodel.context_parallel import Workload
-from megakv.device import upload
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.fairkv.observation import Turn
 
@@ -114,15 +112,11 @@ class ForwardPass:
     """This context-parallel rank."""
     wanted: Wanted
     workload: Workload | None = None
-    """Its new and cached tokens, if it has new ones."""
+    """Its new and cached tokens; None where nothing is new."""
     turn: Turn | None = None
     """What its tokens belong to, where some of it may be compressed at its end."""
     compress: tuple[int, ...] = ()
     """Sequences of which each layer compresses that turn after its attention, as it ends with this pass."""
-    complete: bool = False
-    """Whether attention finds all tokens on every rank that has their KV head, shared or not: where nothing was
-    cached, and there are context-parallel ranks, whose methods know of whole heads only.
-    """
     generation: Generation | None = None
     local: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Packed rows of this rank whose logits are wanted."""
@@ -137,10 +131,6 @@ class ForwardPass:
             self._made[key] = make()
         return self._made[key]
 
-    def uploaded(self, name: str, rows: IntArray, device: torch.device) -> Tensor:
-        """Rows on the device, by a name."""
-        return self.once(name, lambda: upload(rows, device))
-
     @property
     def batch(self) -> int:
         """Rows of the input."""
@@ -152,20 +142,13 @@ class ForwardPass:
         return self.layout.tokens[self.rank]
 
     @property
-    def empty(self) -> bool:
-        """Whether it has no new token, as where a piece of a prompt is nothing but padding."""
-        return not any(len(block) for block in self.layout.tokens)
+    def complete(self) -> bool:
+        """Whether attention finds all tokens on every rank that has their KV head, shared or not: where nothing was
+        cached, and there are context-parallel ranks, whose methods know of whole heads only.
+        """
+        return self.layout.size > 1 and self.cache.length == 0
 
     @property
     def stays(self) -> bool:
         """Whether cached keys and values stay with the rank that holds them, and queries come to them."""
         return self.layout.size == 1 or (self.method is not None and METHODS[self.method].keys_stay)
-
-    @property
-    def ends_turn(self) -> bool:
-        """Whether no later pass belongs to the turn."""
-        return self.turn is None or self.slots == self.turn.stop
-
-    def kept_rows(self) -> IntArray | None:
-        """Rows of this rank's tokens that it stores; None where it stores them all."""
-        return self.layout.kept_rows(self.rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -41,43 +40,33 @@ def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
             raise ValueError(f"generate({name}={shown}) is not supported with MegaKV: {reason}")
 
 
-@dataclass(frozen=True)
 class LengthLimits:
-    """How long a prompt may be, and what follows it."""
+    """How long a prompt may be, and what follows it: for a model and a configuration."""
 
-    positions: int | None
-    """The model's ``max_position_embeddings``; None where rotary frequencies follow the length, and have no end."""
-    learned: bool
-    """Whether generated tokens beyond them cannot be computed either."""
-    max_out_tokens: int | None
-    """DeepSpeed's bound on prompt plus output, where the JSON gives one."""
+    def __init__(self, model: PreTrainedModel, config: MegaKVConfig):
+        self._model = model
+        # Rotary frequencies that follow the length have no end.
+        self._positions = None if depends_on_length(model) else positions_of(model.config.get_text_config())
+        # Generated tokens beyond a table cannot be computed either.
+        self._table = policy_for(model.config.model_type).learned_positions
+        self._most = config.max_out_tokens if "max_out_tokens" in config.model_fields_set else None
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, config: MegaKVConfig) -> LengthLimits:
-        """Those of a model with a configuration."""
-        return cls(
-            None if depends_on_length(model) else positions_of(model.config.get_text_config()),
-            policy_for(model.config.model_type).learned_positions,
-            config.max_out_tokens if "max_out_tokens" in config.model_fields_set else None,
-        )
-
-    def check(self, prompt: int, options: dict[str, Any], model: PreTrainedModel) -> None:
+    def check(self, prompt: int, options: dict[str, Any]) -> None:
         """Refuse a prompt, cached tokens included, that the model or the configuration has no room for."""
-        total, positions = prompt + new_token_limit(model, options, prompt), self.positions
+        total, positions = prompt + new_token_limit(self._model, options, prompt), self._positions
         if positions is not None and prompt > positions:
             raise ValueError(
                 f"the prompt has {prompt} tokens but the model has positions for {positions} "
                 "(max_position_embeddings); shorten the prompt or use a model with a longer context"
             )
-        if positions is not None and self.learned and total > positions:
+        if positions is not None and self._table and total > positions:
             raise ValueError(
                 f"prompt and output need {total} positions but the model has a table of {positions} "
                 f"(max_position_embeddings); ask for at most {positions - prompt} new tokens"
             )
-        if self.max_out_tokens is not None and total > self.max_out_tokens:
+        if self._most is not None and total > self._most:
             raise ValueError(
-                f"prompt and output need {total} tokens but max_out_tokens = {self.max_out_tokens}; raise it in the "
-                "JSON"
+                f"prompt and output need {total} tokens but max_out_tokens = {self._most}; raise it in the JSON"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -17,8 +18,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
-from megakv.fairkv.observation import Turn
-from megakv.forward_pass import ForwardPass, Wanted
+from megakv.forward_pass import ForwardPass
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition
 from megakv.runahead.source import PartitionSource
@@ -59,63 +59,42 @@ class PassPlanner:
             )
             self.partitions.predict = self._predictions.partition
 
-    def plan(
-        self,
-        new: TokenBlock,
-        cache: ShardedCache,
-        slots: int,
-        *,
-        turn: Turn | None = None,
-        compress: tuple[int, ...] = (),
-        wanted: Wanted,
-        narrow: bool = False,
-    ) -> ForwardPass:
-        """Decide where the new tokens of a pass go, at whose end a cache has so many slots, and which method serves it.
+    def decodes(self, workload: Workload) -> bool:
+        """Whether a pass goes the way of decoding.
 
-        Fewer than 2N new tokens per sequence go the way of decoding: balanced chunks would be empty. With `narrow` the
-        last layer can do with the tokens whose results are asked for. It does where there is one of each sequence, as
-        when text is generated, unless something may be compressed, which takes all queries.
+        With fewer than 2N new tokens per sequence balanced chunks would be empty.
         """
-        size, rank = self.comm.mesh.cp_size, self.comm.mesh.cp_rank
-        if not len(new):
-            # There is nothing to attend to; a stand-in row on every rank goes through the layers.
-            return ForwardPass(balanced(new, size), cache, "local", slots, rank, wanted)
+        return 1 < workload.size and max(workload.new) < 2 * workload.size and not self._cut_by_user(workload)
+
+    def plan(self, new: TokenBlock, cache: ShardedCache, workload: Workload) -> tuple[Layout, str | None]:
+        """Where the new tokens of a pass go, and the attention method of all layers; None where each layer chooses."""
+        size = workload.size
         held = cache.table.counts() if cache.length else None
-        lengths = np.diff(new.bounds)
-        cached = np.zeros_like(lengths) if held is None else held.sum(0)
-        workload = Workload(tuple(lengths.tolist()), tuple(cached.tolist()), size)
-        method: str | None
         if size == 1:
-            layout, method = balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
-        elif int(lengths.max(initial=0)) < 2 * size and not self._cut_by_user(workload):
-            layout, method = self._decode_layout(new, workload, held)
-            narrow = False
-        elif self.divided and cache.length:
-            self.choice, method = PrefillChoice("pass_q"), "pass_q"
-            layout = balanced(new, size, held)
+            return balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
+        if self.decodes(workload):
+            return self._decode_layout(new, workload, held)
+        if self.divided and cache.length:
+            self.choice = PrefillChoice("pass_q")
         else:
-            choice = self._planned(workload, compressed=cache.holds_compressed)
-            self.choice, method = choice, choice.method
-            if choice.partitions is None:
-                layout = balanced(new, size, held)
-            else:
-                gathered = method == "runahead" and self.runahead.kv == "last"
-                layout = contiguous(new, choice.partitions, gathered=gathered)
-        asked = wanted.tokens(new.batch)
-        if narrow and turn is None and len(asked) and np.diff(asked.bounds).max() <= 1:
-            layout = layout.narrowed(asked)
-        return ForwardPass(
-            layout=layout,
-            cache=cache,
-            method=method,
-            slots=slots,
-            rank=rank,
-            wanted=wanted,
-            workload=workload,
-            turn=turn,
-            compress=compress,
-            complete=size > 1 and cache.length == 0,
-        )
+            decide = partial(
+                plan_prefill,
+                self.config,
+                self.evidence,
+                workload,
+                sizes=self._sizes,
+                planner=self._predictions,
+                compressed=cache.holds_compressed,
+            )
+            # From measurements rank 0 decides: floats may differ in their last bits between hosts, and at a tie ranks
+            # would part and wait for each other.
+            measured = self._predictions is not None or self.partitions.table is not None
+            self.choice = self._agreement.decide(decide) if measured else decide()
+        partitions, method = self.choice.partitions, self.choice.method
+        if partitions is None:
+            return balanced(new, size, held), method
+        gathered = method == "runahead" and self.runahead.kv == "last"
+        return contiguous(new, partitions, gathered=gathered), method
 
     def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
         """The choice of a layer, by the tensors that it really has: that of the first rank of its ring, on all."""
@@ -157,21 +136,6 @@ class PassPlanner:
                 lambda: choose_decode(self.evidence, known, self.shape, self.comm.mesh.tp_size)
             )
         return self._decode_methods[known]
-
-    def _planned(self, workload: Workload, *, compressed: bool) -> PrefillChoice:
-        """How a prompt is spread: rank 0 decides where that is computed from measurements.
-
-        Floats may differ in their last bits between hosts; at a tie, ranks would part and wait for each other.
-        """
-
-        def plan() -> PrefillChoice:
-            sizes, planner = self._sizes, self._predictions
-            return plan_prefill(
-                self.config, self.evidence, workload, sizes=sizes, planner=planner, compressed=compressed
-            )
-
-        weighed = self._predictions is not None or self.partitions.table is not None
-        return self._agreement.decide(plan) if weighed else plan()
 
     def _sizes(self, new: int, cached: int) -> Partition:
         """The partition of one sequence; a row of a batch may have no new token."""

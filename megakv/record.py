@@ -13,18 +13,9 @@ from megakv.config import MegaKVConfig
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.mapping import HeadMapping
 from megakv.generation_call import TokenClock
-from megakv.tracking import (
-    HeadBalance,
-    OffloadStep,
-    PrefillPlan,
-    RankReport,
-    RunReport,
-    Traffic,
-    head_balance,
-    machine_info,
-    peak_memory_bytes,
-    version_info,
-)
+from megakv.tracking.machine import machine_info, peak_memory_bytes, version_info
+from megakv.tracking.measurements import HeadBalance, OffloadStep, PrefillPlan, Traffic, head_balance
+from megakv.tracking.report import RankReport, RunReport
 
 
 @dataclass

@@ -18,8 +18,10 @@ from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
 from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.store import KVStore
 from megakv.choice import last_layer_method
+from megakv.costmodel.context_parallel import Workload
+from megakv.device import upload
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import TokenBlock
+from megakv.distributed.sharding import IntArray, TokenBlock, balanced
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
@@ -88,14 +90,37 @@ class Runtime:
             # What was under way in a pass that failed went with its groups.
             self._forget()
             self.planner.forget()
-        self.comm.ledger.decoding = int(np.diff(new.bounds).max(initial=0)) <= 1
-        turn, compress = self._turn(new, cache, slots)
-        narrow = self.last_layer is not None
-        step = self.planner.plan(new, cache, slots, turn=turn, compress=compress, wanted=wanted, narrow=narrow)
-        step.generation = self.generation
-        return step
+        lengths, size = np.diff(new.bounds), self.comm.mesh.cp_size
+        self.comm.ledger.decoding = int(lengths.max(initial=0)) <= 1
+        turn, compress = self._turn(lengths, cache, slots)
+        rank = self.comm.mesh.cp_rank
+        if not len(new):
+            # There is nothing to attend to; a stand-in row on every rank goes through the layers.
+            layout = balanced(new, size)
+            return ForwardPass(layout, cache, "local", slots, rank, wanted, generation=self.generation)
+        held = cache.table.counts().sum(0) if cache.length else np.zeros_like(lengths)
+        workload = Workload(tuple(lengths.tolist()), tuple(held.tolist()), size)
+        layout, method = self.planner.plan(new, cache, workload)
+        # The last layer can do with the tokens whose results are asked for. It does where there is one of each
+        # sequence, as when text is generated, unless something may be compressed, which takes all queries.
+        asked = wanted.tokens(new.batch)
+        narrow = self.last_layer is not None and turn is None and not self.planner.decodes(workload)
+        if narrow and len(asked) and np.diff(asked.bounds).max() <= 1:
+            layout = layout.narrowed(asked)
+        return ForwardPass(
+            layout=layout,
+            cache=cache,
+            method=method,
+            slots=slots,
+            rank=rank,
+            wanted=wanted,
+            workload=workload,
+            turn=turn,
+            compress=compress,
+            generation=self.generation,
+        )
 
-    def _turn(self, new: TokenBlock, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...]]:
+    def _turn(self, lengths: IntArray, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...]]:
         """The turn that a pass belongs to, if some of it may be compressed, and the sequences that are with this pass.
 
         A pass that is no part of a `generate` call's prompt is a turn of its own.
@@ -108,7 +133,6 @@ class Runtime:
         if slots < turn.stop:
             possible = self.compressor.rows(np.array([turn.stop - turn.first]))
             return turn if possible else None, ()
-        lengths = np.diff(new.bounds)
         rows = self.compressor.rows(lengths + cache.table.since(turn.first) if cache.length else lengths)
         return turn if rows else None, rows
 
@@ -140,13 +164,15 @@ class Runtime:
         self.comm.ledger.leave_dense()
         rows = len(step.tokens)
         wanted = step.layout.wanted if layer == self.last_layer else None
-        index = None if wanted is None else step.uploaded("wanted", wanted[step.rank], q_BHSD.device)
+        index = None if wanted is None else step.once("wanted", lambda: upload(wanted[step.rank], q_BHSD.device))
         store = step.cache.store(layer)
-        if step.empty:
-            # Nothing begins, nor ends, in a store.
+        if step.workload is None:
+            # As where a piece of a prompt is nothing but padding. Nothing begins, nor ends, in a store.
             store.finish()
             return q_BHSD.new_zeros((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
-        store.begin(complete=step.complete, turn=step.turn is not None, ends=step.ends_turn)
+        # No later pass belongs to a turn that ends.
+        ends = step.turn is None or step.slots == step.turn.stop
+        store.begin(complete=step.complete, turn=step.turn is not None, ends=ends)
         if not step.layout.gathered:
             self._store(step, store, k_BKSD[0], v_BKSD[0])
         call = AttentionCall(
@@ -191,8 +217,8 @@ class Runtime:
     def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""
         stored = step.layout.stored[step.rank]
-        rows = step.kept_rows()
-        kept = None if rows is None else step.uploaded("kept", rows, k_KLD.device)
+        rows = step.layout.kept_rows(step.rank)
+        kept = None if rows is None else step.once("kept", lambda: upload(rows, k_KLD.device))
         if kept is None and len(stored) > 1 and stored.single:
             store.append_each(stored.sequences, k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
             return
@@ -209,8 +235,3 @@ class Runtime:
         if name not in self.methods:
             self.methods[name] = METHODS[name].make()
         return self.methods[name](call)
-
-    def kept_rows(self) -> np.ndarray | None:
-        """Of the pass under way, rows of this rank's tokens that it stores; None where it stores them all."""
-        assert self.current is not None
-        return self.current.kept_rows()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megakv.autograd import without_autograd
 from megakv.cache.cache import ShardedCache
+from megakv.device import without_autograd
+from megakv.distributed.agreement import Agreement
 from megakv.distributed.mesh import Mesh
 from megakv.errors import MegaKVError
 from megakv.generation import given_option, pad_left
@@ -32,34 +32,26 @@ from megakv.session_files import (
 )
 from megakv.session_folder import PendingSave
 
-T = TypeVar("T")
-
 
 class SessionEngine(Protocol):
     """What a session needs of its engine."""
 
     module: PreTrainedModel
     mesh: Mesh
+    agreement: Agreement
     weights_digest: str
 
     @property
     def placement(self) -> str | None: ...
     def check_open(self) -> None: ...
-    def call(self) -> AbstractContextManager[None]: ...
-    def together(self, action: Callable[[], None]) -> None: ...
-    def decide(self, action: Callable[[], T]) -> T: ...
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any: ...
 
 
 class Session:
     """Turns of one conversation, or of a batch of them.
 
-    Made by `MegaKVEngine.session`; every rank must take the same turns.
-
-    Attributes
-    ----------
-    input_ids, attention_mask : Tensor or None
-        ``[B, S]`` all tokens so far, prompts and outputs.
+    Made by `MegaKVEngine.session`; every rank must take the same turns. `input_ids` and `attention_mask` are ``[B, S]``
+    all tokens so far, prompts and outputs; None before the first turn.
     """
 
     def __init__(self, engine: SessionEngine, cache: ShardedCache):
@@ -77,22 +69,12 @@ class Session:
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """One turn: append tokens, then generate.
 
+        ``[B, T]`` are the turn's new tokens, and a mask that is 0 where one is padding; `options` are those of
+        `transformers.GenerationMixin.generate`. Returned is what transformers returns for the whole conversation:
+        ``[B, S]`` tokens, history included.
+
         A turn with beams goes on from a copy of what is cached, which is dropped with all beams: its tokens are
         computed again with the next turn.
-
-        Parameters
-        ----------
-        input_ids : Tensor
-            ``[B, T]`` the turn's new tokens.
-        attention_mask : Tensor, optional
-            ``[B, T]`` 0 where a new token is padding.
-        **options
-            As for `transformers.GenerationMixin.generate`.
-
-        Returns
-        -------
-        Tensor or ModelOutput
-            What transformers returns for the whole conversation: ``[B, S]`` tokens, history included.
 
         Raises
         ------
@@ -103,42 +85,31 @@ class Session:
             was.
         """
         engine = self._open()
-        with engine.call():
-            return self._generate(engine, input_ids, attention_mask, options)
-
-    def _generate(
-        self, engine: SessionEngine, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-    ) -> Any:
-        returned = given_option("num_return_sequences", options, engine.module) or 1
-        if returned > 1:
-            raise ValueError(f"num_return_sequences = {returned} is not supported in a session; use 1")
-        beams = given_option("num_beams", options, engine.module) or 1
-        ids, mask = self._extended(input_ids, attention_mask)
-        before, cache = self._cache.length, self._cache if beams == 1 else self._cache.fork()
-        if beams > 1:
-            cache.batch_repeat_interleave(beams)
-        try:
-            output = engine.generate_into(cache, ids, attention_mask=mask, **options)
-        except BaseException:
-            self._cache.cut_back(before)
-            raise
-        finally:
+        with engine.agreement.call():
+            returned = given_option("num_return_sequences", options, engine.module) or 1
+            if returned > 1:
+                raise ValueError(f"num_return_sequences = {returned} is not supported in a session; use 1")
+            beams = given_option("num_beams", options, engine.module) or 1
+            ids, mask = self._extended(input_ids, attention_mask)
+            before, cache = self._cache.length, self._cache if beams == 1 else self._cache.fork()
             if beams > 1:
-                cache.reset()
-        self.input_ids = sequences = output if isinstance(output, Tensor) else output.sequences
-        grown = sequences.shape[1] - mask.shape[1]
-        self.attention_mask = torch.cat([mask, mask.new_ones((mask.shape[0], grown))], dim=1)
-        return output
+                cache.batch_repeat_interleave(beams)
+            try:
+                output = engine.generate_into(cache, ids, attention_mask=mask, **options)
+            except BaseException:
+                self._cache.cut_back(before)
+                raise
+            finally:
+                if beams > 1:
+                    cache.reset()
+            self.input_ids = sequences = output if isinstance(output, Tensor) else output.sequences
+            grown = sequences.shape[1] - mask.shape[1]
+            self.attention_mask = torch.cat([mask, mask.new_ones((mask.shape[0], grown))], dim=1)
+            return output
 
     @without_autograd
     def cut_back(self, slots: int) -> None:
-        """Forget everything from slot `slots` on.
-
-        Raises
-        ------
-        ValueError
-            If the session is shorter, or `slots` is no whole number. The session stays as it was.
-        """
+        """Forget everything from slot `slots` on; a ValueError, and nothing forgotten, if the session is shorter."""
         self._open()
         if not isinstance(slots, Integral):
             raise ValueError(f"cannot cut back to {slots!r} tokens: a whole number is needed")
@@ -164,11 +135,7 @@ class Session:
 
         A session that was saved there before is replaced in one step, when the new one is complete on the disk: whoever
         is killed at whatever moment, one of the two is there. No more than one layer of a sequence is copied at a time.
-
-        Parameters
-        ----------
-        folder : path
-            New, empty, or a saved session; or a link to one. Rank 0's word holds.
+        The folder, of which rank 0's word holds, is new, empty, or a saved session; or a link to one.
 
         Raises
         ------
@@ -182,21 +149,20 @@ class Session:
         if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
             raise ValueError("nothing of this session is cached yet: there is nothing to save")
         meta, ids, mask = self._meta(engine), self.input_ids, self.attention_mask
-        with engine.call(), ExitStack() as saving:
+        with engine.agreement.call(), ExitStack() as saving:
             pending: list[PendingSave] = []
 
             def begin() -> Path:
-                pending.append(PendingSave(folder))
-                saving.callback(pending[0].close)
+                pending.append(saving.enter_context(closing(PendingSave(folder))))
                 return pending[0].data
 
             def lead() -> None:
                 write_tokens(data, ids, mask)
                 pending[0].commit(asdict(meta))
 
-            data = engine.decide(begin)
-            engine.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank))
-            engine.together(lambda: lead() if first else None)
+            data = engine.agreement.decide(begin)
+            engine.agreement.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank))
+            engine.agreement.together(lambda: lead() if first else None)
 
     @classmethod
     @without_autograd
@@ -204,7 +170,7 @@ class Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
         session, device = cls(engine, cache), engine.mesh.device
         # Another job may save to the folder meanwhile.
-        meta = engine.decide(lambda: read_meta(folder))
+        meta = engine.agreement.decide(lambda: read_meta(folder))
 
         def read() -> None:
             expected = session._meta(engine)
@@ -216,7 +182,7 @@ class Session:
             session.input_ids, session.attention_mask = ids, mask
             read_cache(folder, meta, cache, engine.mesh.tp_rank, device)
 
-        engine.together(read)
+        engine.agreement.together(read)
         return session
 
     @without_autograd

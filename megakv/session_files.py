@@ -54,19 +54,16 @@ class SessionMeta:
     """Subfolder of everything else; empty in format 1, which had none."""
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the model's config."""
-    return hashlib.sha256(_config_text(model)).hexdigest()
+def fingerprint(model: PreTrainedModel, weights: bytes = b"") -> str:
+    """A hash of the model's config, and of some weights."""
+    config = json.dumps(settings_of(model.config), sort_keys=True, default=str)
+    return hashlib.sha256(config.encode() + weights).hexdigest()
 
 
 def first_fingerprint(model: PreTrainedModel) -> str:
     """What format 1 has for both the config and the weights: of them, the first rows of the embeddings."""
     rows = model.get_input_embeddings().weight[:64].detach().float().cpu().contiguous()
-    return hashlib.sha256(_config_text(model) + rows.numpy().tobytes()).hexdigest()
-
-
-def _config_text(model: PreTrainedModel) -> bytes:
-    return json.dumps(settings_of(model.config), sort_keys=True, default=str).encode()
+    return fingerprint(model, rows.numpy().tobytes())
 
 
 def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
@@ -122,18 +119,10 @@ def read_meta(folder: Path) -> SessionMeta:
 def _ascending(ranges: Any, length: int) -> bool:
     """Whether ranges of slots are such, and lie behind one another."""
     try:
-        found = np.array(ranges)
-    except ValueError:
+        edges = [edge for first, last in ranges for edge in (first, last)]
+    except (TypeError, ValueError):
         return False
-    if found.shape == (0,):
-        return True
-    edges = found.reshape(-1)
-    return (
-        found.ndim == 2
-        and found.shape[1] == 2
-        and found.dtype == np.int64
-        and bool(0 <= edges[0] and (np.diff(edges) >= 0).all() and edges[-1] <= length)
-    )
+    return all(type(edge) is int for edge in edges) and [0, *edges, length] == sorted([0, *edges, length])
 
 
 def check_meta(meta: SessionMeta, folder: Path, expected: SessionMeta) -> None:

@@ -2,7 +2,7 @@
 
 ``session.json`` names the subfolder in which everything else of a save lies. A new save is written to a subfolder of
 its own, and a new ``session.json`` then renamed over the old one: before that moment the folder holds the old session,
-from then on the new one. While a save is under way its rank 0 holds the lock of a file beside its subfolder. The kernel
+from then on the new one. While a save is under way its rank 0 holds the lock of a file in its subfolder. The kernel
 drops the lock of a process that is killed, so whoever comes next can tell what was left behind from what is at work.
 """
 
@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megakv.errors import MegaKVError
 META_FILE = "session.json"
 TOKENS_FILE = "tokens.safetensors"
 SUBFOLDER = re.compile(r"save-[0-9a-f]{16}")
-LOCK_SUFFIX = ".lock"
+LOCK_FILE = "lock"
 DATA_FILE = re.compile(r"tokens\.safetensors|cp\d{5,}_tp\d{5,}\.safetensors")
 """Files of a save; in format 1 they lay beside `META_FILE`."""
 
@@ -92,13 +92,10 @@ class PendingSave:
 
     def close(self) -> None:
         """Remove what is not the folder's session: this save if it failed, others that it or a later one replaced."""
+        (self.data / LOCK_FILE).unlink(missing_ok=True)
+        os.close(self._lock)
         with suppress(OSError, MegaKVError):
             _remove_leftovers(self._target)
-        Path(f"{self.data}{LOCK_SUFFIX}").unlink(missing_ok=True)
-        os.close(self._lock)
-        # Whoever replaces it from now on removes it.
-        with suppress(MegaKVError):
-            _remove_unless_present(self._target, self.data.name)
         if not self._committed:
             self._unmake()
 
@@ -129,70 +126,62 @@ def _check(target: Path) -> None:
             read_values(target)
     except (MegaKVError, OSError) as error:
         raise ValueError(f"{target} exists and is no saved session ({error}); choose another folder") from error
-    foreign = [name for name in names if not SUBFOLDER.fullmatch(name.removesuffix(LOCK_SUFFIX))]
+    foreign = [name for name in names if not SUBFOLDER.fullmatch(name)]
     if META_FILE not in names and foreign:
         raise ValueError(f"{target} exists and is no saved session (it holds {foreign[0]!r}); choose another folder")
 
 
 def _begin(target: Path) -> tuple[Path, int]:
-    """A new subfolder, and the descriptor that holds its lock."""
+    """A new subfolder, and the descriptor that holds the lock in it."""
     while True:
         data = target / f"save-{secrets.token_hex(8)}"
-        lock = os.open(f"{data}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # Another save was faster and takes it for left over.
+        data.mkdir()
+        # Another save may be faster, and take for left over what has no lock yet.
+        with suppress(FileNotFoundError, FileExistsError):
+            lock = os.open(data / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            if _lock(lock) is not False and os.fstat(lock).st_nlink:
+                return data, lock
             os.close(lock)
-            continue
-        except OSError:
-            # A file system without locks. Nobody removes what cannot be locked.
-            pass
-        if os.fstat(lock).st_nlink:
-            data.mkdir()
-            return data, lock
-        os.close(lock)
+
+
+def _lock(file: int) -> bool | None:
+    """Whether a file could be locked, which another save may have done; None on a file system without locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what belongs to no save: neither the folder's session nor one that is under way elsewhere."""
-    names = os.listdir(target)
-    for lock in (name for name in names if name.endswith(LOCK_SUFFIX)):
-        name = lock.removesuffix(LOCK_SUFFIX)
-        if SUBFOLDER.fullmatch(name):
-            _remove_unlocked(target, name)
-    for name in names:
-        # A save's lock is there before its subfolder, and goes when it is complete.
-        if SUBFOLDER.fullmatch(name) and not (target / f"{name}{LOCK_SUFFIX}").exists():
-            _remove_unless_present(target, name)
+    for name in filter(SUBFOLDER.fullmatch, os.listdir(target)):
+        if name == _present(target):
+            continue
+        path = target / name / LOCK_FILE
+        with suppress(OSError), ExitStack() as held:
+            # A complete save has none, and one that has just begun: whoever makes it has the subfolder.
+            new = 0 if path.exists() else os.O_CREAT | os.O_EXCL
+            held.callback(os.close, lock := os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o666))
+            locked = _lock(lock)
+            if locked or (new and locked is None):
+                if name == _present(target):
+                    path.unlink()
+                else:
+                    _remove(target / name)
     if _present(target):
-        for name in filter(DATA_FILE.fullmatch, names):
+        for name in filter(DATA_FILE.fullmatch, os.listdir(target)):
             (target / name).unlink(missing_ok=True)
 
 
-def _remove_unlocked(target: Path, name: str) -> None:
-    path = target / f"{name}{LOCK_SUFFIX}"
-    with suppress(OSError):
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_unless_present(target, name)
-            path.unlink(missing_ok=True)
-        finally:
-            os.close(lock)
-
-
-def _remove_unless_present(target: Path, name: str) -> None:
-    """Remove a subfolder, of which nothing comes any more, unless it became the folder's session."""
-    if _present(target) == name:
-        return
-    folder = target / name
-    with suppress(OSError):
-        for file in os.listdir(folder):
-            if DATA_FILE.fullmatch(file) or file == META_FILE:
-                (folder / file).unlink(missing_ok=True)
-        # Fails where somebody put something else.
-        folder.rmdir()
+def _remove(folder: Path) -> None:
+    """Remove a subfolder of which nothing comes any more, but nothing that somebody else put there."""
+    for file in os.listdir(folder):
+        if DATA_FILE.fullmatch(file) or file in (META_FILE, LOCK_FILE):
+            (folder / file).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _present(target: Path) -> str:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import megakv
-from megakv.tracking import Event
+from megakv.tracking.measurements import Event
 
 COLLECTIVES = ("all_gather", "replicated", "pass_q_return")
 PARTS = ("attention", "send_recv", "send_recv_exposed", "collective", "layer")
 
 
-class Breakdown:
-    """Attention times of an engine between two moments. Every rank must make it and ask it."""
+def attention_us(engine: megakv.MegaKVEngine) -> dict[str, float]:
+    """Microseconds, means over layers and ranks, since its counts began. Every rank must ask."""
+    return _mean(attention_times(rank.events) for rank in engine.report().ranks)
 
-    def __init__(self, engine: megakv.MegaKVEngine):
-        self._engine = engine
-        self._seen = [len(rank.events) for rank in engine.report().ranks]
 
-    def microseconds(self) -> dict[str, float]:
-        """Means over layers and ranks of what happened since; see `attention_times`."""
-        ranks = self._engine.report().ranks
-        return _mean([attention_times(rank.events[seen:]) for rank, seen in zip(ranks, self._seen, strict=True)])
-
-    def generated(self) -> dict[str, dict[str, float]]:
-        """The same of the last `generate`: ``prefill_us`` and ``decode_us``."""
-        phases = [split_phases(rank.events) for rank in self._engine.report().ranks]
-        prefill, decode = (_mean([attention_times(pair[index]) for pair in phases]) for index in range(2))
-        return {"prefill_us": prefill, "decode_us": decode}
+def generated_us(engine: megakv.MegaKVEngine) -> dict[str, dict[str, float]]:
+    """The same of the last `generate`: ``prefill_us`` and ``decode_us``."""
+    phases = zip(*(split_phases(rank.events) for rank in engine.report().ranks), strict=True)
+    return {
+        name: _mean(map(attention_times, own)) for name, own in zip(("prefill_us", "decode_us"), phases, strict=True)
+    }
 
 
 def attention_times(events: Sequence[Event]) -> dict[str, float]:
@@ -62,5 +56,6 @@ def split_phases(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     return [event for event in events if event.start < end], [event for event in events if event.start >= end]
 
 
-def _mean(values: Sequence[dict[str, float]]) -> dict[str, float]:
+def _mean(ranks: Iterable[dict[str, float]]) -> dict[str, float]:
+    values = list(ranks)
     return {name: sum(value[name] for value in values) / len(values) for name in values[0]}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import write_picture
 
 from .statistics import Interval
 
@@ -23,6 +22,8 @@ STYLE = {
 WIDTH_IN, HEIGHT_IN, BAR_IN, REST_IN = 8.0, 4.6, 0.45, 1.35
 FILLED = 0.8
 """Of the room of a group."""
+Row = Mapping[str, Any]
+Say = str | Callable[[Row], Any]
 
 
 @dataclass(frozen=True)
@@ -38,24 +39,10 @@ class Chart:
     size: tuple[float, float] | None = (WIDTH_IN, HEIGHT_IN)  # None where `draw` gets the file's path
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[Interval]
-    hollow: Sequence[bool] | None = None  # Which points are drawn as rings
-    style: str = "-"  # Of matplotlib; "none": points alone
-    marked: bool = True  # Whether there is a dot at each point
-    colour: str | None = None  # The next one in turn if None
-
-
 def draw_charts(results: Path, charts: Sequence[Chart]) -> list[Path]:
     """Draw beside the results; a second chart of a name gets a number."""
     # Only who reports draws; importing matplotlib on every rank costs each of them half a second.
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn: list[Path] = []
@@ -68,61 +55,81 @@ def draw_charts(results: Path, charts: Sequence[Chart]) -> list[Path]:
             continue
         with rc_context(STYLE):
             figure = Figure(figsize=chart.size, dpi=150, facecolor="white", layout="constrained")
-            canvas = FigureCanvasAgg(figure)
             figure.suptitle(chart.title, x=0.01, ha="left", fontsize=12.5, weight="bold", color=INK)
             axes = figure.subplots()
             axes.set_title(chart.subtitle, fontsize=8.5, color=FAINT, loc="left")
             axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
             chart.draw(axes)
-            buffer = io.BytesIO()
-            canvas.print_png(buffer)
-        write_whole(path, buffer.getvalue())
+            write_picture(path, figure)
     return drawn
 
 
-def bars(name: str, bars: Sequence[tuple[str, Interval, bool]], *, unit: str, **words: Any) -> Chart:
-    """Horizontal bars (label, value, own), from top to bottom; `own` ones stand out."""
+def say(how: Say, row: Row) -> Any:
+    """What a row says: by a key, by a text with keys in braces, or by a function."""
+    if callable(how):
+        return how(row)
+    return how.format_map(row) if "{" in how else row[how]
+
+
+def bars(
+    name: str,
+    rows: Sequence[Row],
+    label: Say,
+    y: Say = "seconds",
+    *,
+    scale: float = 1.0,
+    own: Say,
+    unit: str,
+    **words: Any,
+) -> Chart:
+    """Horizontal bars, a row each, from top to bottom; `own` ones stand out."""
 
     def draw(axes: Any) -> None:
-        labels, values, own = zip(*bars, strict=True)
-        rows, lengths = range(len(bars)), [value.value for value in values]
-        axes.barh(rows, lengths, height=0.62, color=[OWN if each else PEER for each in own])
-        axes.errorbar(lengths, rows, xerr=_errors(values), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3.5)
-        for row, value in enumerate(values):
-            axes.annotate(f"{value.value:.3g}", (value.high, row), (7, 0), textcoords="offset points", va="center")
-        axes.set_yticks(rows, labels, fontsize=9.5)
-        axes.set_ylim(len(bars) - 0.45, -0.55)
+        values, places = [Interval.of(say(y, row)).scaled(scale) for row in rows], range(len(rows))
+        lengths = [value.value for value in values]
+        axes.barh(places, lengths, height=0.62, color=[OWN if say(own, row) else PEER for row in rows])
+        axes.errorbar(lengths, places, xerr=_errors(values), fmt="none", ecolor=INK, elinewidth=1.2, capsize=3.5)
+        for place, value in enumerate(values):
+            axes.annotate(f"{value.value:.3g}", (value.high, place), (7, 0), textcoords="offset points", va="center")
+        axes.set_yticks(places, [say(label, row) for row in rows], fontsize=9.5)
+        axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
 
-    return Chart(name, draw, x_label=unit, size=(WIDTH_IN, BAR_IN * len(bars) + REST_IN), **words)
+    return Chart(name, draw, x_label=unit, size=(WIDTH_IN, BAR_IN * len(rows) + REST_IN), **words)
 
 
 def groups(
     name: str,
-    places: Sequence[str],
-    series: Mapping[str, Sequence[Interval | None]],
+    rows: Sequence[Row],
+    place: Say,
+    series: Say,
+    y: Say = "value",
     *,
+    scale: float = 1.0,
     stacked: bool = False,
     colours: Mapping[str, str] | None = None,
     **words: Any,
 ) -> Chart:
-    """Vertical bars side by side in groups, or one on top of the other; None for no bar."""
+    """Vertical bars, a row each: those of a place in a group, side by side or one on top of the other."""
 
     def draw(axes: Any) -> None:
-        width = FILLED / (1 if stacked else len(series))
+        places = list(dict.fromkeys(say(place, row) for row in rows))
+        labels = list(dict.fromkeys(say(series, row) for row in rows))
+        width = FILLED / (1 if stacked else max(1, len(labels)))
         bottoms = [0.0] * len(places)
-        for index, (label, found) in enumerate(series.items()):
+        for index, label in enumerate(labels):
             colour = (colours or {}).get(label, COLOURS[index % len(COLOURS)])
             shift = 0.0 if stacked else (index + 0.5) * width - FILLED / 2
-            known = {place: bar for place, bar in enumerate(found) if bar is not None}
-            x, values = [place + shift for place in known], [bar.value for bar in known.values()]
-            below = [bottoms[place] for place in known] if stacked else 0.0
-            axes.bar(x, values, width=0.92 * width, label=label, color=colour, bottom=below)
+            own = [row for row in rows if say(series, row) == label]
+            at = [places.index(say(place, row)) for row in own]
+            bars = [Interval.of(say(y, row)).scaled(scale) for row in own]
+            x, values = [each + shift for each in at], [bar.value for bar in bars]
+            axes.bar(x, values, 0.92 * width, [bottoms[each] for each in at], label=label, color=colour)
             if not stacked:
-                axes.errorbar(x, values, yerr=_errors([*known.values()]), fmt="none", ecolor=INK, capsize=2)
-            for place, bar in known.items():
-                bottoms[place] += bar.value
+                axes.errorbar(x, values, yerr=_errors(bars), fmt="none", ecolor=INK, capsize=2)
+            for each, value in zip(at, values if stacked else (), strict=stacked):
+                bottoms[each] += value
         axes.set_xticks(range(len(places)), places)
         axes.grid(visible=False, axis="x")
         axes.figure.legend(ncols=4, loc="outside lower left")
@@ -132,30 +139,43 @@ def groups(
 
 def lines(
     name: str,
-    lines: Sequence[Line],
+    rows: Sequence[Row],
+    x: Say,
+    y: Say,
+    series: Say,
     *,
+    scale: float = 1.0,
+    looks: Callable[[Row], Mapping[str, Any]] = lambda row: {},
+    hollow: Say = lambda row: False,
     log_x: bool = True,
     log_y: bool = False,
     level: float | None = None,
     **words: Any,
 ) -> Chart:
-    """Lines; every x of theirs gets a tick where the axis is logarithmic; a horizontal one at `level`."""
+    """Lines, a row for each point; `looks` of a line's first row are matplotlib's words, `hollow` points rings.
+
+    Every x gets a tick where the axis is logarithmic; at `level` there is a horizontal line.
+    """
 
     def draw(axes: Any) -> None:
         from matplotlib.ticker import FuncFormatter, NullLocator
 
         if level is not None:
             axes.axhline(level, color=FAINT, linewidth=1)
-        for index, line in enumerate(lines):
-            colour = line.colour or COLOURS[index % len(COLOURS)]
-            y = [point.value for point in line.y]
-            looks = {"color": colour, "linestyle": line.style, "linewidth": 1.6, "elinewidth": 1}
-            axes.errorbar(line.x, y, yerr=_errors(line.y), label=line.label, capsize=3, **looks)
-            for at, value, ring in zip(line.x, y, line.hollow or [False] * len(y), strict=True) if line.marked else ():
-                axes.plot(at, value, "o", color=colour, markerfacecolor="white" if ring else colour, zorder=3)
+        for index, label in enumerate(dict.fromkeys(say(series, row) for row in rows)):
+            own = [row for row in rows if say(series, row) == label]
+            look = {"color": COLOURS[index % len(COLOURS)], "linestyle": "-", "marker": "o", **looks(own[0])}
+            at, values = [say(x, row) for row in own], [Interval.of(say(y, row)).scaled(scale) for row in own]
+            middles = [value.value for value in values]
+            axes.errorbar(
+                at, middles, yerr=_errors(values), label=label, capsize=3, linewidth=1.6, elinewidth=1, **look
+            )
+            if rings := [place for place, row in enumerate(own) if say(hollow, row)]:
+                places = [at[each] for each in rings], [middles[each] for each in rings]
+                axes.plot(*places, "o", color=look["color"], markerfacecolor="white", zorder=3)
         if log_x:
             axes.set_xscale("log")
-            ticks = sorted({x for line in lines for x in line.x})
+            ticks = sorted({say(x, row) for row in rows})
             axes.set_xticks(ticks, [f"{round(tick, 1):,g}" for tick in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
         if log_y:
@@ -168,24 +188,24 @@ def lines(
 
 
 def predicted_over(
-    points: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
-    looks: Mapping[str, Mapping[str, Any]] | None = None,
-    **words: Any,
+    rows: Sequence[Row], x: str, series: Say, looks: Callable[[Row], Mapping[str, Any]] = lambda row: {}, **words: Any
 ) -> Chart:
-    """Pairs (true, predicted) by label, with a band of 10%."""
+    """What was predicted over what is true (`x`), a row for each point, with a band of 10%."""
 
     def draw(axes: Any) -> None:
-        for label, (true, predicted) in points.items():
-            axes.scatter(true, predicted, s=22, label=label, **(looks or {}).get(label, {}))
-        if every := [value for true, _ in points.values() for value in true]:
+        for label in dict.fromkeys(say(series, row) for row in rows):
+            own = [row for row in rows if say(series, row) == label]
+            look = looks(own[0])
+            axes.scatter([row[x] for row in own], [row["predicted"] for row in own], s=22, label=label, **look)
+        if every := [row[x] for row in rows]:
             ends = [min(every) / 1.3, max(every) * 1.3]
             axes.plot(ends, ends, color="black", linewidth=0.8)
             axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="black", alpha=0.1)
             axes.set(xscale="log", yscale="log")
             axes.legend()
 
-    return Chart("", draw, subtitle="the band is 10%", size=(7, 7), **words)
+    labels = {"x_label": x, "y_label": "predicted", **words}
+    return Chart("", draw, subtitle="the band is 10%", size=(7, 7), **labels)
 
 
 def _errors(values: Sequence[Interval]) -> list[list[float]]:

@@ -17,22 +17,21 @@ from tqdm import tqdm
 import megakv
 from megakv.cache.cache import ShardedCache
 from megakv.cache.ragged import Span
-from megakv.costmodel.decoding import RaggedTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh
-from megakv.distributed.sharding import balanced, new_tokens
 
-from .fairkv_report import load_facts
-from .generations import ContextParallelGeneration, without_stop
-from .head_division import CONTIGUOUS, UNIFORM, Division, Piece, make_mapping
-from .models import DTYPES, model_config, random_ids
-from .profiles import keep_profile, measured_profile
+from .head_division import Division, Piece, make_mapping
+from .methods import ContextParallel, Generation
+from .models import DTYPES, begin_whole, model_config, random_ids, without_stop
+from .options import CONTIGUOUS, UNIFORM
+from .profiles import measured_profile
 from .ragged_heads import HeadShape, RankLayer, Room, TokenPool, ragged_body
-from .sampling import Method, measure
+from .ragged_times import RaggedTimes
+from .sampling import Agreement, Method, measure
 from .statistics import median
-from .world import Agreement, World
+from .world import World
 
 Rows = list[dict[str, Any]]
 
@@ -41,16 +40,14 @@ class RaggedDecode(Method):
     """A decode step's attention of all layers, several times; each ends in the all-reduce that ends it in a model."""
 
     def __init__(self, division: Division, pool: TokenPool, comm: Communicator, room: Room, *, batch: int, steps: int):
-        super().__init__(division.name)
-        self._division, self._pool, self._comm, self._room = division, pool, comm, room
+        super().__init__(division.name, lambda: room.take(self))
+        self.compared = division.name != UNIFORM
+        self._division, self._pool, self._comm = division, pool, comm
         self._batch, self._steps, self._shape = batch, steps, pool.shape
         self._layers: list[RankLayer] = []
         self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
         self.busy: list[float] = []  # of every run, the part of the time in which this rank computed
         self._computed = 0.0
-
-    def prepare(self) -> None:
-        self._room.take(self)
 
     def build(self) -> None:
         rank, layers = self._comm.mesh.tp_rank, range(len(self._division.budgets))
@@ -72,6 +69,9 @@ class RaggedDecode(Method):
     def duration(self, elapsed: float) -> float:
         return elapsed / self._steps
 
+    def result(self, output: Any) -> Tensor:
+        return output
+
     def _layer(self, number: int) -> Tensor:
         shape, layer = self._shape, self._layers[number]
         start = time.perf_counter()
@@ -84,27 +84,25 @@ class RaggedDecode(Method):
         return self._comm.tp_all_reduce(whole).view(self._batch, shape.kv_heads, shape.group, shape.dim)
 
 
-class MappedGeneration(ContextParallelGeneration):
+class MappedGeneration(Generation):
     """Tokens of an engine whose heads are placed by a mapping, over a compressed cache; a sample is a step's time."""
 
     def __init__(
         self, division: Division, engine: megakv.MegaKVEngine, pool: TokenPool, ids: Tensor, tokens: int, *, room: Room
     ):
-        super().__init__(division.name, engine, ids, tokens)
-        self._division, self._pool, self._room = division, pool, room
+        held = ids.shape[1] - 1
+        steps = lambda: room.take(self), lambda: self._cache.cut_back(held)
+        super().__init__(division.name, ContextParallel(engine), ids, tokens, *steps)
+        self.compared = division.name != UNIFORM
+        self._division, self._pool, self._engine = division, pool, engine
         self.busy: list[float] = []  # of every run, the part of the time in which this rank did not wait for others
-
-    def prepare(self) -> None:
-        self._room.take(self)
-        super().prepare()
 
     def build(self) -> None:
         batch, tokens = self._ids.shape[0], self._ids.shape[1] - 1
-        runtime, rank = self._model._runtime, self._model.mesh.tp_rank
+        runtime, rank = self._engine._runtime, self._engine.mesh.tp_rank
         assert runtime.compressor is not None
-        cache: ShardedCache = self._model._new_cache()
-        positions = np.broadcast_to(np.arange(tokens), (batch, tokens))
-        cache.begin(balanced(new_tokens(np.ones((batch, tokens), dtype=bool), positions, 0), 1), batch)
+        cache: ShardedCache = self._engine._new_cache()
+        begin_whole(cache, 1, batch, tokens)
         for layer, budgets in enumerate(self._division.budgets):
             pieces = {(piece.sequence, piece.head): piece for piece in self._division.pieces[layer][rank]}
             heads = runtime.compressor._heads.shard(layer, rank).kv_heads
@@ -122,7 +120,7 @@ class MappedGeneration(ContextParallelGeneration):
 
     def run(self) -> Any:
         output = super().run()
-        ledger = self._model._comm.ledger
+        ledger = self._engine._comm.ledger
         self.busy.append(1 - ledger.waited_s() / ledger.now())
         return output
 
@@ -163,33 +161,28 @@ def measure_part(part: str, arguments: argparse.Namespace, world: World, divisio
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, DTYPES[arguments.dtype], world.device)
     pool, room = TokenPool(shape, longest, arguments.seed), Room()
     engines: dict[str, megakv.MegaKVEngine] = {}
-    difference = "max_output_difference"
     methods: list[Any]
     if part == "attention":
         comm = Communicator(make_mesh(cp_size=1, tp_size=world.size, timeout_s=arguments.timeout), Ledger())
         size = {"batch": arguments.batch, "steps": arguments.steps}
         methods = [RaggedDecode(division, pool, comm, room, **size) for division in divisions]
     else:
-        steps, difference = arguments.tokens + 1, "max_logit_difference"
+        steps = arguments.tokens + 1
         engines = make_engines(arguments, world, divisions, positions=longest + steps + 1)
         ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
         methods = [MappedGeneration(each, engines[each.name], pool, ids, steps, room=room) for each in divisions]
-    agreement = Agreement(world, arguments.dtype)
-
-    def inspect(name: str, output: Any) -> dict[str, Any]:
-        if name == UNIFORM:
-            return {}
-        return {difference: agreement.check(name, output if part == "attention" else output.logits[0])}
-
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
-    samples = measure(world, methods, inspect=inspect, **limits)
-    room.clear()
+    samples = measure(world, methods, Agreement(world, arguments.dtype), **limits)
+    room.take(None)
     place = {"part": part, "ranks": arguments.ranks, "batch": arguments.batch, "kept": arguments.kept}
     rows = []
     for sample, method, division in zip(samples, methods, divisions, strict=True):
         busy = world.gather(method.busy[1:])
         rates = {"busy": busy, "busy_rates": [median(rates).value for rates in busy]}
-        rows.append(sample.to_row(**place, **rates, **load_facts(division)))
+        row = sample.to_row(**place, **rates, **division.facts())
+        if part == "attention":
+            row["max_output_difference"] = row.pop("max_logit_difference")
+        rows.append(row)
     for engine in {id(engine): engine for engine in engines.values()}.values():
         engine.destroy()
     return rows
@@ -202,8 +195,7 @@ def predicted_seconds(
     if not arguments.profile_seconds or world.size < 2:
         return {}
     model = ModelShape.from_config(model_config(arguments), dtype=DTYPES[arguments.dtype])
-    profile = measured_profile(world, model, arguments)
-    keep_profile(world, profile, arguments.json, str(world.size))
+    profile = measured_profile(world, model, arguments, name=str(world.size))
     shared = profile.sum_times(world.size, shared_memory=True) is not None
     times = RaggedTimes(profile, model.attention(), batch=arguments.batch, ranks=world.size, shared_memory=shared)
     found: dict[tuple[str, str], float | None] = {}

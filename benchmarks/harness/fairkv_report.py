@@ -6,22 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .charts import Chart, bars
-from .head_division import CONTIGUOUS, UNIFORM, Division
-from .publish import columns, show_table
-from .statistics import Interval, median, paired_ratio
+from .options import CONTIGUOUS, UNIFORM
+from .publish import leaves, show
+from .statistics import median, paired_ratio
 
 Rows = Sequence[Mapping[str, Any]]
-
-
-def load_facts(division: Division) -> dict[str, Any]:
-    """What a row says about who attends to how much."""
-    loads = division.loads()
-    return {
-        "utilisation": division.utilisation,
-        "slowest_tokens": division.slowest,
-        "loads": loads,
-        "rank_tokens": [sum(column) for column in zip(*loads, strict=True)],
-    }
 
 
 def summarise(rows: Rows) -> dict[str, Any]:
@@ -46,36 +35,14 @@ def summarise(rows: Rows) -> dict[str, Any]:
     return found
 
 
-def show(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
-    def said(kind: str, form: str, factor: float = 1.0) -> Any:
-        return lambda row: (
-            format(factor * summary[kind][row["method"]], form) if row["method"] in summary[kind] else None
-        )
-
-    def gain(row: Mapping[str, Any]) -> Interval | None:
-        return Interval(**summary["speedup"][row["method"]]) if row["method"] in summary["speedup"] else None
-
-    def over(row: Mapping[str, Any]) -> str | None:
-        found = summary["over_uniform"].get(row["method"])
-        return None if found is None else f"{found['value']:.3f}"
-
-    shown = {
-        "method": lambda row: row["method"],
-        "ms per step": lambda row: f"{1e3 * median(row['seconds']).value:.2f}",
-        "busy": said("busy", ".3f"),
-        "tokens say": lambda row: f"{row['utilisation']:.3f}",
-        "gain [95%]": gain,
-        "by tokens": said("predicted", ".3f"),
-        "off": said("off", "+.1%"),
-        "profile ms": said("profile", ".2f", 1e3),
-        "off profile": said("off_profile", "+.1%"),
-        "over uniform": over,
-    }
-    show_table(title, columns(rows, shown))
+def show_part(title: str, rows: Rows, summary: Mapping[str, Any]) -> None:
+    said = {row["method"]: dict(row) for row in rows}
+    for entry in leaves(summary, "kind", "method"):
+        said[entry["method"]][entry["kind"]] = entry["value"]
+    columns = "method seconds:ms busy:% utilisation:% speedup predicted off:% profile:ms off_profile:% over_uniform"
+    show(list(said.values()), columns, title)
 
 
 def chart(name: str, title: str, subtitle: str, rows: Rows) -> Chart:
-    values = [
-        (row["method"], median(row["seconds"]).scaled(1e3), row["method"] not in (CONTIGUOUS, UNIFORM)) for row in rows
-    ]
-    return bars(name, values, title=title, subtitle=subtitle, unit="milliseconds per step, less is better")
+    words = {"title": title, "subtitle": subtitle, "unit": "milliseconds per step, less is better"}
+    return bars(name, rows, "method", scale=1e3, own=lambda row: row["method"] not in (CONTIGUOUS, UNIFORM), **words)

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megakv.fairkv.budgets import divide
 from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_layer
 from megakv.fairkv.mapper import map_heads
-from megakv.fairkv.mapping import HeadMapping, apportioned
+from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.splitting import split_request
 
-UNIFORM, CONTIGUOUS, ASSIGNED = "uniform", "contiguous", "nodp"
-COPIED_HEADS = (1, 2, 3, 4)
-METHODS = (
-    UNIFORM,
-    CONTIGUOUS,
-    ASSIGNED,
-    *(f"dp{number}" for number in COPIED_HEADS),
-    *(f"split{number}" for number in COPIED_HEADS),
-)
-"""`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
-assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
+from .options import CONTIGUOUS, UNIFORM
 
 Budgets = list[list[int]]
 
@@ -51,7 +42,7 @@ class Piece:
 class Division:
     """Who attends to what."""
 
-    name: str  # Of `METHODS`
+    name: str  # Of `HEAD_METHODS`
     budgets: Budgets  # ``[layer][KV head]``: kept tokens of every sequence
     pieces: list[list[list[Piece]]]  # ``[layer][rank]``: what the rank attends to
 
@@ -69,14 +60,19 @@ class Division:
         """Sum over layers of the slowest rank's tokens: what the time goes with."""
         return sum(max(layer) for layer in self.loads())
 
-    @property
-    def utilisation(self) -> float:
-        """Mean load over the slowest rank's, averaged over layers."""
-        return barrier_utilisation(self.loads())
+    def facts(self) -> dict[str, Any]:
+        """What a row says about who attends to how much; `utilisation` is mean load over the slowest rank's."""
+        loads = self.loads()
+        return {
+            "utilisation": barrier_utilisation(loads),
+            "slowest_tokens": self.slowest,
+            "loads": loads,
+            "rank_tokens": [sum(column) for column in zip(*loads, strict=True)],
+        }
 
 
 def make_mapping(name: str, budgets: Budgets, *, ranks: int, batch: int) -> HeadMapping | None:
-    """Of a method of `METHODS`; None where neighbouring heads lie on a rank."""
+    """Of a method of `HEAD_METHODS`; None where neighbouring heads lie on a rank."""
     kind, copies = name.rstrip("1234"), int(name[-1]) if name[-1].isdecimal() else 0
     if kind in (UNIFORM, CONTIGUOUS):
         return None
@@ -116,7 +112,7 @@ def _whole_sequences(layer: LayerMapping, budgets: Sequence[int], ranks: int, ba
     found: list[list[Piece]] = [[] for _ in range(ranks)]
     for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
         first = 0
-        for rank, count in zip(held, apportioned(shares, batch), strict=True):
+        for rank, count in zip(held, divide(batch, shares, most=batch).tolist(), strict=True):
             found[rank] += [Piece(sequence, head, 0, budgets[head]) for sequence in range(first, first + count)]
             first += count
     return found

@@ -14,11 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .links import FREE, TIMED_OUT, LimitedLinks, unavailable
+from .links import FREE, TIMED_OUT, start_on_hosts, unavailable
+
+if TYPE_CHECKING:
+    from .world import World
 
 Rows = list[dict[str, Any]]
+Summary = dict[str, Any]
+Measure = Callable[[argparse.Namespace, "World"], Rows]
 
 
 @dataclass(frozen=True)
@@ -30,20 +35,29 @@ class Launch:
     text: str = ""  # printed before
     name: str = ""  # in the list of what could not be measured
     rate: str = FREE
-    links: type[LimitedLinks] = LimitedLinks
     hosts: int | None = None  # as many as ranks if None
+    noise: bool = False  # beside a competing flow of half the rate
+
+    def start(self, arguments: argparse.Namespace, options: Sequence[str], timeout_s: float) -> int:
+        """Run this very script, with this command line and further options; the exit status, or `TIMED_OUT`."""
+        if self.rate == FREE:
+            return start_ranks(arguments, options, ranks=self.ranks, timeout_s=timeout_s)
+        shape = {"ranks": self.ranks, "hosts": self.hosts or self.ranks, "rate": self.rate, "noise": self.noise}
+        return start_on_hosts(arguments, options, **shape, timeout_s=timeout_s)
 
 
 def benchmark(
     name: str,
     arguments: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], Rows],
-    report: Callable[[argparse.Namespace, Rows, dict[str, str]], tuple[dict[str, Any], Sequence[Any]]],
+    measure: Measure,
+    report: Callable[[argparse.Namespace, Rows, dict[str, str]], tuple[Summary, Sequence[Any]]],
     launches: Iterable[Launch] | None = None,
+    *,
+    shared_memory: bool = False,
 ) -> int:
     """The exit status. Every rank calls `measure`; `report` prints their rows, and gives a summary and charts."""
     if is_rank():
-        return serve(arguments, measure)
+        return serve(arguments, measure, shared_memory=shared_memory)
     status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
     if status or not parts:
         return status or 1
@@ -68,17 +82,23 @@ def quiet() -> None:
     quiet_libraries()
 
 
-def serve(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Rows]) -> int:
-    """What every rank does: the measurement; rank 0 leaves the rows for who started it."""
+def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: bool) -> int:
+    """What every rank does: the measurement; rank 0 leaves the rows for who started it.
+
+    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host.
+    """
     from megakv.launcher.process import report_errors
 
     from .publish import describe_machine
+    from .world import join_world
 
     quiet()
     with report_errors():
         machine = describe_machine()
-        rows = measure(arguments)
-        if os.environ["RANK"] == "0":
+        world = join_world(arguments.threads, shared_memory=shared_memory, timeout_s=arguments.timeout)
+        rows = measure(arguments, world)
+        world.leave()
+        if world.rank == 0:
             Path(arguments.part).write_text(json.dumps({"machine": machine, "rows": rows}, allow_nan=False))
     return 0
 
@@ -99,11 +119,10 @@ def launch_all(
             continue
         if launch.text:
             print(launch.text, flush=True)
-        start = start_ranks if launch.rate == FREE else launch.links(launch.rate, hosts=launch.hosts)
         with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as folder:
             path = Path(folder) / "part.json"
             left = max(0.0, deadline - time.monotonic())
-            status = start(arguments, [*launch.options, "--part", str(path)], ranks=launch.ranks, timeout_s=left)
+            status = launch.start(arguments, [*launch.options, "--part", str(path)], left)
             if status == TIMED_OUT:
                 print(f"not done after --timeout {arguments.timeout:g} s; ended. Raise it.", file=sys.stderr)
             if status:
@@ -113,7 +132,7 @@ def launch_all(
 
 
 def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
-    """Run this very script, with this command line and further options; the launcher's exit status, or `TIMED_OUT`."""
+    """As `Launch.start`, on this machine."""
     start = ["--num_accelerators", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
     script = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
     # An end by SIGTERM must run the clean-up below.
@@ -163,11 +182,11 @@ def free_port() -> int:
 def benchmark_alone(
     name: str,
     arguments: argparse.Namespace,
-    run: Callable[[argparse.Namespace], tuple[Rows, dict[str, Any], Sequence[Any]]],
+    run: Callable[[argparse.Namespace], tuple[Rows, Summary, Sequence[Any]]],
     *,
-    on_cpu: str = "tries the code",
+    on_cpu: str = "--device cpu tries the code",
 ) -> int:
-    """A benchmark of this process alone: 2 without its ``--device``, 1 after what users can mend, said in a line."""
+    """A benchmark of this process alone: 2 without its device, 1 after what users can mend or where tokens differ."""
     import torch
 
     from megakv.errors import MegaKVError
@@ -175,16 +194,17 @@ def benchmark_alone(
     from .publish import describe_machine, publish
 
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
-        print(f"this machine has no CUDA GPU: nothing is measured; --device cpu {on_cpu}", file=sys.stderr)
+        print(f"this machine has no CUDA GPU: nothing is measured; {on_cpu}", file=sys.stderr)
         return 2
     quiet()
     machine = describe_machine()
-    if isinstance(arguments.threads, int):
+    if isinstance(getattr(arguments, "threads", None), int):
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     try:
-        publish(arguments, name, machine, *run(arguments))
+        rows, summary, charts = run(arguments)
+        publish(arguments, name, machine, rows, summary, charts)
     except (MegaKVError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 1 if summary.get("tokens_equal") is False else 0

@@ -18,35 +18,32 @@ if TYPE_CHECKING:
 
     from .world import World
 
-TIMED_OUT = 124
-SPARE_HOSTS = 2
-NOISE = Path(__file__).with_name("noise.py")
 ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    # Hosts are those of the project's own tests.
+    sys.path.append(str(ROOT))
+TIMED_OUT = 124
+SPARE_HOSTS = 2  # Beside a competing flow, further ones without ranks
+NOISE = Path(__file__).with_name("noise.py")
 FREE, UNLIMITED = "free", "unlimited"
 """No limit: all ranks on this machine, over its loopback; hosts as with a limit, whose links have none."""
 
 
 def unavailable() -> str | None:
     """Why such hosts cannot be made here; None if they can."""
-    _find_hosts()
-    try:
-        from tests.hosts.tools import unavailable as reason
-    except ImportError as error:
-        return f"the project's tests/hosts is needed: {error}"
+    from tests.hosts.tools import unavailable as reason
+
     return reason()
 
 
 def checked_rates(options: Options, name: str, text: str) -> list[str]:
     """Rates such as ``free,1gbit``; ends with a message if links cannot have one of them."""
-    _find_hosts()
+    from tests.hosts.links import parse_rate
+
     rates = text.split(",")
     try:
-        from tests.hosts.links import parse_rate
-
         for rate in set(rates) - {FREE}:
             parse_rate(rate)
-    except ImportError:
-        return rates
     except ValueError as error:
         options.error(f"{name}: {error}")
     return rates
@@ -61,67 +58,47 @@ def set_rate(rate: str, world: World) -> None:
     world.barrier()
 
 
-class LimitedLinks:
-    """Starts every rank on a host of its own, or equal shares of them on each of several."""
+def start_on_hosts(
+    arguments: argparse.Namespace,
+    options: Sequence[str],
+    *,
+    ranks: int,
+    hosts: int,
+    rate: str,
+    noise: bool,
+    timeout_s: float,
+) -> int:
+    """As `harness.launch.start_ranks`, with equal shares of the ranks on each host; what they print if they fail."""
+    from tests.hosts.cluster import Hosts
 
-    spare = 0  # Further hosts, without ranks
-
-    def __init__(self, rate: str, *, hosts: int | None = None):
-        self.rate = rate
-        self.hosts = hosts
-
-    def __call__(self, arguments: argparse.Namespace, options: Sequence[str], *, ranks: int, timeout_s: float) -> int:
-        """As `harness.launch.start_ranks`; what ranks print is shown if they fail."""
-        from tests.hosts.cluster import Hosts
-
-        env = {"OMP_NUM_THREADS": str(arguments.threads)}
-        count = self.hosts or ranks
-        made = Hosts(count=count, slots=ranks // count, rate=self.rate, env=env, spare=self.spare)
-        with made as hosts, ExitStack() as stack:
-            script = Path(sys.argv[0]).resolve()
-            further = self.accompany(hosts, ranks, stack)
-            result = hosts.start_deepspeed(script, *sys.argv[1:], *options, *further).wait(timeout_s)
-        if result.returncode is None:
-            return TIMED_OUT
-        if result.returncode:
-            print(result.stdout[-4000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
-        return result.returncode
-
-    def accompany(self, hosts: Hosts, ranks: int, stack: ExitStack) -> list[str]:
-        """Start what runs beside the ranks, to end with `stack`; returns further options of the ranks."""
-        return []
+    env = {"OMP_NUM_THREADS": str(arguments.threads)}
+    made = Hosts(count=hosts, slots=ranks // hosts, rate=rate, env=env, spare=SPARE_HOSTS * noise)
+    with made, ExitStack() as stack:
+        script = Path(sys.argv[0]).resolve()
+        further = start_noise(made, rate, ranks, stack) if noise else []
+        result = made.start_deepspeed(script, *sys.argv[1:], *options, *further).wait(timeout_s)
+    if result.returncode is None:
+        return TIMED_OUT
+    if result.returncode:
+        print(result.stdout[-4000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
+    return result.returncode
 
 
-class NoisyLinks(LimitedLinks):
-    """The same beside a competing flow of half their rate (KV-Runahead, Figure 11), between two hosts.
+def start_noise(hosts: Hosts, rate: str, ranks: int, stack: ExitStack) -> list[str]:
+    """Start a competing flow of half the rate (KV-Runahead, Figure 11), to end with `stack`; the ranks' option for it.
 
-    The file ``--switch``, which ranks write, names the pair: two neighbours, or two hosts without ranks.
+    The file ``--switch``, which ranks write, names the two hosts that it is between: neighbours, or spare ones.
     """
+    from tests.hosts.links import parse_rate
 
-    spare = SPARE_HOSTS
-
-    def accompany(self, hosts: Hosts, ranks: int, stack: ExitStack) -> list[str]:
-        from tests.hosts.links import parse_rate
-
-        bits_per_s = parse_rate(self.rate)
-        assert bits_per_s is not None, "links without a limit have no half rate"
-        switch = hosts.folder / "switch"
-        pairs = {name: (rank, rank + 1) for rank, name in enumerate(pair_names(ranks))}
-        pairs[ELSEWHERE] = ranks, ranks + 1
-        for host, address in enumerate(hosts.addresses):
-            flows = [
-                f"{name}={hosts.addresses[other]}"
-                for name, pair in pairs.items()
-                for other in pair
-                if host in pair and other != host
-            ]
-            command = [sys.executable, "-SP", str(NOISE), address, f"{bits_per_s / 2:.0f}", str(switch), *flows]
-            process = subprocess.Popen(hosts.on_network(host, command), stdin=subprocess.DEVNULL)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        return ["--switch", str(switch)]
-
-
-def _find_hosts() -> None:
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
+    bits_per_s = parse_rate(rate)
+    assert bits_per_s is not None, "links without a limit have no half rate"
+    switch = hosts.folder / "switch"
+    pairs = {name: (rank, rank + 1) for rank, name in enumerate(pair_names(ranks))} | {ELSEWHERE: (ranks, ranks + 1)}
+    for host, address in enumerate(hosts.addresses):
+        flows = [f"{name}={hosts.addresses[sum(pair) - host]}" for name, pair in pairs.items() if host in pair]
+        command = [sys.executable, "-SP", str(NOISE), address, f"{bits_per_s / 2:.0f}", str(switch), *flows]
+        process = subprocess.Popen(hosts.on_network(host, command), stdin=subprocess.DEVNULL)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+    return ["--switch", str(switch)]

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.costmodel.offload import LayerCosts, sending_seconds
 from megakv.costmodel.offload_pipeline import layer_times
 from megakv.costmodel.offload_pipeline import step_seconds as pipeline_seconds
 from megakv.costmodel.offload_time import group_costs
+from megakv.costmodel.shape import ModelShape
+from megakv.offload.costs import LayerSpeeds
 from megakv.offload.methods import methods_of
-from megakv.offload.profile import OffloadProfile
 from megakv.offload.record import StepRecord
 
-from .models import DTYPES, random_ids
-from .offload_emulation import disk_figures, threads_on
-from .offload_plan import CHOICES, IN_MEMORY, Case, shape_of, variant
-from .offloads import Decoder, Sample, random_model
+from .models import DTYPES, drawn_model, random_ids
+from .offload_plan import CHOICES, IN_MEMORY, TASKS, Case, variant
+from .offloads import Decoder, Sample, config_of
 
 WARM_UP = 12
 """Tokens of an untimed generation, at most: buffers and caches are filled, and costs are learned."""
@@ -45,10 +44,12 @@ class CaseBench:
 
     def __init__(self, arguments: argparse.Namespace, case: Case, device: torch.device, rate_gb_s: float):
         self._arguments, self._case, self._rate_gb_s = arguments, case, rate_gb_s
-        self._shape = shape_of(case.model, arguments)
-        self._ids = random_ids(self._shape.vocab, case.prompt, device, case.batch)
-        positions = case.prompt + case.new
-        self._model = random_model(self._shape, positions=positions, dtype=DTYPES[arguments.dtype], device=device)
+        config, dtype = config_of(case.model, arguments, positions=case.prompt + case.new), DTYPES[arguments.dtype]
+        with device:
+            self._model = drawn_model(config, dtype)
+        self._shape = ModelShape.from_config(config, dtype=dtype)
+        self._layers = len(self._shape.layers)
+        self._ids = random_ids(config.vocab_size, case.prompt, device, case.batch)
         self._stays = device.type == "cpu"
         self._ready_made: dict[str, Decoder] = {}
         self._known: dict[str, dict[str, Any]] = {}  # What a method's decoder knew after its latest turn
@@ -105,8 +106,7 @@ class CaseBench:
         try:
             if not self._stays:
                 self._warm_up(name, decoder)
-            with threads_on(self._arguments.cores):
-                turn = [decoder.generate(share, self._case.new) for share in self._shares(decoder)]
+            turn = [decoder.generate(share, self._case.new) for share in self._shares(decoder)]
             self._known[name] |= decoder.known()
         finally:
             if not self._stays:
@@ -142,11 +142,16 @@ class CaseBench:
         samples = [sample for turn in turns for sample in turn]
         steps = [step for sample in samples for step in sample.steps]
         seconds = [step_seconds(turn) for turn in turns]
+        middle = statistics.median(seconds)
         same = [torch.cat([sample.tokens for sample in turn]) == self._expected() for turn in turns]
+        bytes_in, bytes_out = (
+            statistics.mean(sum(getattr(sample, way) for sample in turn) for turn in turns)
+            for way in ("bytes_in", "bytes_out")
+        )
         row: dict[str, Any] = {
             "part": case.part,
             "shape": case.model,
-            "layers": self._shape.layers,
+            "layers": self._layers,
             "batch": case.batch,
             "groups": 1 if variant(name).rows else case.groups,
             "context": case.prompt,
@@ -159,15 +164,15 @@ class CaseBench:
             "seconds": seconds,
             "decode_s": [sum(sum(sample.all_seconds) for sample in turn) for turn in turns],
             "warm_up_s": known["warm_up_s"],
-            "tokens_per_s": case.batch / statistics.median(seconds),
-            "bytes_in": statistics.mean(sum(sample.bytes_in for sample in turn) for turn in turns),
-            "bytes_out": statistics.mean(sum(sample.bytes_out for sample in turn) for turn in turns),
+            "tokens_per_s": case.batch / middle,
+            "bytes_in": bytes_in,
+            "bytes_out": bytes_out,
             "device_bytes": max(max(sample.device_bytes) for sample in samples),
-            "cache_bytes": case.cache_bytes(self._shape, DTYPES[self._arguments.dtype].itemsize),
+            "cache_bytes": case.cache_bytes(self._shape),
             "tokens_equal": all(bool(each.all()) for each in same),
             "token_agreement": statistics.mean(each[:, -case.new :].double().mean().item() for each in same),
+            "link_utilisation": bytes_in / (self._rate_gb_s * 1e9) / middle,
         }
-        row["link_utilisation"] = row["bytes_in"] / (self._rate_gb_s * 1e9) / statistics.median(seconds)
         if known["busy"] is not None:
             row["compute_utilisation"] = known["busy"]
         elif all(sample.waited_s is not None for sample in samples):
@@ -177,24 +182,30 @@ class CaseBench:
             row["timeline"] = timeline(turns[-1][-1])
         if steps:
             row |= planned(steps, turns)
-            row["breakdown_s"] = self._breakdown(row, known["input_bytes"])
+            # Figure 10, seconds of a step's tasks: transfers are their bytes over the link's rate, and overlap others.
+            recomputed_from = row["recomputed"] * known["input_bytes"] * self._layers
+            kept = case.batch * known["input_bytes"] * self._layers
+            tasks = {
+                "load weights": row["weight_bytes"],
+                "load cache": max(0.0, bytes_in - row["weight_bytes"] - recomputed_from),
+                "load activations": recomputed_from,
+                "store cache": max(0.0, bytes_out - kept),
+                "store activations": kept,
+            }
+            times = {task: nbytes / (self._rate_gb_s * 1e9) for task, nbytes in tasks.items()}
+            times["compute"] = row.get("compute_utilisation", 0.0) * middle
+            row["breakdown_s"] = {task: times[task] for task in TASKS}
             if (io := turns[-1][-1].disk_io) is not None:
-                row |= disk_figures(case, steps, io)
+                row |= {
+                    "in_memory_share": case.in_memory,
+                    "disk": "emulated",
+                    "disk_gb_s": case.disk_gb_s,
+                    "disk_io": io,
+                    "disk_bytes": statistics.mean(step.disk_bytes for step in steps),
+                    # Of the rate at which rows came, as steps showed it.
+                    "disk_utilisation": statistics.median(step.report().disk_utilisation for step in steps),
+                }
         return row
-
-    def _breakdown(self, row: dict[str, Any], input_bytes: int) -> dict[str, float]:
-        """Seconds of a step's tasks (Figure 10): transfers are their bytes over the link's rate, and overlap others."""
-        activations_in = row["recomputed"] * input_bytes * self._shape.layers
-        activations_out = self._case.batch * input_bytes * self._shape.layers
-        link = self._rate_gb_s * 1e9
-        return {
-            "load weights": row["weight_bytes"] / link,
-            "load cache": max(0.0, row["bytes_in"] - row["weight_bytes"] - activations_in) / link,
-            "load activations": activations_in / link,
-            "compute": row.get("compute_utilisation", 0.0) * statistics.median(row["seconds"]),
-            "store cache": max(0.0, row["bytes_out"] - activations_out) / link,
-            "store activations": activations_out / link,
-        }
 
     def _add_forecasts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Set `forecast_s` in the rows of a case in which the work beside the link is known: a step in memory."""
@@ -204,28 +215,19 @@ class CaseBench:
         if alone is None or case.weights or case.in_memory is not None or case.groups > 1 or case.part == "windows":
             return
         for row in rows:
-            profile: OffloadProfile | None = self._known[row["method"]]["profile"]
+            profile: LayerSpeeds | None = self._known[row["method"]]["profile"]
             if profile is not None and not row["lossy"]:
                 tokens = round(statistics.median(cached for cached, _ in row["split_points"]))
-                row["forecast_s"] = self._forecast(row["method"], profile, tokens, alone / self._shape.layers)
+                row["forecast_s"] = self._forecast(row["method"], profile, tokens, alone / self._layers)
 
-    def _forecast(self, method: str, profile: OffloadProfile, tokens: int, device_s: float) -> float:
+    def _forecast(self, method: str, profile: LayerSpeeds, tokens: int, device_s: float) -> float:
         """What the cost model says of a step before any step has shown anything."""
-        costs = LayerCosts(
-            kv_s=sending_seconds(profile.row_bytes, profile.link_bytes_s),
-            activation_s=sending_seconds(profile.input_bytes, profile.link_bytes_s),
-            recompute_s=profile.recompute_s,
-            transfer_s=profile.transfer_s,
-            launch_s=profile.launch_s,
-            device_s=device_s,
-            host_attend_s=profile.host_attend_s,
-            host_fixed_s=profile.host_call_s + profile.host_fixed_s * self._case.batch,
-        )
+        costs = replace(profile.costs(self._case.batch), device_s=device_s)
         group = replace(group_costs(costs, tokens), chunk=self._arguments.chunk)
         # Without activations there is nothing to recompute from, and without its speed the host attends to nothing.
         ways = [way for way in methods_of(variant(method).method).values() if profile.input_bytes or not way.recomputes]
         splits = [split for way in ways if (split := way.split(group)) is not None]
-        return min(pipeline_seconds([layer_times(group, split)], self._shape.layers) for split in splits)
+        return min(pipeline_seconds([layer_times(group, split)], self._layers) for split in splits)
 
 
 def contenders(turns: Mapping[str, Sequence[Turn]]) -> tuple[str, ...]:

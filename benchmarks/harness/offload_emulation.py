@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
+from megakv.costmodel.shape import ModelShape
 from megakv.offload.disk import DiskTier
-from megakv.offload.emulated_link import EmulatedLink
-from megakv.offload.link import Move, Transfer
-from megakv.offload.record import StepRecord
+from megakv.offload.link import EmulatedLink, Move, Transfer
 
-from .offload_plan import Case, Shape
+from .offload_plan import Case
 
 PAGES, MOST_KIB = 8, 64
 """Pages of a sequence's keys and values in a layer, at least, as far as these can be so small, and their size at most:
 what lies in memory is then close to what is asked for."""
 GRACE_S = 1e-3
 """A read that follows another sooner than that is one of a row of them: it makes good what the other overslept."""
-HOST, LINK = "host-rank", "link-"
-"""What names of threads begin with."""
 
 
 class EmulatedOffloadedCache(DynamicCache):
@@ -88,15 +80,15 @@ class EmulatedOffloadedCache(DynamicCache):
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
-def budgets(case: Case, shape: Shape, element_bytes: int) -> dict[str, Any]:
+def budgets(case: Case, shape: ModelShape) -> dict[str, Any]:
     """Settings of ``megakv.offload`` that say where rows lie: the same host memory for every method."""
     assert case.in_memory is not None
-    cache = case.cache_bytes(shape, element_bytes)
-    page_kib = cache // (shape.layers * case.batch * PAGES) >> 10
+    cache = case.cache_bytes(shape)
+    page_kib = cache // (len(shape.layers) * case.batch * PAGES) >> 10
     return {
         "host_gb": case.in_memory * cache / (1 << 30),
         # All of it has room there, whatever the method, and what each sequence's last pages leave empty.
-        "disk_gb": case.host_bytes(shape, element_bytes) / (1 << 30),
+        "disk_gb": case.host_bytes(shape) / (1 << 30),
         "disk_path": tempfile.gettempdir(),
         "page_kib": min(MOST_KIB, 1 << max(0, page_kib.bit_length() - 1)),
     }
@@ -115,34 +107,3 @@ class PacedReads:
         self._read(offset, memory)
         self._free = (self._free if begun - self._free < GRACE_S else begun) + len(memory) / self._bytes_s
         time.sleep(max(0.0, self._free - time.perf_counter()))
-
-
-def disk_figures(case: Case, steps: Sequence[StepRecord], io: str) -> dict[str, Any]:
-    """What a method's steps read from disk."""
-    return {
-        "in_memory_share": case.in_memory,
-        "disk": "emulated",
-        "disk_gb_s": case.disk_gb_s,
-        "disk_io": io,
-        "disk_bytes": statistics.mean(step.disk_bytes for step in steps),
-        # Of the rate at which rows came, as steps showed it.
-        "disk_utilisation": statistics.median(step.report().disk_utilisation for step in steps),
-    }
-
-
-@contextmanager
-def threads_on(cores: Sequence[int] | None) -> Iterator[None]:
-    """Keep this thread on the first core, threads that attend on the second, and those of links on all others."""
-    if cores is None:
-        yield
-        return
-    everywhere = os.sched_getaffinity(0)
-    for thread in threading.enumerate():
-        if thread.native_id is not None and thread.name.startswith((HOST, LINK)):
-            places = {cores[1]} if thread.name.startswith(HOST) else everywhere - set(cores)
-            os.sched_setaffinity(thread.native_id, places)
-    os.sched_setaffinity(0, {cores[0]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, everywhere)

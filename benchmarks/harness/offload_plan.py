@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from megakv.costmodel.shape import ModelShape
 
 IN_MEMORY, OTHERS = "in_memory", "transformers"
 CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")  # What `auto` chooses from
@@ -30,6 +33,7 @@ PARTS = {
     "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
     "windows": "three of four layers have a sliding window, an eighth of the prompt",
 }
+TASKS = ("load weights", "load cache", "load activations", "compute", "store cache", "store activations")
 PAGE_KIB = 512
 DISK_SHARE = 0.5  # Of a link's bandwidth, what the disk behind it gives
 
@@ -55,50 +59,17 @@ def variant(name: str) -> Variant:
     return Variant(method, name.startswith(ROW), 4 if name.endswith(FOUR_BITS) else None, name.endswith(COARSE))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model's sizes."""
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int
-    window: int | None = None  # Of the layers that have one: all but every fourth, as in Qwen and Gemma
-
-    @property
-    def row_elements(self) -> int:
-        """Of a token's keys and values in one layer."""
-        return 2 * self.kv_heads * self.hidden // self.heads
-
-    @property
-    def layer_elements(self) -> int:
-        """Of the weights of a decoder layer."""
-        matrices = 2 if self.family == "opt" else 3
-        return self.hidden * (2 * self.hidden + self.row_elements + matrices * self.intermediate)
-
-
 LARGE = {
-    "opt-6.7b": Shape("opt", 32, 4096, 32, 32, 16384, 50272),
-    "opt-13b": Shape("opt", 40, 5120, 40, 40, 20480, 50272),
-    "opt-30b": Shape("opt", 48, 7168, 56, 56, 28672, 50272),
-    "llama-2-7b": Shape("llama", 32, 4096, 32, 32, 11008, 32000),
-    "llama-3-8b": Shape("llama", 32, 4096, 32, 8, 14336, 128256),
+    "opt-6.7b": "opt_6_7b",
+    "opt-13b": "opt_13b",
+    "opt-30b": "opt_30b",
+    "llama-2-7b": "llama2_7b",
+    "llama-3-8b": "llama3_8b",
 }
+"""Published models, and the recipes that have their sizes."""
 WINDOWED, WINDOW = "windowed", 128
-SMALL = ("opt", "mha", "gqa", WINDOWED)
+SMALL = {"opt": "opt", "mha": "llama", "gqa": "llama", WINDOWED: "qwen3"}
 """Sizes on the command line: OPT, a Llama like it, one with a KV head for four query heads, a Qwen3 with windows."""
-
-
-def shape_of(model: str, arguments: argparse.Namespace) -> Shape:
-    if model in LARGE:
-        return replace(LARGE[model], layers=arguments.layers or LARGE[model].layers)
-    hidden, heads = arguments.hidden, arguments.heads
-    kv_heads = heads // 4 if model == "gqa" else heads
-    family, window = {"opt": ("opt", None), WINDOWED: ("qwen3", WINDOW)}.get(model, ("llama", None))
-    return Shape(family, arguments.layers, hidden, heads, kv_heads, 4 * hidden, 512, window)
 
 
 @dataclass(frozen=True)
@@ -128,20 +99,20 @@ class Case:
         """Bandwidth of the disk, in GB/s; None without one."""
         return None if self.in_memory is None or self.link_gb_s is None else DISK_SHARE * self.link_gb_s
 
-    def cache_bytes(self, shape: Shape, element_bytes: int) -> int:
+    def cache_bytes(self, shape: ModelShape) -> int:
         """Keys and values of all layers, prompts and new tokens."""
-        return self.batch * (self.prompt + self.new) * shape.layers * shape.row_elements * element_bytes
+        return self.batch * (self.prompt + self.new) * len(shape.layers) * shape.attention().kv_row_bytes
 
-    def host_bytes(self, shape: Shape, element_bytes: int) -> int:
+    def host_bytes(self, shape: ModelShape) -> int:
         """Host memory that any of its methods needs: keys, values, activations, and weights if they are offloaded."""
         from megakv.offload.pages import page_bytes
 
-        page = PAGE_KIB << 10
-        widths = [elements * element_bytes for elements in (shape.row_elements, shape.hidden)]
+        page, layers = PAGE_KIB << 10, len(shape.layers)
+        widths = shape.attention().kv_row_bytes, shape.hidden * shape.element_bytes
         # One page more for each sequence: while it grows, and for what the link is measured with.
         paged = sum(page_bytes(self.prompt + self.new, width, page) + page for width in widths)
-        weights = shape.layers * shape.layer_elements * element_bytes if self.weights else 0
-        return paged * self.batch * shape.layers + int(1.02 * weights) + (64 << 20)
+        weights = layers * shape.layers[0].dense * shape.element_bytes if self.weights else 0
+        return paged * self.batch * layers + int(1.02 * weights) + (64 << 20)
 
 
 @dataclass(frozen=True)
@@ -228,5 +199,4 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 def identity(arguments: argparse.Namespace) -> dict[str, object]:
     """What must be the same for cases to be reported together."""
     names = ("gpu", "quick", "layers", "hidden", "heads", "dtype", "chunk", "threads")
-    placed = {} if arguments.cores is None else {"cores": arguments.cores}
-    return {name: getattr(arguments, name) for name in names} | placed
+    return {name: getattr(arguments, name) for name in names}

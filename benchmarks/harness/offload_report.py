@@ -1,75 +1,177 @@
-"""Tables and charts of `offload.py`: the forms of KVPR's Tables 2 to 5, and Figures 6 to 10, 12 and 13."""
+"""Verdicts, tables and charts of `offload.py`: the forms of KVPR's Tables 2 to 5, and Figures 6 to 10, 12 and 13."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .charts import Chart, Line, groups, lines
-from .offload_plan import PARTS, variant
-from .offload_summary import predicted, settings, step_s
-from .publish import columns, show_table
-from .statistics import Interval, median, point
+from .charts import Chart, groups, lines
+from .offload_plan import CHOICES, LARGE, OTHERS, PARTS, SMALL, variant
+from .publish import table
+from .statistics import Interval, median, paired_ratio
 
 Row = Mapping[str, Any]
-TASKS = ("load weights", "load cache", "load activations", "compute", "store cache", "store activations")
+CLOSE = 0.1
+"""Predictions are to be this close."""
 COLOURS = {
     "in_memory": "#9aa7b5", "transformers": "#22282f", "stream": "#c8553d", "kvpr": "#b58a2a", "chunked": "#3f8f5f",
     "cpu_rank": "#8a6bb8", "auto": "#2f6db3", "stream_4bit": "#e3a18f", "kvpr_4bit": "#dcc68d",
     "kvpr_coarse": "#8a929b", "row_stream": "#22282f",
 }  # fmt: skip
-LABELS = {method: variant(method).title for method in COLOURS}
-LABELLED = {LABELS[method]: colour for method, colour in COLOURS.items()}
 FIGURE_8, FIGURE_9 = ("stream", "kvpr", "auto"), ("kvpr", "kvpr_4bit", "stream", "stream_4bit")
 FIGURE_12 = ("kvpr", "chunked", "auto")
-Table = tuple[str, list[list[str]]]
-"""A title, and lines of which the first has the heads."""
+COLUMNS = (
+    "shape link_gb_s:GB/s label batch context new_tokens step_s:ms predicted_s:ms tokens_per_s decode_s:s bytes_in:MB "
+    "weight_bytes:MB bytes_out:MB link_utilisation:% compute_utilisation:% disk_bytes:MB disk_utilisation:% "
+    "device_bytes:MB recomputed_last cached_last on_host"
+)
+RATES = ("llama", "throughput", "compression", "batches")
+"""Charts of tokens per second; the others are of milliseconds per step."""
+TITLES = {
+    "latency": "Decode latency, weights resident (form of Figure 7)",
+    "llama": "Decoding throughput, weights resident (form of Figure 13)",
+    "throughput": "Decoding throughput, column-by-column (form of Figure 6)",
+    "compression": "Four-bit keys and values, lossy (form of Figure 9)",
+    "batches": "Decoding throughput by batch (form of Figure 6, second row)",
+    "hiding": "A small cache, weights offloaded, row-by-row (form of Table 2)",
+}
+VARIED = ("{link_gb_s:.3g} GB/s", "{context}/{new_tokens}", "{batch} sequences")
+"""What the rows of a chart may differ by, beside the method."""
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """One for each setting: what every method of its cases took."""
-    return [_table(part, own) for part, own in settings(rows)]
+def case_of(row: Row) -> str:
+    """What a row was measured with, beside its method, in words; without dots, so that documents can quote by it."""
+    link = f"{1e3 * row['link_gb_s']:.0f} MB/s {row['link']}"
+    size = f"{row['batch']} x {row['context']}+{row['new_tokens']}"
+    return f"{row['part']}: {row['shape']}, {size}, {link}"
 
 
-def _table(part: str, rows: Sequence[Row]) -> Table:
-    def number(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str | None]:
-        return lambda row: format(factor * row[key], form) if row.get(key) is not None else None
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows by part and setting; methods of a case stay as they were measured."""
+    parts, models = list(PARTS), [*SMALL, *LARGE]
+    axes = ("link_gb_s", "batch", "context", "new_tokens")
+    return sorted(
+        rows, key=lambda row: (parts.index(row["part"]), models.index(row["shape"]), *(row[axis] for axis in axes))
+    )
 
-    disk = any("disk_io" in row for row in rows)
-    shown: dict[str, Callable[[Row], object]] = {
-        "model, link, method": lambda row: f"{row['shape']} {row['link_gb_s']:.3g} GB/s {LABELS[row['method']]}",
-        "batch": lambda row: row["batch"],
-        "prompt/new": size_words,
-        "ms/step": lambda row: f"{1e3 * step_s(row):.1f}",
-        "predicted": number("predicted_s", ".1f", 1e3),
-        "tokens/s": number("tokens_per_s", ".1f"),
-        "decode s": lambda row: f"{statistics.median(row['decode_s']):.3f}",
-        "MB in": number("bytes_in", ".2f", 1e-6),
-        "of it weights": number("weight_bytes", ".2f", 1e-6),
-        "MB out": number("bytes_out", ".3f", 1e-6),
-        "link": number("link_utilisation", ".0%"),
-        "compute": number("compute_utilisation", ".0%"),
-        "MB disk": number("disk_bytes", ".2f", 1e-6),
-        "disk": number("disk_utilisation", ".0%"),
-        "MB device": number("device_bytes", ".1f", 1e-6),
-        "l": lambda row: row["split_points"][-1][1] if "split_points" in row else None,
-        "on host": number("on_host", ".0f"),
-        "of s'": lambda row: row["split_points"][-1][0] if "split_points" in row else None,
+
+def settings(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Parts with the rows of one model each: a table and a chart."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["part"], row["shape"]), []).append(row)
+    return [(part, own) for (part, _), own in found.items()]
+
+
+def step_s(row: Row) -> float:
+    return statistics.median(row["seconds"])
+
+
+# Verdicts
+
+
+def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
+    """What the rows show; `exact_type`: recomputed keys and values equal the stored ones, as in float32."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(case_of(row), {})[row["method"]] = row
+    exact, apart = ([row for row in rows if row["lossy"] == lossy] for lossy in (False, True))
+    auto = {name: found for name, found in cases.items() if "auto" in found and set(found) & set(CHOICES)}
+    regrets = {name: _regret(found) for name, found in auto.items()}
+    twice = {name: _same_twice(found) for name, found in cases.items()}
+    return {
+        "link": ", ".join(sorted({row["link"] for row in rows})),
+        "tokens_equal": all(row["tokens_equal"] for row in exact) if exact_type else None,
+        "token_agreement": min((row["token_agreement"] for row in exact), default=None),
+        "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
+        "auto_over_best": max((found.value for found in regrets.values()), default=None),
+        "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
+        "same_twice_by_case": {name: found.to_json() for name, found in twice.items() if found is not None},
+        "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
+        "predictions": _predictions(rows),
+        "speedup_over_stream": _speedups(cases, "stream"),
+        "speedup_over_row_stream": _speedups(cases, "row_stream"),
+        "speedup_over_transformers": _speedups(cases, OTHERS),
     }
-    left_out = {"of it weights"} if not rows[0]["weights_offloaded"] else set()
-    left_out |= set() if disk else {"MB disk", "disk"}
-    where = f", keys and values {place_words(rows)}" if disk else ""
-    title = f"{PARTS[part]}{where}; l: tokens recomputed in the last step. {link_words(rows)}"
-    return title, columns(rows, {head: show for head, show in shown.items() if head not in left_out})
 
 
-def link_words(rows: Sequence[Row], *, short: bool = False) -> str:
+def _regret(found: Mapping[str, Row]) -> Interval:
+    """The time of `auto` over that of the best of what it chooses from: the median of the ratios within rounds."""
+    best = min((found[method] for method in CHOICES if method in found), key=step_s)
+    # Where the best had fewer rounds than `auto`, those.
+    rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
+    return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
+
+
+def _same_twice(found: Mapping[str, Row]) -> Interval | None:
+    """The time of a second engine of the same method over that of the first, within rounds; None without one."""
+    for row in found.values():
+        again = row.get("again_seconds", ())
+        # What `auto` has left behind has no further rounds of its own.
+        if first := row["seconds"][row.get("again_from", 0) :][: len(again)]:
+            return paired_ratio(again[: len(first)], first)
+    return None
+
+
+def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
+    """How near a case's median step was to what was predicted, over all cases and methods."""
+    known = [row for row in rows if "predicted_s" in row]
+    errors = {f"{case_of(row)}, {row['method']}": row["predicted_s"] / step_s(row) - 1 for row in known}
+    worst = max(errors, key=lambda name: abs(errors[name]), default=None)
+    # From what was measured before the first step, and a step in memory.
+    forecasts = [abs(row["forecast_s"] / step_s(row) - 1) for row in known if "forecast_s" in row]
+    return {
+        "cases": len(known),
+        "within_10_percent": sum(abs(error) <= CLOSE for error in errors.values()),
+        "median_error": _median(map(abs, errors.values())),
+        "worst": None if worst is None else {"case": worst, "error": errors[worst]},
+        "forecasts": len(forecasts),
+        "forecast_median_error": _median(forecasts),
+        # Without the scheduler's correction, but with what the plan's own steps showed.
+        "cost_model_median_error": _median(error for row in known for error in row["cost_model_errors"]),
+    }
+
+
+def _speedups(cases: Mapping[str, Mapping[str, Row]], base: str) -> dict[str, dict[str, float]]:
+    """A method's time over those of all others, by case."""
+    return {
+        name: {method: step_s(found[base]) / step_s(row) for method, row in found.items() if method != base}
+        for name, found in cases.items()
+        if base in found
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return statistics.median(listed) if listed else None
+
+
+# Tables and charts
+
+
+def label(row: Row) -> str:
+    return variant(row["method"]).title
+
+
+def tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One for each setting, title and lines: what every method of its cases took."""
+    made = []
+    for part, own in settings(rows):
+        where = f", keys and values {place_words(own)}" if any("disk_io" in row for row in own) else ""
+        shown = []
+        for row in own:
+            cached, recomputed = row["split_points"][-1] if "split_points" in row else (None, None)
+            last = {"cached_last": cached, "recomputed_last": recomputed, "on_host": row.get("on_host")}
+            shown.append({**row, "label": label(row), "step_s": step_s(row), **last})
+        made.append({"title": f"{PARTS[part]}{where}. {link_words(own)}", "lines": table(shown, COLUMNS)})
+    return made
+
+
+def link_words(rows: Sequence[Row]) -> str:
     """How the link of some rows is to be called."""
     speeds = ", ".join(f"{rate:.3g}" for rate in sorted({row["link_gb_s"] for row in rows}))
-    if rows[0]["link"] == "emulated":
-        return f"EMULATED link of {speeds} GB/s" + ("" if short else ": real copies in a thread, paced")
-    return f"link measured at {speeds} GB/s"
+    return f"{'EMULATED link' if rows[0]['link'] == 'emulated' else 'link measured'} of {speeds} GB/s"
 
 
 def place_words(rows: Sequence[Row]) -> str:
@@ -83,25 +185,69 @@ def place_words(rows: Sequence[Row]) -> str:
     )
 
 
-def size_words(row: Row) -> str:
-    return f"{row['context']}/{row['new_tokens']}"
+def charts(machine: str, rows: Sequence[Row]) -> list[Chart]:
+    """What there are rows for, of one machine."""
+
+    def words(own: Sequence[Row], title: str) -> dict[str, str]:
+        said = [f"{own[0]['shape']}, {own[0]['layers']} layers"]
+        if len({row["batch"] for row in own}) == 1:
+            said.append(f"batch {own[0]['batch']}")
+        if own[0]["weights_offloaded"]:
+            said.append(f"weights offloaded, up to {max(row['groups'] for row in own)} groups")
+        return {"title": title, "subtitle": ", ".join([*said, machine, link_words(own)])}
+
+    def all_methods(name: str, own: Sequence[Row]) -> Chart:
+        """Every method, side by side for all that varies in the rows."""
+        varied = [form for form in VARIED if len({form.format_map(row) for row in own}) > 1] or VARIED[:1]
+        title = TITLES.get(name, f"Decoding by every method, keys and values {place_words(own)}: {own[0]['shape']}")
+        rate = name in RATES
+        form = {"y": _throughput if rate else "seconds", "scale": 1.0 if rate else 1e3}
+        labels = {"y_label": "tokens per second" if rate else "milliseconds per step", **words(own, title)}
+        colours = {label(row): COLOURS[row["method"]] for row in own}
+        return groups(name, own, ", ".join(varied), label, colours=colours, **form, **labels)
+
+    made: list[Chart] = []
+    for part, own in settings(rows):
+        several = part in ("links", "long", "disk", "windows")
+        made.append(all_methods(f"{part}.{own[0]['shape']}" if several else part, own))
+        # Figure 12, over the slowest link; nothing where recomputing never pays.
+        slow = [row for row in own if row["link_gb_s"] == min(row["link_gb_s"] for row in own)]
+        paying = [row for row in slow if row["method"] in FIGURE_12 and row["recomputed"]]
+        if part in ("links", "long") and paying:
+            points = [{**row, "s": s, "l": split} for row in paying for s, split in row["split_points"]]
+            labels = {"x_label": "cached tokens s' of all sequences", "y_label": "tokens recomputed from activations"}
+            labels |= words(paying, "Split point l, step by step (form of Figure 12)")
+            made.append(lines("split", points, "s", "l", label, looks=_looks, log_x=False, **labels))
+        if part == "throughput":
+            made.append(all_methods("compression", [row for row in own if row["method"] in FIGURE_9]))
+            longest = [row for row in own if row["context"] == max(row["context"] for row in own)]
+            labels = {"x_label": "seconds", "y_label": "percent; memory: of the most that one holds"}
+            labels |= words(longest, "Computing (C) and device memory (M) while decoding (form of Figure 8)")
+            points = _timelines([row for row in longest if row["method"] in FIGURE_8])
+            made.append(lines("utilisation", points, "s", "share", "line", looks=_looks, log_x=False, **labels))
+            tasks = [
+                {
+                    "task": task,
+                    "value": 100 * seconds / sum(row["breakdown_s"].values()),
+                    "label": label(row).replace(", ", "\n"),
+                }
+                for row in longest
+                for task, seconds in row["breakdown_s"].items()
+            ]
+            labels = {"y_label": "percent of the tasks' time; they overlap"}
+            labels |= words(longest, "What a step does (form of Figure 10)")
+            made.append(groups("breakdown", tasks, "label", "task", stacked=True, **labels))
+    known = [{**row, "look": {"linestyle": "none"}} for row in rows if "predicted_s" in row]
+    if known:
+        labels = {"x_label": "measured, milliseconds", "y_label": "predicted over measured"}
+        labels |= {"subtitle": machine, "title": "Predicted over measured time of a step, all cases"}
+        axes = lambda row: 1e3 * step_s(row), lambda row: row["predicted_s"] / step_s(row)
+        made.append(lines("predictions", known, *axes, label, looks=_looks, log_x=False, level=1.0, **labels))
+    return made
 
 
-def show(found: Sequence[Table], summary: Mapping[str, Any]) -> None:
-    def percent(share: float | None, digits: int = 0) -> str:
-        return "-" if share is None else f"{share:.{digits}%}"
-
-    for title, cells in found:
-        show_table(f"{title}\n", cells)
-    auto, near = summary["auto_over_best"], summary["predictions"]
-    print(
-        f"\ntokens equal: {summary['tokens_equal']} (with 4 bits, which are lossy, "
-        f"{percent(summary['lossy_token_agreement'])} of them); auto over the best of its choices, at worst: "
-        f"{'-' if auto is None else f'{auto:.3f}'}\n"
-        f"predictions: median error of a step {percent(summary['prediction_median_error'], 1)}, "
-        f"{percent(near['forecast_median_error'])} forecast before the first, "
-        f"{near['within_10_percent']} of {near['cases']} cases within 10%"
-    )
+def _looks(row: Row) -> dict[str, Any]:
+    return {"color": COLOURS[row["method"]], **row.get("look", {})}
 
 
 def _throughput(row: Row) -> Interval:
@@ -109,124 +255,16 @@ def _throughput(row: Row) -> Interval:
     return Interval(row["batch"] / times.value, row["batch"] / times.high, row["batch"] / times.low)
 
 
-TITLES = {
-    "latency": "Decode latency, weights resident (form of Figure 7)",
-    "llama": "Decoding throughput, weights resident (form of Figure 13)",
-    "throughput": "Decoding throughput, column-by-column (form of Figure 6)",
-    "compression": "Four-bit keys and values, lossy (form of Figure 9)",
-    "batches": "Decoding throughput by batch (form of Figure 6, second row)",
-    "hiding": "A small cache, weights offloaded, row-by-row (form of Table 2)",
-}
-RATES = ("llama", "throughput", "compression", "batches")
-"""Charts of tokens per second; the others are of milliseconds per step."""
-VARIED: dict[str, Callable[[Row], str]] = {
-    "link": lambda row: f"{row['link_gb_s']:.3g} GB/s",
-    "prompt/new": size_words,
-    "batch": lambda row: f"{row['batch']} sequences",
-}
-
-
-class OffloadCharts:
-    """Charts of one machine's rows."""
-
-    def __init__(self, machine: str):
-        self._machine = machine
-
-    def all(self, rows: Sequence[Row]) -> list[Chart]:
-        """What there are rows for."""
-        made: list[Chart] = []
-        for part, own in settings(rows):
-            several = part in ("links", "long", "disk", "windows")
-            made.append(self._bars(f"{part}.{own[0]['shape']}" if several else part, own))
-            if part in ("links", "long"):
-                made += self._split_points(own)
-            if part == "throughput":
-                made.append(self._bars("compression", [row for row in own if row["method"] in FIGURE_9]))
-                most = max(row["context"] for row in own)
-                longest = [row for row in own if row["context"] == most]
-                made += [self._timelines([row for row in longest if row["method"] in FIGURE_8]), self._tasks(longest)]
-        known = predicted(rows)
-        over = []
-        for method, own in _by_method(known).items():
-            values = [point(row["predicted_s"] / step_s(row)) for row in own]
-            over.append(
-                Line(LABELS[method], [1e3 * step_s(row) for row in own], values, None, "none", True, COLOURS[method])
-            )
-        if over:
-            labels = {"x_label": "measured, milliseconds", "y_label": "predicted over measured"}
-            labels |= {"subtitle": f"{self._machine}, {link_words(known, short=True)}"}
-            title = "Predicted over measured time of a step, all cases"
-            made.append(lines("predictions", over, title=title, log_x=False, level=1.0, **labels))
-        return made
-
-    def _words(self, rows: Sequence[Row], *, size: bool = False) -> str:
-        row = rows[0]
-        words = [f"{row['shape']}, {row['layers']} layers"]
-        if len({row["batch"] for row in rows}) == 1:
-            words.append(f"batch {row['batch']}" + (f" of {size_words(row)}" if size else ""))
-        if row["weights_offloaded"]:
-            most = max(row["groups"] for row in rows)
-            words.append("weights offloaded" + (f", up to {most} groups" if most > 1 else ""))
-        return ", ".join([*words, self._machine, link_words(rows, short=True)])
-
-    def _bars(self, name: str, rows: Sequence[Row]) -> Chart:
-        """Every method, side by side for all that varies in the rows."""
-        varied = [say for say in VARIED.values() if len(set(map(say, rows))) > 1] or [VARIED["link"]]
-        series: dict[str, dict[str, Interval]] = {}
-        for row in rows:
-            value = _throughput(row) if name in RATES else median(row["seconds"]).scaled(1e3)
-            series.setdefault(LABELS[row["method"]], {})[", ".join(say(row) for say in varied)] = value
-        places = list(dict.fromkeys(place for found in series.values() for place in found))
-        heights = {label: [found.get(place) for place in places] for label, found in series.items()}
-        title = TITLES.get(name, f"Decoding by every method, keys and values {place_words(rows)}: {rows[0]['shape']}")
-        y_label = "tokens per second" if name in RATES else "milliseconds per step"
-        return groups(name, places, heights, colours=LABELLED, title=title, subtitle=self._words(rows), y_label=y_label)
-
-    def _split_points(self, rows: Sequence[Row]) -> list[Chart]:
-        """Figure 12, over the slowest link; nothing where recomputing never pays."""
-        slowest = min(row["link_gb_s"] for row in rows)
-        own = [row for row in rows if row["method"] in FIGURE_12 and row["link_gb_s"] == slowest and row["recomputed"]]
-        drawn = []
-        for row in own:
-            cached, splits = zip(*row["split_points"], strict=True)
-            drawn.append(Line(LABELS[row["method"]], cached, [*map(point, splits)], colour=COLOURS[row["method"]]))
-        labels = {"x_label": "cached tokens s' of all sequences", "y_label": "tokens recomputed from activations"}
-        labels["title"] = "Split point l, step by step (form of Figure 12)"
-        return [lines("split", drawn, subtitle=self._words(own, size=True), log_x=False, **labels)] if own else []
-
-    def _timelines(self, rows: Sequence[Row]) -> Chart:
-        """Figure 8: computing, and memory as a share of the most that any of them holds."""
-        most = max(max(row["timeline"]["device_bytes"]) for row in rows)
-        drawn = []
-        for row in rows:
-            found, method = row["timeline"], row["method"]
-            for letter, style, shares in (
-                ("C", "-", found["compute_utilisation"]),
-                ("M", "--", [nbytes / most for nbytes in found["device_bytes"]]),
-            ):
-                values = [point(100 * share) for share in shares]
-                if values:
-                    label = f"{LABELS[method]} ({letter})"
-                    drawn.append(Line(label, found["seconds"], values, style=style, colour=COLOURS[method]))
-        labels = {"x_label": "seconds", "y_label": "percent; memory: of the most that one holds"}
-        labels["title"] = "Computing (C) and device memory (M) while decoding (form of Figure 8)"
-        return lines("utilisation", drawn, subtitle=self._words(rows, size=True), log_x=False, **labels)
-
-    def _tasks(self, rows: Sequence[Row]) -> Chart:
-        """Figure 10: transfers as their bytes over the bandwidth."""
-        totals = [sum(row["breakdown_s"].values()) for row in rows]
-        shares = {
-            task: [point(100 * row["breakdown_s"][task] / total) for row, total in zip(rows, totals, strict=True)]
-            for task in TASKS
-        }
-        names = [LABELS[row["method"]].replace("row-by-row ", "row-by-row\n").replace(", ", "\n") for row in rows]
-        labels = {"title": "What a step does (form of Figure 10)", "subtitle": self._words(rows, size=True)}
-        y_label = "percent of the tasks' time; they overlap"
-        return groups("breakdown", names, shares, y_label=y_label, stacked=True, **labels)
-
-
-def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def _timelines(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Figure 8: computing, and memory as a share of the most that any of them holds."""
+    most = max(max(row["timeline"]["device_bytes"]) for row in rows)
+    points = []
     for row in rows:
-        found.setdefault(row["method"], []).append(row)
-    return found
+        for letter, style, shares, whole in (
+            ("C", "-", row["timeline"]["compute_utilisation"], 1.0),
+            ("M", "--", row["timeline"]["device_bytes"], most),
+        ):
+            name = {"method": row["method"], "line": f"{label(row)} ({letter})", "look": {"linestyle": style}}
+            times = row["timeline"]["seconds"][: len(shares)]
+            points += [{**name, "s": s, "share": 100 * share / whole} for s, share in zip(times, shares, strict=True)]
+    return points

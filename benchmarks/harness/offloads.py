@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +17,22 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     DynamicCache,
+    LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
 )
 
 import megakv
-from megakv.offload.emulated_link import EmulatedLink
+from megakv.costmodel.shape import ModelShape
+from megakv.offload.link import EmulatedLink
 from megakv.offload.record import StepRecord
 
-from .models import drawn_model, twin, weight_bytes
+from .methods import StepClock
+from .models import twin, weight_bytes
 from .offload_emulation import EmulatedOffloadedCache, PacedReads, budgets
-from .offload_plan import IN_MEMORY, OTHERS, PAGE_KIB, Case, Shape, variant
+from .offload_plan import IN_MEMORY, LARGE, OTHERS, PAGE_KIB, SMALL, WINDOW, WINDOWED, Case, variant
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 WARM = 3
 """Steps that are left out: they fill the pipeline, and the costs of the first are not learned yet."""
@@ -90,57 +96,27 @@ class KernelWatch:
             self.busy = covered(kernels) / 1e6 / seconds
 
 
-def random_model(shape: Shape, *, positions: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """An OPT, where recomputing can pay; a Llama, which may have fewer KV heads; or a Qwen3 with windows: random."""
-    sizes = {
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": positions,
-    }
-    if shape.family == "opt":
-        sizes |= {"word_embed_proj_dim": shape.hidden, "ffn_dim": shape.intermediate}
+def config_of(model: str, arguments: argparse.Namespace, *, positions: int = 1) -> PreTrainedConfig:
+    """An OPT, where recomputing can pay; a Llama, which may have fewer KV heads; or a Qwen3 with windows."""
+    if model in LARGE:
+        config = AutoConfig.from_pretrained(RECIPES / LARGE[model])
+        config.num_hidden_layers = arguments.layers or config.num_hidden_layers
     else:
-        sizes |= {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.intermediate}
-    own: dict[str, Any] = {}
-    if shape.window is not None:
-        kinds = ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(shape.layers)]
-        own = {"use_sliding_window": True, "sliding_window": shape.window, "layer_types": kinds}
-        own["head_dim"] = shape.hidden // shape.heads
-    config = AutoConfig.for_model(shape.family, **sizes, **own)
+        hidden, heads, layers = arguments.hidden, arguments.heads, arguments.layers
+        sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": 512}
+        own: dict[str, Any] = {"num_key_value_heads": heads, "intermediate_size": 4 * hidden}
+        if model == "opt":
+            own = {"word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden}
+        elif model == "gqa":
+            own["num_key_value_heads"] = heads // 4
+        elif model == WINDOWED:
+            kinds = ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(layers)]
+            own |= {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+            own["head_dim"] = hidden // heads
+        config = AutoConfig.for_model(SMALL[model], **sizes, **own)
+    config.max_position_embeddings = positions
     config.eos_token_id = None
-    with device:
-        return drawn_model(config, dtype)
-
-
-class StepNotes(StoppingCriteria):
-    """Notes, as each token comes, when that is and what probes say; stops nothing."""
-
-    def __init__(self, *probes: Callable[[], float], watch: KernelWatch | None = None):
-        self.times: list[float] = []
-        self.noted: list[tuple[float, ...]] = []
-        self._probes = probes
-        self._watch = watch
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if input_ids.is_cuda:
-            # The token is there; what other streams bring for the next one may go on.
-            torch.cuda.current_stream().synchronize()
-        self.times.append(time.perf_counter())
-        self.noted.append(tuple(probe() for probe in self._probes))
-        if self._watch is not None:
-            self._watch.token(len(self.times))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def seconds(self) -> list[float]:
-        """From token to token."""
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
-
-    def per_step(self, index: int) -> float:
-        """By how much a probe's number grew per counted step."""
-        first, last = self.noted[WARM][index], self.noted[-1][index]
-        return (last - first) / (len(self.noted) - 1 - WARM)
+    return config
 
 
 @dataclass
@@ -166,7 +142,7 @@ class Sample:
 class Decoder:
     """One method, ready to generate again and again."""
 
-    def __init__(self, name: str, model: PreTrainedModel, case: Case, shape: Shape, *, chunk_tokens: int):
+    def __init__(self, name: str, model: PreTrainedModel, case: Case, shape: ModelShape, *, chunk_tokens: int):
         self.name = name
         self.busy: float | None = None
         self._case, self._shape = case, shape
@@ -189,11 +165,11 @@ class Decoder:
                 "num_gpu_batches": 1 if asked.rows else case.groups,
                 "chunk_tokens": chunk_tokens,
                 "emulated_link_gb_s": case.link_gb_s,
-                "host_gb": case.host_bytes(shape, model.dtype.itemsize) / (1 << 30),
+                "host_gb": case.host_bytes(shape) / (1 << 30),
                 "page_kib": PAGE_KIB,
             }
             if case.in_memory is not None:
-                offload |= budgets(case, shape, model.dtype.itemsize)
+                offload |= budgets(case, shape)
         self._engine = megakv.init_inference(twin(model), {"dtype": model.dtype, "megakv": {"offload": offload}})
         if case.disk_gb_s is not None and offload["enabled"]:
             PacedReads(self._engine._offloader.pool.disk, case.disk_gb_s * 1e9)
@@ -229,9 +205,9 @@ class Decoder:
 
     def _run(
         self, model: Any, ids: Tensor, options: dict[str, Any], *probes: Callable[[], float]
-    ) -> tuple[Tensor, StepNotes]:
-        notes = StepNotes(*probes, watch=self._watch)
-        return model.generate(ids, **options, stopping_criteria=StoppingCriteriaList([notes])), notes
+    ) -> tuple[Tensor, StepClock]:
+        clock = StepClock(*probes, watch=None if self._watch is None else self._watch.token)
+        return model.generate(ids, **options, logits_processor=LogitsProcessorList([clock])), clock
 
     def _offloaded(self, ids: Tensor, options: dict[str, Any]) -> Sample:
         offloader = self._engine._offloader
@@ -261,14 +237,17 @@ class Decoder:
         probes = lambda: link.traffic["in"].nbytes, lambda: link.traffic["out"].nbytes, lambda: cache.waited_s
         tokens, notes = self._run(self._model, ids, options, *probes)
         link.close()
-        sample = Sample(tokens, notes.seconds(), waited_s=notes.per_step(2))
+        # What the probes counted, per counted step.
+        counted = len(notes.noted) - 1 - WARM
+        grown = [(last - first) / counted for first, last in zip(notes.noted[WARM], notes.noted[-1], strict=True)]
+        sample = Sample(tokens, notes.seconds(), waited_s=grown[2])
         sample.device_bytes = [self._weight_bytes + cache.most_bytes] * len(sample.seconds)
-        sample.bytes_in, sample.bytes_out = notes.per_step(0), notes.per_step(1)
+        sample.bytes_in, sample.bytes_out = grown[:2]
         return sample
 
     def _kv_bytes(self, tokens: Tensor) -> int:
         """Of the keys and values of a generation's tokens."""
-        return tokens.numel() * self._shape.layers * self._shape.row_elements * self._model.dtype.itemsize
+        return tokens.numel() * len(self._shape.layers) * self._shape.attention().kv_row_bytes
 
     def known(self) -> dict[str, Any]:
         """How busy kernels were, the first profile, and bytes of a token's activations in a layer."""

@@ -8,6 +8,11 @@ from typing import Any
 
 DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"K": 1 << 10, "M": 1 << 20}
+UNIFORM, CONTIGUOUS = "uniform", "contiguous"
+MAPPED = ("nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in (1, 2, 3, 4)))
+HEAD_METHODS = (UNIFORM, CONTIGUOUS, *MAPPED)
+"""`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
+assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
 SHAPE = (
     ("layers", 8, "decoder layers"),
     ("hidden", 1024, "hidden size"),
@@ -96,6 +101,15 @@ class Options(argparse.ArgumentParser):
                 self.add(f"--{name}", defaults.get(name.replace("-", "_"), value), text)
         self.choice("--dtype", DTYPES, "fp32", "of weights and activations")
         self._checks.append(self._check_heads)
+
+    def kept_heads(self, *, group: Any, head_dim: Any = 128, dtype: Any = "bf16") -> None:
+        """The KV heads of a layer, which keep unequal numbers of tokens."""
+        self.add("--sigma", 0.8, "of the heads' log-normal budgets")
+        self.add("--seed", 222, "of the budgets", least=0)
+        self.add("--kv-heads", 8, "KV heads of a layer")
+        self.add("--group", group, "query heads to a KV head")
+        self.add("--head-dim", head_dim, "head dimension")
+        self.choice("--dtype", DTYPES, dtype, "of queries, keys, values")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The arguments; ends with a message if one is impossible."""

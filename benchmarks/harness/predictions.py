@@ -13,12 +13,12 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile, load_profile
-from megakv.costmodel.plain import PlainTimes
 from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 
 from .models import DTYPES, model_config
+from .plain import PlainTimes
 from .profiles import profiles_of
 
 Row = Mapping[str, Any]
@@ -85,7 +85,7 @@ class Predictions:
     def _begun(self) -> float:
         """What MegaKV's `generate` takes before its first pass."""
         shared = GENERATE_SHARES * self.profile.share_s if self.size > 1 else 0.0
-        return shared + TokenTimes(self.profile, self.model).begin_s
+        return shared + self.profile.begin_s + self.profile.added.begin_s
 
     def _plain(self, method: str) -> PlainTimes | None:
         if method not in TENSOR_PARALLEL:

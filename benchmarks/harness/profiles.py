@@ -16,15 +16,18 @@ from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh
-from megakv.launcher.ranks import Progress
+from megakv.launcher.ranks import progress
 
 from .world import World
 
 
 def measured_profile(
-    world: World, model: ModelShape, arguments: argparse.Namespace, *, tp_size: int = 1
+    world: World, model: ModelShape, arguments: argparse.Namespace, *, name: str | None = None, tp_size: int = 1
 ) -> HardwareProfile:
-    """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it."""
+    """Measure one with a model's heads, as ``megakv profile`` does. Every rank must call it.
+
+    Under a `name` it is kept in FILE.profiles, beside the results FILE if there are any, for who wants to predict anew.
+    """
     mesh = make_mesh(cp_size=world.size // tp_size, tp_size=tp_size, timeout_s=arguments.timeout)
     sums = []
     if world.size > 1:
@@ -39,6 +42,8 @@ def measured_profile(
     # Both ways to sum have the same groups.
     for comm in sums[:1]:
         comm.mesh.end()
+    if name is not None and arguments.json and world.rank == 0:
+        profile.save(profiles_of(Path(arguments.json)) / f"{name}.json")
     return profile
 
 
@@ -54,22 +59,15 @@ def keep_measured(
     """Measure what rows are predicted from, if there is time to and a file beside which it is kept."""
     if not (arguments.profile_seconds and arguments.json):
         return
-    shape = shape_of(model)
-    if idle or world.size < 2:
-        seconds = arguments.profile_seconds / (1 if world.size < 2 else 2)
+    shape, size = shape_of(model), world.size
+    if idle or size < 2:
         if world.rank == 0:
-            lone = _measure(Alone(world.device), shape, seconds, sums=[])
-            keep_profile(world, lone, arguments.json, f"1-of-{world.size}")
+            lone = _measure(Alone(world.device), shape, arguments.profile_seconds / min(size, 2), sums=[])
+            lone.save(profiles_of(Path(arguments.json)) / f"1-of-{size}.json")
         world.barrier()
-    if world.size > 1:
-        profile = measured_profile(world, shape, arguments, tp_size=tp_size)
-        keep_profile(world, profile, arguments.json, f"{world.size}" if rate is None else f"{world.size}-{rate}")
-
-
-def keep_profile(world: World, profile: HardwareProfile, results: str | None, name: str) -> None:
-    """Keep a profile in FILE.profiles, beside the results FILE if there are any, for who wants to predict anew."""
-    if results is not None and world.rank == 0:
-        profile.save(profiles_of(Path(results)) / f"{name}.json")
+    if size > 1:
+        name = f"{size}" if rate is None else f"{size}-{rate}"
+        measured_profile(world, shape, arguments, name=name, tp_size=tp_size)
 
 
 def profiles_of(results: Path) -> Path:
@@ -83,15 +81,13 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def _measure(comm: Communicator, model: ModelShape, seconds: float, *, sums: list[Communicator]) -> HardwareProfile:
-    progress = Progress("profile")
-    profile = measure_profile(
-        comm,
-        dtype=model.dtype,
-        sizes=[model.attention(tp_size=comm.mesh.tp_size)],
-        matrices=Matrices.of(model),
-        seconds=seconds,
-        sums=sums,
-        report=progress.step,
-    )
-    progress.close()
-    return profile
+    with progress("profile") as step:
+        return measure_profile(
+            comm,
+            dtype=model.dtype,
+            sizes=[model.attention(tp_size=comm.mesh.tp_size)],
+            matrices=Matrices.of(model),
+            seconds=seconds,
+            sums=sums,
+            report=step,
+        )

@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from megakv.tracking import machine_info, version_info
 from megakv.tracking.files import write_whole
+from megakv.tracking.machine import machine_info, version_info
 
 from .charts import Chart, draw_charts
-from .statistics import Interval, median
+from .statistics import Interval
 
 Row = Mapping[str, Any]
 MEGABYTE = 1 << 20
+UNITS = {"": (1, ",.4g"), "s": (1, ".3f"), "ms": (1e3, ".2f"), "us": (1e6, ".1f"), "MB": (1 / MEGABYTE, ".1f"),
+         "GB/s": (1, ".3g"), "%": (1, ".1%"), "min": (1, ".3f"), "max": (1, ".3f")}  # fmt: skip
+"""By the unit of a column: what its numbers are multiplied by, and how they are written."""
+TIMES = "ranks context seconds:s seconds:min seconds:max bytes_sent:MB kv_bytes:MB working_bytes:MB"
+"""Times, traffic and memory of a row: the busiest or largest rank's."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -53,6 +59,42 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def table(rows: Sequence[Row], columns: str) -> list[list[str]]:
+    """A head, and a line for each row, of columns such as ``method context seconds:ms busy:%``.
+
+    Dots lead into what is nested. Of samples the median is shown, or with ``:min`` and ``:max`` an end; of bytes by
+    rank the most, all operations together; "-" of what is not known. A column of which nothing is known is left out.
+    """
+    cells = []
+    for column in columns.split():
+        name, _, unit = column.partition(":")
+        shown = [_cell(_at(row, name), unit) for row in rows]
+        if any(cell != "-" for cell in shown):
+            cells.append([f"{name} {unit}".strip(), *shown])
+    return [list(line) for line in zip(*cells, strict=True)]
+
+
+def _at(found: Any, keys: str) -> Any:
+    for key in keys.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _cell(found: Any, unit: str) -> str:
+    factor, form = UNITS[unit]
+    if isinstance(found, Mapping) and found.get("value") is not None:
+        return str(Interval.of(found).scaled(factor))
+    if isinstance(found, list) and unit == "MB":
+        found = max(sum(rank.values()) if isinstance(rank, Mapping) else rank for rank in found)
+    elif isinstance(found, list) and found and all(isinstance(each, int | float) for each in found):
+        found = {"min": min, "max": max}.get(unit, median)(found)
+    if isinstance(found, int) and not unit:
+        return f"{found:,}" if not isinstance(found, bool) else str(found)
+    if isinstance(found, int | float):
+        return f"{found:,.0f}" if not unit and abs(found) >= 1e4 else format(factor * found, form)
+    return found if isinstance(found, str) else "-"
+
+
 def align(lines: Sequence[Sequence[str]]) -> str:
     """Cells in columns: the first to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -62,58 +104,34 @@ def align(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def show_table(title: str, lines: Sequence[Sequence[str]]) -> None:
-    """Print a table of a head and some lines; nothing where there is only the head."""
-    if len(lines) > 1:
-        print(f"\n{title}\n{align(lines)}" if title else f"\n{align(lines)}")
+def show(rows: Sequence[Row], columns: str, title: str = "") -> None:
+    """Print a table, if there are rows."""
+    if rows:
+        print(f"\n{title}\n{align(table(rows, columns))}" if title else f"\n{align(table(rows, columns))}")
 
 
-def columns(rows: Iterable[Row], heads: Mapping[str, Callable[[Row], object]]) -> list[list[str]]:
-    """A table's head, and a line of each row by what its columns say of it; "-" for what they do not know."""
-    lines = [["-" if (cell := show(row)) is None else str(cell) for show in heads.values()] for row in rows]
-    return [list(heads), *lines]
-
-
-def show_intervals(title: str, found: Mapping[str, Any], head: str = "median ratio [95%]") -> None:
-    """Print all intervals in a part of a summary, each behind the keys that lead to it."""
-    leaves = list(_leaves(found, ()))
-    depth = max((len(keys) for keys, _ in leaves), default=1)
-    lines = [[*keys, *[""] * (depth - len(keys)), str(value)] for keys, value in leaves]
-    show_table(title, [[*[""] * depth, head], *lines])
-
-
-def _leaves(found: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Interval]]:
-    if "value" in found:
-        yield keys, Interval(found["value"], found["low"], found["high"])
+def leaves(found: Any, *names: str) -> Iterator[dict[str, Any]]:
+    """A row for each entry of so many nested mappings: under `names` the keys that lead to it, and its ``value``."""
+    if not names:
+        yield {"value": found}
         return
-    for name, inner in found.items():
-        yield from _leaves(inner, (*keys, name))
+    for key, inner in found.items():
+        for row in leaves(inner, *names[1:]):
+            yield {names[0]: key, **row}
 
 
-def show_difference(summary: Mapping[str, Any]) -> None:
-    print(f"\nlargest difference of the last logits: {summary['max_logit_difference']:.1e} of the largest logit")
+def show_summary(summary: Mapping[str, Any], *parts: str) -> None:
+    """Print all numbers and intervals in a summary, or some parts of it, each behind the keys that lead to it."""
 
+    def lines(found: Any, *keys: str) -> Iterator[list[str]]:
+        if isinstance(found, Mapping) and "value" not in found:
+            for key, inner in found.items():
+                yield from lines(inner, *keys, key)
+        elif (shown := _cell(found, "")) != "-" and not isinstance(found, list):
+            yield ["  ".join(keys), shown]
 
-def time_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Times, traffic and memory of every row: the busiest or largest rank's."""
-
-    def megabytes(per_rank: Sequence[int] | None) -> str | None:
-        return None if per_rank is None else f"{max(per_rank) / MEGABYTE:.1f}"
-
-    return columns(
-        rows,
-        {
-            "method": lambda row: row["method"],
-            "ranks": lambda row: row["ranks"],
-            "context": lambda row: f"{row['context']:,}",
-            "median s": lambda row: f"{median(row['seconds']).value:.3f}",
-            "fastest": lambda row: f"{min(row['seconds']):.3f}",
-            "slowest": lambda row: f"{max(row['seconds']):.3f}",
-            "MB sent": lambda row: megabytes([sum(sent.values()) for sent in row["bytes_sent"]]),
-            "KV MB": lambda row: megabytes(row.get("kv_bytes")),
-            "working MB": lambda row: megabytes(row["working_bytes"]),
-        },
-    )
+    if found := list(lines({name: summary[name] for name in parts or summary if name in summary})):
+        print(f"\n{align(found)}")
 
 
 class Parts:
@@ -137,7 +155,7 @@ class Parts:
     def write(self, name: str, part: Mapping[str, Any]) -> None:
         write_json(self.path(name), {"identity": self.identity, "part": part})
 
-    def names(self, prefix: str = "") -> list[str]:
-        """Cases of this identity, in the order of their names."""
-        found = sorted(path.stem for path in self.folder.glob(f"{prefix}*.json"))
-        return [name for name in found if self.read(name) is not None]
+    def all(self, prefix: str = "") -> dict[str, dict[str, Any]]:
+        """Cases of this identity by name, in the order of their names."""
+        names = sorted(path.stem for path in self.folder.glob(f"{prefix}*.json"))
+        return {name: part for name in names if (part := self.read(name)) is not None}

@@ -77,11 +77,10 @@ class RankLayer:
     """What one rank holds of one layer: the pieces of all sequences in one ragged body, as if each were a head."""
 
     def __init__(self, pool: TokenPool, division: Division, layer: int, rank: int, batch: int):
-        shape, split = pool.shape, set(division.divided(layer))
-        pieces = sorted(division.pieces[layer][rank], key=lambda piece: piece.head in split)
-        self.index = torch.tensor(
-            [piece.sequence * shape.kv_heads + piece.head for piece in pieces], dtype=torch.long, device=shape.device
-        )
+        shape = pool.shape
+        places = [[p.sequence * shape.kv_heads + p.head for p in held] for held in division.pieces[layer]]
+        pieces = division.pieces[layer][rank]
+        self.index = torch.tensor(places[rank], dtype=torch.long, device=shape.device)
         self.scale = shape.dim**-0.5
         queries = pool.queries(layer, batch).flatten(0, 1)[self.index]
         self._parts = []
@@ -90,21 +89,12 @@ class RankLayer:
             body = ragged_body(pool, layer, few, [np.arange(piece.stop - piece.start) for piece in few])
             assert body is not None
             self._parts.append((queries[start : start + MOST_HEADS].flatten(0, 1)[:, None], body))
-        self._group = shape.group
-        self.shared = slice(sum(piece.head not in split for piece in pieces), None)
-        """Which pieces are parts of a head that other ranks have parts of."""
-        parts = [
-            (p.sequence, p.head, r) for r, held in enumerate(division.pieces[layer]) for p in held if p.head in split
-        ]
-        mine = [[at for at, part in enumerate(parts) if part[:2] == (p.sequence, p.head)] for p in pieces[self.shared]]
-        widest = max(map(len, mine), default=1)
-        # The last row is that of no rank.
-        table = [[*row, *[len(parts)] * (widest - len(row))] for row in mine]
-        own = [row for row, part in enumerate(parts) if part[2] == rank]
-        self._own = torch.tensor(own, dtype=torch.long, device=shape.device)
-        self._all = torch.tensor(table, dtype=torch.long, device=shape.device).view(len(mine), widest)
-        self._nobody = torch.zeros(len(parts) + 1, shape.group, device=shape.device)
-        self._nobody[-1] = -torch.inf
+        self._group, self._rank = shape.group, rank
+        # ``[ranks, B K, 1]`` who has no part of which head.
+        self._without = torch.ones(len(places), batch * shape.kv_heads, 1, dtype=torch.bool)
+        for other, held in enumerate(places):
+            self._without[other, held] = False
+        self._without = self._without.to(shape.device)
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """``[n, G, D]`` outputs and log-sum-exps ``[n, G]`` of the pieces."""
@@ -114,29 +104,23 @@ class RankLayer:
 
     def weigh(self, out: Tensor, lse: Tensor, add_up: Callable[[Tensor], Tensor]) -> None:
         """Weigh the parts of shared heads, in place, so that those of all ranks add up to their attention."""
-        own = lse[self.shared]
-        everyone = self._nobody.clone()
-        everyone[self._own] = own
-        add_up(everyone[:-1])
-        whole = everyone[self._all].logsumexp(1)
-        out[self.shared] *= torch.exp(own - whole).unsqueeze(-1)
+        everyone = lse.new_zeros(*self._without.shape[:2], self._group)
+        everyone[self._rank, self.index] = lse
+        add_up(everyone)
+        whole = everyone.masked_fill_(self._without, -torch.inf).logsumexp(0)
+        out *= torch.exp(lse - whole[self.index]).unsqueeze(-1)
 
 
 class Room:
     """Memory for one method's cache at a time: the next one's takes its place."""
 
-    def __init__(self) -> None:
-        self._guest: Any = None
+    guest: Any = None
 
     def take(self, guest: Any) -> None:
-        """Let a method have its cache here: it is told to `build` it, and to `leave` before the next one."""
-        if self._guest is not guest:
-            self.clear()
-            self._guest = guest
-            guest.build()
-
-    def clear(self) -> None:
-        """Let nobody have one: what is measured next needs the memory."""
-        if self._guest is not None:
-            self._guest.leave()
-            self._guest = None
+        """Let a method `build` its cache here, when the one before was told to `leave`; None: nobody has one."""
+        if self.guest is not guest:
+            if self.guest is not None:
+                self.guest.leave()
+            self.guest = guest
+            if guest is not None:
+                guest.build()

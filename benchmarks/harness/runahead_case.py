@@ -5,31 +5,34 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import megakv
-from megakv.launcher.commands.search_partition import add_arguments
-from megakv.launcher.passes import TimedPasses
-from megakv.launcher.search import Desk
+from megakv.attention.chain import ChainLink, ChainPlan
+from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.ring import KVFormat
+from megakv.attention.runahead import Runahead
+from megakv.launcher.search import search
 from megakv.runahead.partition import Partition, even, from_fractions
-from megakv.runahead.table import ChainIdentity, LookupTable, load_table
+from megakv.runahead.table import load_table
 
+from .methods import ContextParallel, Peers, Prefill
 from .models import random_ids
 from .noise import QUIET, Switch
-from .prefills import ChainPrefill, ContextParallelPrefill, Prefill, Prefills, cache_bytes, silence
 from .profiles import measured_profile, shape_of
 from .runahead_plan import APART, NOISES, NOISY, Group, profile_path
-from .sampling import Method, Samples, Switched, measure
-from .world import Agreement, World
+from .sampling import Agreement, Samples, measure
+from .world import World
 
-CHAIN = {"context_parallel": {"prefill": "runahead"}, "runahead": {"partition": "even"}}
 MAY_CHOOSE = ("runahead", "pass_kv", "pass_q")
 
 
@@ -62,124 +65,93 @@ class Searches:
     def __init__(
         self, engine: megakv.MegaKVEngine, world: World, arguments: argparse.Namespace, table: Path, profile: str | None
     ):
-        comm = self._comm = engine._comm
-        self._shape = shape_of(engine.module)
-        section = engine._config.megakv.runahead
-        self._chain = ChainIdentity.of(comm, self._shape, kv=section.kv, chunk_tokens=section.chunk_tokens)
-        self._passes = TimedPasses(engine, comm, arguments.search_repeats)
-        self._world, self._path = world, table
-        self._options = {"--profile": profile, "--step": arguments.search_step}
-        self._options |= {"--patience": arguments.search_patience, "--repeats": arguments.search_repeats}
+        self._engine, self._world, self._path = engine, world, table
+        self._options = {"step": arguments.search_step, "patience": arguments.search_patience}
+        self._options |= {"repeats": arguments.search_repeats, "profile": profile, "full_grid": False}
 
     def search(self, context: int) -> dict[str, Any] | None:
         """Find the partition of a length that the table does not have: what it came to, as JSON, on rank 0."""
-        if self._world.gather(context in [entry.context for entry in self._entries()])[0]:
+        if self._world.gather(any(entry.context == context for entry in self._table().entries))[0]:
             return None
-        result = failure = None
-        if self._world.rank != 0:
-            self._passes.follow()
-        else:
-            try:
-                desk = Desk(self._arguments(context), self._chain, self._shape, self._passes)
-                (result,) = desk.run([context])
-            except Exception as error:
-                failure = error
-            self._passes.end()
-        self._comm.agree(failure)
-        return result and {**asdict(result), "trials": [trial.model_dump() for trial in result.trials]}
-
-    def _arguments(self, context: int) -> argparse.Namespace:
-        """The command line of ``megakv search-partition`` for one length."""
-        picture = self._path.with_name(f"{self._path.stem}-{context}.png")
-        given = {"--model": "model", "--config": "config", "--contexts": context, "--table": self._path}
-        options = {**given, "--png": picture, **self._options}
-        words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
-        parser = argparse.ArgumentParser()
-        add_arguments(parser, ranks=False)
-        return parser.parse_args(words)
+        picture = str(self._path.with_name(f"{self._path.stem}-{context}.png"))
+        words = {"model": "model", "contexts": [str(context)], "table": str(self._path), "png": picture}
+        found = search(self._engine, self._engine._config, argparse.Namespace(**words, **self._options))
+        if found is None:
+            return None
+        return {**asdict(found[0]), "trials": [trial.model_dump() for trial in found[0].trials]}
 
     def partition(self, context: int) -> Partition:
-        return from_fractions(next(e.fractions for e in self._entries() if e.context == context), context)
+        return from_fractions(next(e.fractions for e in self._table().entries if e.context == context), context)
 
     def predicted(self, context: int, spacing: int) -> Partition:
         """The one between its neighbours, of a table that only has multiples of `spacing` (Section 4.3)."""
-        entries = tuple(entry for entry in self._entries() if entry.context % spacing == 0)
-        fractions = LookupTable(chain=self._chain, entries=entries).fractions(context)
+        table = self._table()
+        entries = tuple(entry for entry in table.entries if entry.context % spacing == 0)
+        fractions = table.model_copy(update={"entries": entries}).fractions(context)
         assert fractions is not None, f"{context} tokens lie between no entries"
         return from_fractions(fractions, context)
 
-    def _entries(self) -> tuple[Any, ...]:
+    def _table(self) -> Any:
         self._world.barrier()
-        return load_table(self._path).entries if self._path.exists() else ()
+        return load_table(self._path) if self._path.exists() else SimpleNamespace(entries=())
 
 
 class CaseBench:
     """Measures one case after the other. Every rank must make the same calls; the model is whole on every rank."""
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        group: Group,
-        world: World,
-        model: PreTrainedModel,
-        profile: str | None,
-    ):
-        table = group_table(arguments, group, world)
-        self._arguments, self._group, self._world = arguments, group, world
-        self._table, self._profile = table, profile
-        self._prefills = Prefills(model, world)
-        self.searches = Searches(self._prefills.engine("chain", CHAIN), world, arguments, table, profile)
-
-    def close(self) -> None:
-        self._prefills.close()
+    def __init__(self, arguments: argparse.Namespace, group: Group, world: World, peers: Peers):
+        self._arguments, self._group, self._world, self._peers = arguments, group, world, peers
+        self._profile = group_profile(arguments, group, world, peers.model)
+        self._table = group_table(arguments, group, world)
+        self.searches = Searches(chain_engine(peers, "chain"), world, arguments, self._table, self._profile)
 
     def measure(self, context: int) -> list[dict[str, Any]]:
         """The rows of one length of prompt; all methods must compute the first one's logits."""
-        arguments, world = self._arguments, self._world
-        names = self._group.methods(arguments.methods, context, arguments.table_spacing)
+        arguments, world, group = self._arguments, self._world, self._group
+        names = group.methods(arguments.methods, context, arguments.table_spacing)
         ids = random_ids(arguments.vocab, context, world.device)
         agreement = Agreement(world, arguments.dtype)
         # What auto may use of the table has changed since the last case.
-        self._prefills.drop("auto")
-
-        def inspect(name: str, output: Any) -> dict[str, Any]:
-            kv_bytes = world.gather(cache_bytes(output.past_key_values))
-            difference = None if name == "kvr_silent" else agreement.check(name, output.logits[0, -1])
-            return {"kv_bytes": kv_bytes, "max_logit_difference": difference}
-
-        methods: list[Method] = [self._method(name, ids) for name in names if name not in APART]
-        if self._group.noise:
-            switch = Switch(Path(arguments.switch), world.rank, world.size)
-            methods = [
-                Switched(
-                    each, noise, partial(switch.next_run, each.name, noise), name=each.name if noise == QUIET else None
-                )
-                for each in methods
-                for noise in (NOISES if each.name in NOISY else (QUIET,))
-            ]
+        self._peers.drop("auto")
+        runs = [
+            (name, noise)
+            for name in names
+            if name not in APART
+            for noise in (NOISES if group.noise and name in NOISY else (QUIET,))
+        ]
+        switch = Switch(Path(arguments.switch), world.rank, world.size) if group.noise else None
+        methods = [
+            self._method(name, ids, *([] if switch is None else [partial(switch.next_run, name, noise)]))
+            for name, noise in runs
+        ]
         least = min(arguments.repeats, arguments.least_repeats)
         limits = {"repeats": arguments.repeats, "least": least, "budget_s": arguments.cell_seconds}
-        samples = measure(world, methods, inspect=inspect, **limits)
-        if apart := [self._method(name, ids) for name in names if name in APART]:
-            methods += apart
-            samples += measure(world, apart, repeats=arguments.bound_repeats, inspect=inspect)
-        return [self._row(context, method, sample) for method, sample in zip(methods, samples, strict=True)]
+        samples = measure(world, methods, agreement, **limits)
+        if apart := [name for name in names if name in APART]:
+            runs += [(name, QUIET) for name in apart]
+            rest = [self._method(name, ids) for name in apart]
+            samples += measure(world, rest, agreement, repeats=arguments.bound_repeats)
+        place = {"ranks": world.size, "kv_heads": group.kv_heads, "rate": group.rate, "context": context}
+        return [
+            sample.to_row(**place, noise=noise, **self._facts(name, context, sample))
+            for (name, noise), sample in zip(runs, samples, strict=True)
+        ]
 
-    def _method(self, name: str, ids: Tensor) -> Prefill:
-        prefills, context = self._prefills, ids.shape[1]
+    def _method(self, name: str, ids: Tensor, *switch: Callable[[], object]) -> Prefill:
         if name == "auto":
-            parallel = {"prefill": "auto", "profile": self._profile}
             # What a user has who searched: the table, and the profile where the table says nothing.
             chain = {"table": str(self._table)} if self._table.exists() else {}
-            engine = prefills.engine("auto", {"context_parallel": parallel, "runahead": chain})
-            return ContextParallelPrefill(name, engine, ids)
-        partition = self._partition(name, context)
+            engine = self._peers.engine("auto", {"prefill": "auto", "profile": self._profile}, runahead=chain)
+            return Prefill(name, ContextParallel(engine), ids, *switch)
+        partition = self._partition(name, ids.shape[1])
         if partition is None:
-            return prefills.make(name, ids)
-        engine = prefills.engine("silent" if name == "kvr_silent" else "chain", CHAIN)
+            return self._peers.prefill(name, ids, *switch)
+        engine = chain_engine(self._peers, "silent" if name == "kvr_silent" else "chain")
+        method = Prefill(name, ContextParallel(engine), ids, partial(engine.partitions.use, partition), *switch)
         if name == "kvr_silent":
             silence(engine)
-        return ChainPrefill(name, engine, ids, partition)
+            method.compared = False
+        return method
 
     def _partition(self, name: str, context: int) -> Partition | None:
         size = self._world.size
@@ -194,23 +166,74 @@ class CaseBench:
                 return self.searches.predicted(context, self._arguments.table_spacing)
         return None
 
-    def _row(self, context: int, method: Method, sample: Samples) -> dict[str, Any]:
-        inner: Any
-        noise, inner = (method.state, method.method) if isinstance(method, Switched) else (QUIET, method)
-        facts: dict[str, Any] = {"partition": None, "auto": None, "candidates_s": None}
-        if isinstance(inner, ChainPrefill):
-            facts["partition"] = list(inner.partition)
-        elif inner.name == "auto":
-            choice = inner.model._runtime.planner.choice
-            facts |= {"auto": chosen(sample.bytes_sent), "candidates_s": dict(choice.predicted_s)}
+    def _facts(self, name: str, context: int, sample: Samples) -> dict[str, Any]:
+        partition, facts = self._partition(name, context), dict[str, Any](auto=None, candidates_s=None)
+        if name == "auto":
+            choice: Any = self._peers.engine("auto", {})._runtime.planner.choice
+            facts = {"auto": chosen(sample.bytes_sent), "candidates_s": dict(choice.predicted_s)}
             if facts["auto"] == "runahead":
-                facts["partition"] = list(choice.partitions[0])
-        group = self._group
-        place = {"ranks": self._world.size, "kv_heads": group.kv_heads, "rate": group.rate, "context": context}
-        return sample.to_row(**place, noise=noise, **facts) | {"method": inner.name}
+                partition = choice.partitions[0]
+        return {**facts, "partition": partition and list(partition)}
+
+
+def chain_engine(peers: Peers, name: str) -> megakv.MegaKVEngine:
+    return peers.engine(name, {"prefill": "runahead"}, runahead={"partition": "even"})
 
 
 def chosen(bytes_sent: Sequence[Mapping[str, int]]) -> str:
     """What `auto` chose, by what went over the wire most: the last layer's few queries go round with any ring."""
     sent = sum(map(Counter, bytes_sent), Counter())
     return max(MAY_CHOOSE, key=lambda name: sent[name]) if any(sent[name] for name in MAY_CHOOSE) else "one_rank"
+
+
+# The chain without communication, a bound for it: every rank does its work at once, on made-up prefixes
+
+
+class SilentLink(ChainLink):
+    """A place in the chain where nothing is sent, and random numbers stand for what would be received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: dict[tuple[int, int], Tensor] = {}
+
+    def start_pass(self, plan: ChainPlan) -> None:
+        pass
+
+    def start_layer(self, call: AttentionCall, sizes: Sequence[int], following: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    def send_own(self, call: AttentionCall, plan: ChainPlan, messages: KVFormat) -> None:
+        pass
+
+    def arrivals(self, call: AttentionCall, plan: ChainPlan, messages: KVFormat) -> Iterator[tuple[int, Tensor]]:
+        for index in plan.incoming:
+            key = index, messages.nbytes(index)
+            if key not in self._messages:
+                numbers = torch.randn(key[1] // call.q_HLD.element_size())
+                self._messages[key] = numbers.to(call.q_HLD).view(torch.uint8)
+            yield index, self._messages[key]
+
+
+class SilentQueries:
+    """The visits of the last layer's queries without their ways: every rank attends for random ones at once."""
+
+    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        heads, _, dim = call.q_HLD.shape
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        with call.comm.ledger.compute("attention", call.layer):
+            for rank, tokens in enumerate(call.queries):
+                own = rank == call.rank
+                queries = call.q_HLD if own else torch.randn(heads, len(tokens), dim).to(call.q_HLD)
+                attention = PackedAttention(queries, tokens, call.scoring, call.value_dim)
+                for part in call.parts:
+                    attention.add(part)
+                found[rank] = attention.result()
+        return found[call.rank]
+
+
+def silence(engine: megakv.MegaKVEngine) -> None:
+    """Let an engine's chain send nothing from now on: what it computes is worth nothing but its time."""
+    method = engine._runtime.methods["runahead"]
+    assert isinstance(method, Runahead)
+    method._link = SilentLink()
+    engine._runtime.methods["pass_q"] = SilentQueries()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ METHODS = (*OWN[:2], *TENSOR_PARALLEL, *OWN[2:], *APART)
 NOISY = ("tsp", "tsp_causal", "kvr_e", "kvr_s", "pass_kv")
 """Also measured beside a competing flow."""
 NOISES = (QUIET, ELSEWHERE, LINK)
+SEARCH = "search-"
+"""What the names of searches that are kept begin with."""
 IDENTITY = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dtype", "threads")
 
 
@@ -55,10 +56,10 @@ class Group:
             absent.add("kvr_p")
         return [name for name in asked if name not in absent]
 
-    def searched(self, asked: Sequence[str], spacing: int) -> list[int]:
+    def searched(self, asked: Sequence[str], spacing: int, contexts: Sequence[int] | None = None) -> list[int]:
         """The lengths that partitions are searched for: those measured, and the neighbours of those predicted."""
         lengths: set[int] = set()
-        for context in self.contexts:
+        for context in self.contexts if contexts is None else contexts:
             names = self.methods(asked, context, spacing)
             if "kvr_s" in names or "kvr_silent" in names:
                 lengths.add(context)
@@ -66,23 +67,16 @@ class Group:
                 lengths.update((context // spacing * spacing, (context // spacing + 1) * spacing))
         return sorted(lengths)
 
-    def narrowed(self, contexts: Sequence[int]) -> Group:
-        """The same with some of the contexts only."""
-        return replace(self, contexts=tuple(contexts))
+    def words(self, contexts: Sequence[int]) -> list[str]:
+        """Options that ask for this group alone, with some of its contexts; they count where others stand before."""
+        asked = {"sizes": self.ranks, "kv-heads": self.kv_heads, "rates": self.rate, "context": _joined(contexts)}
+        return [word for name, value in asked.items() for word in (f"--{name}", str(value))]
 
     def filled(self, name: str) -> str:
         """A file's name with what it says of the group filled in."""
         for key in ("ranks", "kv_heads", "rate"):
             name = name.replace(f"{{{key}}}", str(getattr(self, key)))
         return name
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: str) -> Group:
-        values = json.loads(Path(path).read_text())
-        return cls(**{**values, "contexts": tuple(values["contexts"])})
 
 
 def profile_path(group: Group, given: str | None, folder: Path) -> Path:
@@ -99,6 +93,10 @@ def groups(arguments: argparse.Namespace) -> list[Group]:
         for kv_heads in sorted(arguments.kv_heads, reverse=True)
         for size in arguments.sizes
     ]
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def identity(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megakv.costmodel.context_parallel import causal_bound, dense_bound
+from megakv.runahead.figure import draw_searches
+from megakv.runahead.search import SearchResult, Trial
 
+from .charts import Chart, bars, groups, lines
 from .choices import Case, judge
+from .models import words_of
 from .noise import ELSEWHERE, LINK, QUIET
 from .predictions import CANDIDATES, with_predictions
-from .publish import Parts, columns, publish, show_difference, show_intervals, show_table
-from .runahead_charts import charts
-from .runahead_plan import Group, profile_path
+from .publish import Parts, leaves, publish, show, show_summary
+from .runahead_plan import SEARCH, Group, profile_path
 from .statistics import Interval, median, paired_ratio, ratio
 
 Row = Mapping[str, Any]
-SEARCH = "search-"
 PEERS = ("tsp", "tsp_causal", "tp", "tp_gloo", "pass_kv")
 SPEEDUPS = (
     *((own, peer) for own in ("kvr_s", "kvr_p", "kvr_e") for peer in PEERS),
@@ -33,22 +36,32 @@ TIME_RATIOS = (("kvr_p", "kvr_s"), ("kvr_s", "kvr_silent"))
 CHOICES = ("one_rank", "kvr_e", "kvr_s", "pass_kv", "pass_q")
 """What `auto` may choose from, with any partition."""
 PLACE = ("ranks", "kv_heads", "rate", "context")
+BOUNDS = {
+    "causal": ("TTFT(1) / p", "#22282f"),
+    "masked": ("TTFT*(p)", "#8a929b"),
+    "silent": ("KVR-S without communication", "#d9a441"),
+}
+NAMES = {
+    "tsp": "TSP", "tsp_causal": "TSP, causal", "tp_gloo": "TP, gloo", "kvr_e": "KVR-E", "kvr_s": "KVR-S",
+    "kvr_p": "KVR-P", "pass_kv": "pass-KV",
+}  # fmt: skip
+NOISES = {LINK: "on a link", "link_alone": "link alone", ELSEWHERE: "elsewhere"}
 
 
 def report(arguments: argparse.Namespace, parts: Parts, skipped: Mapping[str, str]) -> int:
     """Print and publish all cases that were kept; the exit status is 1 if there is none."""
-    cases = [part for name in parts.names("r") if (part := parts.read(name)) is not None]
+    cases = list(parts.all("r").values())
     if not cases:
         print("nothing was measured", file=sys.stderr)
         return 1
-    searches = {name.removeprefix(SEARCH): found for name in parts.names(SEARCH) if (found := parts.read(name))}
+    searches = {name.removeprefix(SEARCH): found for name, found in parts.all(SEARCH).items()}
     rows = [row for case in cases for row in case["rows"]]
     groups = {Group(row["ranks"], row["kv_heads"], row["rate"], ()) for row in rows}
     paths = {group.name: profile_path(group, arguments.profile, parts.folder) for group in groups}
     kept = {name: path for name, path in paths.items() if path.exists()}
     rows = with_predictions("runahead", arguments, rows, kept.get)
     summary = {**summarise(rows), "searches": searches, "not_measured": dict(skipped)}
-    show(summary)
+    show_cases(rows, summary)
     publish(arguments, "runahead", cases[0]["machine"], rows, summary, charts(arguments, summary, searches))
     return 0
 
@@ -75,13 +88,12 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     # Means over the contexts, as in Figure 11: rounds of each context are drawn apart.
     drawn: dict[tuple[str, str, str], list[Interval]] = {}
     for name, case in summary["cells"].items():
-        for method, kinds in case["noise_loss"].items():
-            for kind, value in kinds.items():
-                drawn.setdefault((name.rpartition("-")[0], method, kind), []).append(Interval(**value))
-    means: dict[str, Any] = {}
-    for (group, method, kind), found in drawn.items():
-        means.setdefault(group, {}).setdefault(method, {})[kind] = _mean(found)
-    summary["noise_loss"] = means
+        for found in leaves(case["noise_loss"], "method", "kind"):
+            key = name.rpartition("-")[0], found["method"], found["kind"]
+            drawn.setdefault(key, []).append(Interval.of(found["value"]))
+    summary["noise_loss"] = {}
+    for (group, method, kind), values in drawn.items():
+        summary["noise_loss"].setdefault(group, {}).setdefault(method, {})[kind] = _mean(values)
     differences = [row["max_logit_difference"] for row in rows if row["max_logit_difference"] is not None]
     summary["max_logit_difference"] = max(differences)
     return summary
@@ -162,58 +174,80 @@ def _choice(rows: Mapping[str, Row]) -> Case | None:
     return Case(1.0, {**seconds, "auto": rows["auto"]["seconds"]}, "auto")
 
 
-def show(summary: Mapping[str, Any]) -> None:
+def show_cases(rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
     cases = list(summary["cells"].values())
-    methods = list(dict.fromkeys(name for case in cases for name in case["ttft_s"] if ", " not in name))
-    shown = WHERE | {name: _value("ttft_s", name) for name in methods}
-    shown |= {f"bound: {name}": _value("bounds_s", name) for name in ("causal", "masked")}
-    show_table("Time to first token, seconds (Tables 1 to 3)", columns(cases, shown))
-    ratios = {
-        name: {
-            **{f"speed-up of {pair}": value for pair, value in case["speedup"].items() if pair.startswith("kvr_s")},
-            **{f"time of {pair}": value for pair, value in case["time_ratio"].items()},
-            **{f"time of kvr_s/bound: {bound}": value for bound, value in case["over_bound"].items()},
-        }
-        for name, case in summary["cells"].items()
-    }
-    show_intervals("Ratios of times", ratios)
-    title = "What a competing flow at half rate costs, mean over the contexts (Figure 11)"
-    show_intervals(title, summary["noise_loss"], "part of the time [95%]")
+    place, bounds = "rate kv_heads ranks context", "bounds_s.causal bounds_s.masked"
+    methods = " ".join(f"ttft_s.{name}.value" for name in dict.fromkeys(row["method"] for row in rows))
+    show(cases, f"{place} {methods} {bounds}", "Time to first token, seconds (Tables 1 to 3)")
+    parts = ("speedup", "time_ratio", "over_bound")
+    show_summary({name: {part: case[part] for part in parts} for name, case in summary["cells"].items()})
+    show_summary(summary, "noise_loss", "auto_regret", "max_logit_difference")
+    predicted = " ".join(f"auto.predicted_over_measured.{name}" for name in CANDIDATES)
     chosen = [case for case in cases if "auto" in case]
-    shown = {
-        "chose": lambda case: case["auto"]["chose"],
-        **WHERE,
-        "regret [95%]": lambda c: _percent(c["auto"]["regret"]),
-    }
-    shown |= {f"{name}: predicted": _value("auto", "predicted_over_measured", name) for name in CANDIDATES}
-    show_table("What auto chose", columns(chosen, shown))
-    if regret := summary.get("auto_regret"):
-        mean, worst = regret["mean"], regret["largest"]
-        print(f"\nregret of auto: mean {_percent(mean)}, largest {_percent(worst)} at {worst['cell']}")
-    show_difference(summary)
+    show(chosen, f"auto.chose {place} auto.regret {predicted}", "What auto chose")
 
 
-WHERE: dict[str, Callable[[Row], object]] = {
-    "links": lambda case: case["rate"],
-    "KV heads": lambda case: case["kv_heads"],
-    "ranks": lambda case: case["ranks"],
-    "tokens": lambda case: f"{case['context']:,}",
-}
+def charts(arguments: argparse.Namespace, summary: Mapping[str, Any], searches: Mapping[str, Row]) -> list[Chart]:
+    """KV-Runahead's Figures 6, 8, 10 and 11 in form, and runahead beside ring pass-KV, as far as there are cases.
+
+    `searches` holds what each search measured, by case.
+    """
+    cases = [{**case, "group": name.rpartition("-")[0]} for name, case in summary["cells"].items()]
+    cases.sort(key=lambda case: (case["context"], case["ranks"]))
+    model = f"{words_of(arguments)}; median, 95% interval"
+    made = []
+    for group in dict.fromkeys(name.rpartition("-")[0] for name in summary["cells"]):
+        own = [case for case in cases if case["group"] == group]
+        words = f"{own[0]['ranks']} ranks, {own[0]['kv_heads']} KV heads, links: {own[0]['rate']}"
+        made.append(_times(f"ttft.{group}", own, "context", model, f"Time to first token by context, {words}"))
+        shares = [
+            {"context": f"{case['context']:,}", "rank": f"rank {rank}", "value": tokens / case["context"]}
+            for case in own
+            for rank, tokens in enumerate(case["partition"].get("kvr_s", ()))
+        ]
+        if shares:
+            labels = {"title": f"Searched partitions, {words}", "x_label": "tokens", "y_label": "share of the prompt"}
+            made.append(groups(f"partitions.{group}", shares, "context", "rank", stacked=True, **labels))
+        if noise := list(leaves(summary["noise_loss"].get(group, {}), "method", "kind")):
+            label = {"label": lambda row: f"{NAMES[row['method']]}, {NOISES[row['kind']]}", "y": "value", "scale": 100}
+            labels = {"title": f"A competing flow at half rate: time lost, {group}"}
+            labels["unit"] = "percent of the time to first token, mean over the contexts"
+            noise.sort(key=lambda row: list(NOISES).index(row["kind"]))
+            own_too = {"own": lambda row: row["method"].startswith("kvr")}
+            made.append(bars(f"noise.{group}", noise, **label, **own_too, **labels))
+        if done := [_result(found) for name, found in searches.items() if name.rpartition("-")[0] == group]:
+            draw = partial(draw_searches, results=done, title=f"Search for partitions, {group}")
+            made.append(Chart(f"search.{group}", draw, size=None))
+    # Figure 8 (d): by number of ranks, at the longest context that several numbers have.
+    for kv_heads, rate in dict.fromkeys((case["kv_heads"], case["rate"]) for case in cases):
+        own = [case for case in cases if (case["kv_heads"], case["rate"]) == (kv_heads, rate)]
+        contexts = [case["context"] for case in own]
+        if most := max((context for context in contexts if contexts.count(context) > 1), default=None):
+            same = [case for case in own if case["context"] == most]
+            title = f"Time to first token of {most:,} tokens by ranks, {kv_heads} KV heads, links: {rate}"
+            made.append(_times(f"ranks.kv{kv_heads}-{rate}-{most}", same, "ranks", model, title))
+    # What is not published: the speed of runahead over ring pass-KV.
+    beside = [{**case, "y": case["speedup"]["kvr_s/pass_kv"]} for case in cases if "kvr_s/pass_kv" in case["speedup"]]
+    if beside:
+        labels = {"title": "KVR-S against ring pass-KV by context", "x_label": "tokens"}
+        labels |= {"subtitle": f"r: ranks, kv: KV heads, then links. {model}", "y_label": "speed of KVR-S over pass-KV"}
+        made.append(lines("pass_kv", beside, "context", "y", "group", level=1.0, **labels))
+    return made
 
 
-def _value(*keys: str) -> Callable[[Row], str | None]:
-    """A column of what lies under some keys of a case."""
+def _times(name: str, cases: Sequence[Row], axis: str, model: str, title: str) -> Chart:
+    def points() -> Iterator[dict[str, Any]]:
+        for method, label in NAMES.items():
+            yield from ({"x": c[axis], "line": label, "y": c["ttft_s"][method]} for c in cases if method in c["ttft_s"])
+        for bound, (label, colour) in BOUNDS.items():
+            look = {"line": label, "look": {"linestyle": "--", "color": colour}}
+            yield from ({"x": c[axis], "y": c["bounds_s"][bound], **look} for c in cases if bound in c["bounds_s"])
 
-    def show(case: Row) -> str | None:
-        found: Any = case
-        for key in keys:
-            found = found.get(key)
-            if found is None:
-                return None
-        return f"{found['value'] if isinstance(found, Mapping) else found:.3f}"
-
-    return show
+    labels = {"title": title, "subtitle": model, "x_label": axis, "y_label": "seconds"}
+    return lines(name, list(points()), "x", "y", "line", looks=lambda row: row.get("look", {}), log_y=True, **labels)
 
 
-def _percent(value: Mapping[str, Any]) -> str:
-    return f"{value['value']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
+def _result(found: Row) -> SearchResult:
+    """A search as it was kept."""
+    trials = tuple(Trial.model_validate(trial) for trial in found["trials"])
+    return SearchResult(**{**found, "partition": tuple(found["partition"]), "trials": trials})

@@ -13,23 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 from tqdm import tqdm
 
-from megakv.tracking import peak_memory_bytes, reset_peak_memory
+from megakv.errors import MegaKVError
+from megakv.tracking.machine import peak_memory_bytes, reset_peak_memory
 
 from .world import World
 
 Bytes = dict[str, int]
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
+"""How far the results of two methods may lie apart, relative to the largest number of one."""
 
 
 class Method:
-    """One way to do what a benchmark measures."""
+    """One way to do what a benchmark measures, as one rank sees it."""
 
-    def __init__(self, name: str):
+    compared = True  # Whether its result must be that of the others
+
+    def __init__(self, name: str, *prepare: Callable[[], object]):
         self.name = name
+        self._prepare = prepare
 
     def prepare(self) -> None:
         """Bring about the state that every run starts from, before the clock does."""
+        for step in self._prepare:
+            step()
 
     def run(self) -> Any:
         """Do it once: what the clock measures. What it returns is alive until the clock has stopped."""
@@ -43,28 +52,34 @@ class Method:
         """Around a run: filled at its end with the bytes that this rank sent, by operation. May slow the run down."""
         return nullcontext({})
 
+    def result(self, output: Any) -> Tensor | None:
+        """What all methods must agree on; None from a rank that took no part."""
+        return None
 
-class Switched(Method):
-    """A method before whose every run something is switched: the rate of links, or a competing flow."""
+    def facts(self, world: World, output: Any) -> dict[str, Any]:
+        """What the untimed run shows of the method. Every rank asks."""
+        return {}
 
-    def __init__(self, method: Method, state: str, switch: Callable[[], None], *, name: str | None = None):
-        super().__init__(name or f"{method.name}, {state}")
-        self.method, self.state = method, state
-        self._switch = switch
 
-    def prepare(self) -> None:
-        self.method.prepare()
-        # Nothing is under way but what ended the last run.
-        self._switch()
+class Agreement:
+    """Methods are only compared if they compute the same: the first one's results are what the others must equal."""
 
-    def run(self) -> Any:
-        return self.method.run()
+    def __init__(self, world: World, dtype: str):
+        self._world = world
+        self._tolerance = TOLERANCE[dtype]
+        self._first: tuple[str, Tensor] | None = None
 
-    def duration(self, elapsed: float) -> float:
-        return self.method.duration(elapsed)
-
-    def counting(self) -> AbstractContextManager[Bytes]:
-        return self.method.counting()
+    def check(self, name: str, result: Tensor | None) -> float:
+        """The largest difference over all ranks, relative to the largest number."""
+        if self._first is None:
+            assert result is not None
+            self._first = name, result.float()
+        first, expected = self._first
+        own = 0.0 if result is None else float((result.float() - expected).abs().max() / expected.abs().max())
+        difference = max(self._world.gather(own))
+        if not difference <= self._tolerance:
+            raise MegaKVError(f"{name}: logits differ from those of {first} by {difference:.1e} of the largest")
+        return difference
 
 
 @dataclass
@@ -103,9 +118,9 @@ class Samples:
 def measure(
     world: World,
     methods: Sequence[Method],
+    agreement: Agreement,
     *,
     repeats: int,
-    inspect: Callable[[str, Any], dict[str, Any]],
     budget_s: float | None = None,
     least: int = 1,
 ) -> list[Samples]:
@@ -122,7 +137,8 @@ def measure(
             with method.counting() as sent:
                 output = method.run()
             samples = Samples(method.name, world.gather(dict(sent)))
-            samples.facts = inspect(method.name, output)
+            difference = agreement.check(method.name, method.result(output)) if method.compared else None
+            samples.facts = {"max_logit_difference": difference, **method.facts(world, output)}
             results.append(samples)
             del output
             bar.update()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,15 @@ class Interval:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, known: Any) -> Interval:
+        """An interval, or one as JSON; the median of samples; or a number that is known."""
+        if isinstance(known, Mapping):
+            return cls(known["value"], known["low"], known["high"])
+        if isinstance(known, int | float):
+            return cls(known, known, known)
+        return known if isinstance(known, Interval) else median(known)
+
     def scaled(self, factor: float) -> Interval:
         """The same times a positive number."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
@@ -31,11 +40,6 @@ class Interval:
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def point(value: float) -> Interval:
-    """A number that is known."""
-    return Interval(value, value, value)
 
 
 def median(samples: ArrayLike) -> Interval:
@@ -56,6 +60,21 @@ def interval(value: float, resampled: NDArray[np.float64]) -> Interval:
     """An estimate with the middle 95% of its resamples."""
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(value, float(low), float(high))
+
+
+def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict[str, Any]:
+    """Tokens under a cap by a straight line through the largest rank's memory, beside its weights, at all lengths."""
+    contexts = [row["context"] for row in rows]
+    if len(set(contexts)) < 2:
+        return {"tokens": None, "label": "one length gives no line"}
+    slope, start = np.polyfit(contexts, [max(row["working_bytes"]) for row in rows], 1)
+    # Less than a byte over all lengths is the rounding of the fit.
+    if slope * max(contexts) < 1:
+        return {"tokens": None, "label": "memory does not grow with the context"}
+    fixed = max(rows[0]["weight_bytes"]) + max(start, 0.0)
+    tokens = max(0, int((cap_bytes - fixed) / slope))
+    label = "within the measured lengths" if tokens <= max(contexts) else "extrapolated linearly"
+    return {"tokens": tokens, "label": label, "fixed_bytes": float(fixed), "token_bytes": float(slope)}
 
 
 def _bootstrap(estimate: Callable[..., Any], *samples: ArrayLike, paired: bool = True) -> Interval:

@@ -11,13 +11,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
 
 from megakv.distributed.mesh import start_distributed, stop_distributed
-from megakv.errors import MegaKVError
 
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
-"""How far the logits of two methods may lie apart, relative to the largest logit."""
 T = TypeVar("T")
 
 
@@ -50,27 +46,6 @@ def join_world(threads: int, *, shared_memory: bool, timeout_s: float) -> World:
     start_distributed(tp_only=shared_memory, timeout_s=timeout_s)
     device = torch.device(get_accelerator().current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)
-
-
-class Agreement:
-    """Methods are only compared if they compute the same: the first one's logits are what the others must equal."""
-
-    def __init__(self, world: World, dtype: str):
-        self._world = world
-        self._tolerance = TOLERANCE[dtype]
-        self._first: tuple[str, Tensor] | None = None
-
-    def check(self, name: str, logits: Tensor | None) -> float:
-        """The largest difference over all ranks, relative to the largest logit; None from a rank that took no part."""
-        if self._first is None:
-            assert logits is not None
-            self._first = name, logits.float()
-        first, expected = self._first
-        own = 0.0 if logits is None else float((logits.float() - expected).abs().max() / expected.abs().max())
-        difference = max(self._world.gather(own))
-        if not difference <= self._tolerance:
-            raise MegaKVError(f"{name}: logits differ from those of {first} by {difference:.1e} of the largest")
-        return difference
 
 
 @contextlib.contextmanager

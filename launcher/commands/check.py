@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megakv.config import MegaKVSection, load_config
-from megakv.sections import registered
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -17,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ranks that a JSON wants, the methods that it may name, and all its settings."""
+    from megakv.config import MegaKVSection, load_config
+    from megakv.sections import registered
+
     config = load_config(arguments.config)
     return {
         "config": arguments.config,

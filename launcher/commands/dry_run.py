@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megakv.costmodel.presets import hardware
-from megakv.dry_run import DryRun, VirtualRank, dry_run
 from megakv.errors import MegaKVError
 from megakv.tracking.files import write_whole
+
+if TYPE_CHECKING:
+    from megakv.dry_run import DryRun, VirtualRank
 
 GB = 10**9
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank."""
+    from megakv.costmodel.presets import hardware
+    from megakv.dry_run import dry_run
+
     memory = (
         None if arguments.hardware is None else hardware(arguments.hardware, setting="--hardware").spec.memory_bytes
     )

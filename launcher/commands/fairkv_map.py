@@ -8,13 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megakv.costmodel.shape import ModelShape
-from megakv.fairkv.figures import draw_mapping
-from megakv.fairkv.mapper import map_heads
-from megakv.fairkv.profile import load_budgets
-
 WORTH = {"barrier_utilisation", "efficiency"}
 
 
@@ -42,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Place KV heads with different budgets on ranks, with copies, so that no rank waits."""
+    from megakv.fairkv.figures import draw_mapping
+    from megakv.fairkv.mapper import map_heads
+    from megakv.fairkv.profile import load_budgets
+
     _check_files(arguments)
     if arguments.length is not None and arguments.length < 1:
         raise ValueError(f"--length {arguments.length}: allowed: 1 or more")
@@ -97,6 +94,10 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _shape(model: str) -> tuple[str, int, int]:
     """Name, layers and KV heads of a model; no weights are read."""
+    import torch
+
+    from megakv.costmodel.shape import ModelShape
+
     try:
         shape = ModelShape.from_path(model, dtype=torch.float32)
     except ValueError as error:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from megakv.config import MegaKVConfig, load_config
-from megakv.fairkv.methods import METHODS
 from megakv.launcher.prompts import read_prompts
-from megakv.launcher.ranks import check_writable, command_line, start_ranks
-from megakv.tracking import TrackingConfig
+from megakv.launcher.ranks import check_writable, start_ranks
 
-UNEVEN = tuple(name for name, method in METHODS.items() if method.uneven)
+if TYPE_CHECKING:
+    from megakv.config import MegaKVConfig
+
+UNEVEN = ("ada_snapkv", "headkv")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
@@ -42,23 +42,22 @@ def run(arguments: argparse.Namespace) -> None:
     """Start the ranks, which write the profile and print its tables."""
     config = budget_config(arguments, arguments.ranks)
     check_budgets(arguments)
-    names = ["model", "prompts", "json", "png", "config", "method", "budget", "field", "threads"]
-    words = command_line(arguments, names) + ["--no-chat-template"] * arguments.no_chat_template
-    start_ranks("megakv.launcher.budget_ranks", config.cp_size * config.tp_size, arguments.threads, words)
+    start_ranks("megakv.launcher.budget_ranks", config.cp_size * config.tp_size, arguments)
 
 
 def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
     """The run's JSON with the compression that was asked for, on so many ranks, or those that it wants."""
+    from megakv.config import load_config
+    from megakv.tracking.config import TrackingConfig
+
     config = load_config(arguments.config or {"dtype": "fp32"})
     section = config.megakv
     if ranks is not None:
         if ranks < 1 or ranks % config.tp_size:
             raise ValueError(f"--ranks {ranks}: allowed: multiples of tensor_parallel.tp_size = {config.tp_size}")
         section.context_parallel.size = ranks // config.tp_size
-    given: dict[str, Any] = {"method": arguments.method, "budget": arguments.budget}
+    given = {"method": arguments.method, "budget": arguments.budget}
     given = {name: value for name, value in given.items() if value is not None}
-    if given.get("budget", 0) > 1:
-        given["budget"] = int(given["budget"]) if given["budget"] == int(given["budget"]) else given["budget"]
     # What heads keep does not depend on where they are.
     fairkv = section.fairkv.model_dump(exclude_unset=True, exclude={"mapping"}) | given
     section.fairkv = load_config({"megakv": {"fairkv": fairkv}}).megakv.fairkv

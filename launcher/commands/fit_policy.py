@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from megakv.costmodel.measure.policy_points import fit_policy
-from megakv.costmodel.policy_fit import PolicyFit, load_fit
-from megakv.distributed.comm import Communicator
-from megakv.launcher.commands.profile import join_and_measure, layer_shape, measure
-from megakv.launcher.ranks import DTYPES, add_rank_arguments
+from megakv.launcher.commands.profile import join_and_measure, measure, model_shape
+from megakv.launcher.ranks import add_rank_arguments, dtype_of
+
+if TYPE_CHECKING:
+    from megakv.costmodel.policy_fit import PolicyFit
+    from megakv.distributed.comm import Communicator
 
 DEFAULT_SECONDS = 120.0
 DEFAULT_TOKENS = (1024, 4096, 16384)
@@ -39,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Measure on ranks of this machine, and fit."""
+    from megakv.costmodel.policy_fit import load_fit
+
     check_tokens(arguments.tokens, arguments.ranks // max(1, arguments.tp))
-    measure(__name__, arguments, ["model", "tokens"])
+    measure(__name__, arguments)
     return summary(load_fit(arguments.json, setting="--json"))
 
 
@@ -63,11 +67,13 @@ def summary(fit: PolicyFit) -> dict[str, object]:
 
 
 def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callable[[int], None]) -> PolicyFit:
+    from megakv.costmodel.measure.policy_points import fit_policy
+
     check_tokens(arguments.tokens, comm.mesh.cp_size)
     return fit_policy(
         comm,
-        layer_shape(arguments),
-        dtype=DTYPES[arguments.dtype],
+        model_shape(arguments).attention(tp_size=arguments.tp),
+        dtype=dtype_of(arguments),
         totals=arguments.tokens,
         seconds=arguments.seconds,
         report=report,

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megakv.attention.methods import decode_methods, prefill_methods
-from megakv.injection.policy import POLICIES
-from megakv.tracking import machine_info, version_info
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -17,6 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The machine, versions and methods."""
+    from megakv.attention.methods import decode_methods, prefill_methods
+    from megakv.injection.policy import POLICIES
+    from megakv.tracking.machine import machine_info, version_info
+
     return {
         "machine": machine_info(),
         "versions": version_info(),

@@ -7,17 +7,14 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tqdm import tqdm
-
-from megakv.config import load_config
-from megakv.costmodel.choices import Choice, Demand, choice_config
-from megakv.costmodel.cluster import ClusterPlanner, Plan
-from megakv.costmodel.presets import Hardware, hardware
-from megakv.launcher.model_names import asks_for_fp8, model_shape
 from megakv.tracking.files import write_whole
+
+if TYPE_CHECKING:
+    from megakv.costmodel.choices import Choice, Demand
+    from megakv.costmodel.cluster import ClusterPlanner, Plan
+    from megakv.costmodel.presets import Hardware
 
 SHOWN = 8
 LEAST_SHARE = 0.001
@@ -47,6 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Rank what can be run on some machines, and write the JSON of the best."""
+    import torch
+    from tqdm import tqdm
+
+    from megakv.config import load_config
+    from megakv.costmodel.choices import Demand, choice_config
+    from megakv.costmodel.cluster import ClusterPlanner
+    from megakv.costmodel.presets import hardware
+    from megakv.launcher.model_names import asks_for_fp8, model_shape
+
     begun = time.perf_counter()
     machine = hardware(arguments.hardware, setting="--hardware")
     demand = Demand(

@@ -7,26 +7,26 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from megakv.costmodel.hardware import HardwareProfile, load_profile
-from megakv.costmodel.measure.kernels import Matrices
-from megakv.costmodel.measure.profile import DEFAULT_SECONDS, measure_profile
-from megakv.costmodel.records import Record
-from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.distributed.comm import Communicator
 from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
 from megakv.launcher.ranks import (
-    DTYPES,
-    Progress,
     add_rank_arguments,
     check_rank_arguments,
-    command_line,
+    dtype_of,
     join_ranks,
+    progress,
     start_ranks,
 )
-from megakv.weights.placement import contiguous_head_map
+
+if TYPE_CHECKING:
+    from megakv.costmodel.hardware import HardwareProfile
+    from megakv.costmodel.records import Record
+    from megakv.costmodel.shape import ModelShape
+    from megakv.distributed.comm import Communicator
+
+DEFAULT_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
@@ -44,32 +44,31 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure on ranks of this machine."""
-    measure(__name__, arguments, ["model"])
+    from megakv.costmodel.hardware import load_profile
+
+    measure(__name__, arguments)
     return summary(load_profile(arguments.json, setting="--json"))
 
 
-def measure(module: str, arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """Start the ranks of a measuring command with its arguments, these ones too."""
+def measure(module: str, arguments: argparse.Namespace) -> None:
+    """Start the ranks of a measuring command."""
     check_rank_arguments(arguments, arguments.ranks)
     if arguments.model:
-        layer_shape(arguments)
-    words = command_line(arguments, ["threads", "dtype", "tp", "seconds", "json", *names])
-    start_ranks(module, arguments.ranks, arguments.threads, words)
+        model_shape(arguments)
+    start_ranks(module, arguments.ranks, arguments)
 
 
 def model_shape(arguments: argparse.Namespace) -> ModelShape:
     """That of --model."""
+    from megakv.costmodel.shape import ModelShape
+    from megakv.weights.placement import contiguous_head_map
+
     try:
-        model = ModelShape.from_path(arguments.model, dtype=DTYPES[arguments.dtype])
+        model = ModelShape.from_path(arguments.model, dtype=dtype_of(arguments))
         contiguous_head_map(len(model.layers), model.heads, model.kv_heads, arguments.tp)
     except ValueError as error:
         raise ValueError(f"--model: {error}") from error
     return model
-
-
-def layer_shape(arguments: argparse.Namespace) -> AttentionShape:
-    """A layer of --model on one of --tp ranks; as `model_shape`."""
-    return model_shape(arguments).attention(tp_size=arguments.tp)
 
 
 def summary(profile: HardwareProfile) -> dict[str, object]:
@@ -106,22 +105,21 @@ def join_and_measure(
     with report_errors():
         adopt_slurm()
         comm = join_ranks(arguments)
-        progress = Progress(parser.prog.removesuffix(".py").replace("_", "-"))
-        found = work(arguments, comm, progress.step)
-        progress.close()
+        with progress(parser.prog.removesuffix(".py").replace("_", "-")) as step:
+            found = work(arguments, comm, step)
         if own_rank() == 0:
             found.save(arguments.json)
 
 
 def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callable[[int], None]) -> HardwareProfile:
+    from megakv.costmodel.measure.kernels import Matrices
+    from megakv.costmodel.measure.profile import measure_profile
+
     options: dict[str, Any] = {}
     if arguments.model:
         model = model_shape(arguments)
-        options = {
-            "sizes": (model.attention(tp_size=arguments.tp),),
-            "matrices": Matrices.of(model),
-        }
-    return measure_profile(comm, dtype=DTYPES[arguments.dtype], seconds=arguments.seconds, report=report, **options)
+        options = {"sizes": (model.attention(tp_size=arguments.tp),), "matrices": Matrices.of(model)}
+    return measure_profile(comm, dtype=dtype_of(arguments), seconds=arguments.seconds, report=report, **options)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megakv.tracking import WandbTrackingConfig, log_runs
-from megakv.tracking.files import write_whole
-from megakv.tracking.page import page, read_runs
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -24,10 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write one HTML page, with nothing outside it, about one or several runs side by side."""
+    from megakv.tracking.files import write_whole
+    from megakv.tracking.page import page, read_runs
+
     runs = read_runs(arguments.reports)
     write_whole(arguments.html, page(runs).encode())
     written: dict[str, Any] = {"html": arguments.html, "runs": [name for name, _ in runs]}
     if arguments.wandb:
+        from megakv.tracking.config import WandbTrackingConfig
+        from megakv.tracking.tracker import log_runs
+
         project = WandbTrackingConfig(enabled=True, project=arguments.wandb, name="report")
         written["wandb"] = str(log_runs(runs, project))
     return written

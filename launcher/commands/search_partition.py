@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megakv.config import MegaKVConfig, load_config
-from megakv.costmodel.hardware import load_profile
-from megakv.launcher.ranks import check_writable, command_line, start_ranks
-from megakv.runahead.table import load_table
-from megakv.tracking import TrackingConfig
+from megakv.launcher.ranks import check_writable, start_ranks
+
+if TYPE_CHECKING:
+    from megakv.config import MegaKVConfig
 
 MOST_TOKENS = 10**9
 UNITS = 128
@@ -41,10 +41,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Start the ranks, which search and write the table."""
     config = search_config(arguments, arguments.ranks)
     check_search(arguments, config)
-    names = ["model", "config", "contexts", "table", "profile", "threads", "step", "patience", "repeats", "png"]
-    words = command_line(arguments, names) + ["--full-grid"] * arguments.full_grid
     try:
-        start_ranks("megakv.launcher.search", config.cp_size * config.tp_size, arguments.threads, words)
+        start_ranks("megakv.launcher.search", config.cp_size * config.tp_size, arguments)
     except KeyboardInterrupt:
         print(
             f"megakv: stopped; what was measured is in {journal_path(arguments)}: the same command goes on from there",
@@ -66,6 +64,9 @@ def read_contexts(words: Sequence[str]) -> list[int]:
 
 def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
     """The run's JSON, with runahead as its method, whatever is to be searched left open, and so many ranks if given."""
+    from megakv.config import load_config
+    from megakv.tracking.config import TrackingConfig
+
     config = load_config(arguments.config)
     parallel = config.megakv.context_parallel
     if ranks is not None:
@@ -91,6 +92,9 @@ def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> Me
 
 def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
     """Refuse what cannot work before any rank starts."""
+    from megakv.costmodel.hardware import load_profile
+    from megakv.runahead.table import load_table
+
     for name in ("threads", "repeats", "step", "patience"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

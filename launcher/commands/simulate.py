@@ -7,25 +7,17 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tqdm import tqdm
-
-from megakv.attention.runahead import CHUNK_TOKENS
-from megakv.costmodel.choices import MOST_TOKENS, tp_sizes
-from megakv.costmodel.presets import Hardware, hardware
-from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.simulation import Sharing, simulate
-from megakv.costmodel.simulation_prefill import METHODS
-from megakv.costmodel.simulation_program import Disturbances
-from megakv.costmodel.virtual_runs import GIB, DecodingRun, PrefillRun, VirtualRun
-from megakv.launcher.model_names import model_shape
 from megakv.tracking.files import write_whole
-from megakv.tracking.report import report_to_json
-from megakv.tracking.timeline import draw_timeline, write_trace
 
-MOST_TASKS = 3_000_000
+if TYPE_CHECKING:
+    from megakv.costmodel.presets import Hardware
+    from megakv.costmodel.shape import ModelShape
+    from megakv.costmodel.simulation import Disturbances
+
+METHODS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal", "runahead")
+CHUNK_TOKENS = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,30 +59,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Play a run through, event by event: slow ranks, slow links and noise included."""
+    from tqdm import tqdm
+
+    from megakv.costmodel.memory import GIB
+    from megakv.costmodel.presets import hardware
+    from megakv.costmodel.virtual_runs import VirtualRun
+    from megakv.tracking.report import report_to_json
+    from megakv.tracking.timeline import draw_timelines, write_trace
+
     begun = time.perf_counter()
     machine = hardware(arguments.hardware, setting="--hardware")
-    disturbances = _disturbances(arguments)
-    model = _model(arguments, machine)
-    disturbances.check(arguments.cp * arguments.tp)
-    run = _run(arguments, machine, model)
-    program = run.program()
-    if len(program.tasks) > MOST_TASKS:
-        raise ValueError(
-            f"{len(program.tasks):,} tasks are too many: allowed: {MOST_TASKS:,}; fewer --layers, larger --chunk-tokens"
-        )
-    with tqdm(total=len(program.tasks), desc="simulate", unit="task", leave=False, delay=1.0) as bar:
-        schedule = simulate(
-            disturbances.of(program), Sharing.of(run.profile), progress=lambda ended: bar.update(ended - bar.n)
-        )
+    disturbances, model = _disturbances(arguments), _model(arguments, machine)
+    new, cached = (arguments.context,) * arguments.batch, (arguments.cached,) * arguments.batch
+    with tqdm(desc="simulate", unit="task", leave=False, delay=1.0) as bar:
+        run = VirtualRun(
+            machine, model, new, cached, arguments.cp, arguments.tp, disturbances,
+            progress=lambda ended: bar.update(ended - bar.n),
+        )  # fmt: skip
+        if arguments.method == "offload":
+            host_bytes = None if arguments.host_gb is None else int(arguments.host_gb * GIB)
+            found = run.decoding(steps=arguments.steps, weights_too=arguments.weights_too, host_bytes=host_bytes)
+        else:
+            method = "pass_kv" if arguments.method == "tp" else arguments.method
+            found = run.prefill(method, fractions=arguments.partition, chunk_tokens=arguments.chunk_tokens)
     given = {name: value for name, value in vars(arguments).items() if not callable(value)}
     report = run.report(
-        schedule,
+        found,
         model=Path(arguments.model).name,
         config={"simulated": given},
         machine={"simulated": machine.spec.name},
     )
     if arguments.png:
-        draw_timeline(report, arguments.png)
+        draw_timelines([report], arguments.png)
     if arguments.trace:
         write_trace(report, arguments.trace)
     if arguments.json:
@@ -99,22 +99,27 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "method": arguments.method,
         "ttft_s": report.ttft_s,
         "ttit_s": report.ttit_s,
-        "closed_form_s": run.closed_form_s,
+        "closed_form_s": found.predicted_s,
         "waiting_share": [
-            round(sum(e.end - e.start for e in rank.events if e.kind == "wait") / schedule.seconds, 4)
+            round(sum(e.end - e.start for e in rank.events if e.kind == "wait") / found.played.seconds, 4)
             for rank in report.ranks
         ],
         "bytes_sent": {
             name: sum(rank.bytes_sent.get(name, 0) for rank in report.ranks)
             for name in sorted({name for rank in report.ranks for name in rank.bytes_sent})
         },
-        "tasks": len(program.tasks),
+        "tasks": found.played.tasks,
         "simulated_in_s": time.perf_counter() - begun,
         **{name: getattr(arguments, name) for name in ("png", "trace", "json") if getattr(arguments, name)},
     }
 
 
 def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
+    import torch
+
+    from megakv.costmodel.choices import MOST_TOKENS, tp_sizes
+    from megakv.launcher.model_names import model_shape
+
     for name in ("context", "cached", "batch", "cp", "tp", "chunk_tokens", "steps"):
         low, value = int(name != "cached"), getattr(arguments, name)
         if not low <= value <= MOST_TOKENS:
@@ -134,21 +139,9 @@ def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
     return model
 
 
-def _run(arguments: argparse.Namespace, machine: Hardware, model: ModelShape) -> VirtualRun:
-    lengths = (arguments.context,) * arguments.batch, (arguments.cached,) * arguments.batch
-    if arguments.method == "offload":
-        host_bytes = None if arguments.host_gb is None else int(arguments.host_gb * GIB)
-        return DecodingRun(
-            machine, model, lengths, cp_size=arguments.cp, tp_size=arguments.tp, steps=arguments.steps,
-            weights_too=arguments.weights_too, host_bytes=host_bytes,
-        )  # fmt: skip
-    return PrefillRun(
-        machine, model, lengths, "pass_kv" if arguments.method == "tp" else arguments.method, cp_size=arguments.cp,
-        tp_size=arguments.tp, fractions=arguments.partition, chunk_tokens=arguments.chunk_tokens,
-    )  # fmt: skip
-
-
 def _disturbances(arguments: argparse.Namespace) -> Disturbances:
+    from megakv.costmodel.simulation import Disturbances
+
     ranks = _slowed("--slow-rank", "R:FACTOR", arguments.slow_rank)
     links = _slowed("--slow-link", "A-B:FACTOR", arguments.slow_link)
     return Disturbances(

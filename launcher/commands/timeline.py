@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megakv.tracking import draw_beside, draw_timeline, load_report, write_trace
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -19,11 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Draw one report, or two."""
+    from megakv.tracking.report import load_report
+    from megakv.tracking.timeline import draw_timelines, write_trace
+
     report = load_report(arguments.report)
-    if arguments.beside:
-        draw_beside([report, load_report(arguments.beside)], arguments.png)
-    else:
-        draw_timeline(report, arguments.png)
+    others = [load_report(arguments.beside)] if arguments.beside else []
+    draw_timelines([report, *others], arguments.png)
     written = {"png": arguments.png}
     if arguments.trace:
         write_trace(report, arguments.trace)

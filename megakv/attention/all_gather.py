@@ -5,20 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.partial import PartialAttention
 from megakv.attention.ring import KVFormat, Scratch
 
 
 class AllGatherKV:
     """Every rank first receives all keys and values, then attends to them."""
 
-    attention_type: type[PackedAttention] = PackedAttention
+    partial_type: type[PartialAttention] = PartialAttention
     """How what was gathered is attended to."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        attention = self.attention_type(call.q_HLD, call.tokens, call.scoring, call.value_dim)
+        attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim, self.partial_type)
         parts = call.dense_parts()
         if call.size > 1:
             messages = KVFormat(call, call.held)
@@ -27,10 +28,7 @@ class AllGatherKV:
             messages.pack(parts, buffer[: messages.nbytes(call.rank)])
             everything = self._scratch.take("all", call.size * largest, call.q_HLD.device)
             gathered = call.comm.cp_all_gather(
-                buffer,
-                operation="all_gather",
-                layer=call.layer,
-                receive=everything.view(call.size, largest),
+                buffer, operation="all_gather", layer=call.layer, receive=everything.view(call.size, largest)
             )
             for source in range(call.size):
                 if source != call.rank:

@@ -42,25 +42,29 @@ MAX_ROWS, MAX_HEADS = 32, 128
 """Query rows of a KV head, and query heads of one for one query, beyond which products are as fast (measured)."""
 
 
-class Strides(NamedTuple):
-    """Elements from one head to the next, and from one token to the next."""
+class Run(NamedTuple):
+    """Keys and values of some tokens of a sequence: the addresses of the first ones, and how many there are.
 
+    Strides are the elements from one head, or token, to the next.
+    """
+
+    k: int
+    v: int
+    tokens: int
     k_head: int
     k_step: int
     v_head: int
     v_step: int
 
-
-class Run(NamedTuple):
-    """Keys and values of consecutive tokens: the addresses of the first ones, and how many there are."""
-
-    k: int
-    v: int
-    tokens: int
+    @classmethod
+    def of(cls, k_KSD: Tensor, v_KSD: Tensor) -> Run:
+        """All tokens of keys and values that `DecodeKernel.reads`."""
+        k_strides, v_strides = k_KSD.stride(), v_KSD.stride()
+        return cls(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1], *k_strides[:2], *v_strides[:2])
 
 
 class RunTable(NamedTuple):
-    """Runs of several sequences: ``[n, 3]``, and the first one of each sequence, ``[B + 1]``."""
+    """Runs of several sequences, ``[n, 7]``, and the first one of each sequence, ``[B + 1]``."""
 
     runs: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -89,7 +93,9 @@ class Decoding:
         return self.out.select(2, 0).transpose(0, 1), self.lse.select(2, 0).t()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp as of `DecodeKernel.attend`, with as many threads as PyTorch uses in this one."""
+        """``[B, H, L, Dv]`` and ``[B, H, L]``, with as many threads as PyTorch uses in this one; 0 and -inf for a
+        sequence without runs.
+        """
         if self._call(*self._before, torch.get_num_threads(), *self._behind):
             sequences, heads = self.out.shape[:2]
             raise MemoryError(f"no memory for partial results of {sequences} sequences with {heads} heads")
@@ -105,19 +111,22 @@ class DecodeKernel:
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_decode
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        sizes = (whole,) * (4 + len(Strides._fields))
         self._call.argtypes = [
-            number, pointer, whole, pointer, pointer, *sizes, ctypes.c_float, number, pointer, pointer,
+            number, pointer, whole, pointer, pointer, *(whole,) * 4, ctypes.c_float, number, pointer, pointer,
         ]  # fmt: skip
         self._call.restype = ctypes.c_int
 
     @staticmethod
     def computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
         """Whether these are for it: few rows, all of one type that it knows, each in one piece."""
-        # It reads addresses: what does not fit together must not come to it.
-        fits = q_HLD.dtype == k_KSD.dtype == v_KSD.dtype and q_HLD.shape[2] == k_KSD.shape[2]
         few = DecodeKernel.few(q_HLD.shape[0] // k_KSD.shape[0], q_HLD.shape[1])
-        return fits and few and q_HLD.dtype in TYPES and k_KSD.stride(2) == v_KSD.stride(2) == 1
+        return few and DecodeKernel.reads(q_HLD, k_KSD, v_KSD)
+
+    @staticmethod
+    def reads(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
+        """Whether they fit together: it reads addresses, so what does not must not come to it."""
+        fits = q_HLD.dtype == k_KSD.dtype == v_KSD.dtype and q_HLD.shape[2] == k_KSD.shape[2]
+        return fits and q_HLD.dtype in TYPES and k_KSD.stride(2) == v_KSD.stride(2) == 1
 
     @staticmethod
     def few(group: int, length: int) -> bool:
@@ -126,9 +135,8 @@ class DecodeKernel:
 
     def __call__(self, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, float32, of one sequence that it `computes`."""
-        strides = Strides(k_KSD.stride(0), k_KSD.stride(1), v_KSD.stride(0), v_KSD.stride(1))
-        run = Run(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1])
-        out, lse = self.attend(q_HLD[None], RunTable.of([[run]]), k_KSD.shape[0], v_KSD.shape[2], strides, scale)
+        table = RunTable.of([[Run.of(k_KSD, v_KSD)]])
+        out, lse = self.ready(q_HLD[None], table, k_KSD.shape[0], v_KSD.shape[2], scale)()
         return out[0], lse[0]
 
     def rows(
@@ -136,36 +144,27 @@ class DecodeKernel:
     ) -> Decoding:
         """A call for several sequences, whose keys and values lie token by token.
 
-        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values. Queries are
-        ``[B, H, L, D]``.
+        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values.
         """
         dim = q_BHLD.shape[-1]
         width, behind = kv_heads * (dim + value_dim), kv_heads * dim * q_BHLD.element_size()
-        runs = [[Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece)) for piece in pieces] for pieces in rows]
-        strides = Strides(dim, width, value_dim, width)
-        return self.ready(q_BHLD, RunTable.of(runs), kv_heads, value_dim, strides, scale)
+        strides = dim, width, value_dim, width
+        runs = [
+            [Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece), *strides) for piece in own] for own in rows
+        ]
+        return self.ready(q_BHLD, RunTable.of(runs), kv_heads, value_dim, scale)
 
-    def attend(
-        self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, strides: Strides, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """``[B, H, L, Dv]`` and ``[B, H, L]`` of several sequences, of queries ``[B, H, L, D]``; 0 and -inf for one
-        without runs.
+    def ready(self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, scale: float) -> Decoding:
+        """A call for the queries ``[B, H, L, D]`` of several sequences.
 
-        Keys and values are in the queries' type, where the table says, and must stay there; all runs have the same
-        strides.
+        Keys and values are in the queries' type, where the table says, and must stay there.
         """
-        return self.ready(q_BHLD, table, kv_heads, value_dim, strides, scale)()
-
-    def ready(
-        self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, strides: Strides, scale: float
-    ) -> Decoding:
-        """`attend` with all done but the computation."""
         sequences, heads, length, dim = q_BHLD.shape
         q = q_BHLD.to(torch.float32).contiguous()
         out, lse = q.new_empty((sequences, heads, length, value_dim)), q.new_empty((sequences, heads, length))
         before = (
             TYPES[q_BHLD.dtype], q.data_ptr(), sequences, table.bounds.ctypes.data, table.runs.ctypes.data,
-            kv_heads, heads // kv_heads * length, dim, value_dim, *strides, scale,
+            kv_heads, heads // kv_heads * length, dim, value_dim, scale,
         )  # fmt: skip
         return Decoding(self._call, before, out, lse, (q, table))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.part import KVPart, PackedRows, Part, dense
-from megakv.attention.partial import PartialAttention
+from megakv.attention.partial import KVPart, Part, PartialAttention, dense
 from megakv.attention.reference import Scoring
-from megakv.attention.together import attend_runs, attend_together
+from megakv.attention.together import PackedRows, attend_runs, attend_together
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
@@ -120,13 +119,27 @@ class AttentionCall:
         """Per rank, the tokens whose keys and values it holds, new ones included."""
         return self.table.tokens()
 
-    def local_parts(self) -> LocalParts:
-        """This rank's keys and values of all sequences that have any."""
-        return LocalParts(self)
+    @cached_property
+    def parts(self) -> list[Part]:
+        """This rank's keys and values of all sequences that have any, looked at when they are first asked for."""
+        found: list[Part] = []
+        for sequence in range(self.table.batch):
+            slots = self.table.slots(self.rank, sequence)
+            if len(slots):
+                found += self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+        return found
+
+    @cached_property
+    def packed(self) -> PackedRows | None:
+        """All of them where they lie in one buffer; None where they do not."""
+        buffer = self.store.packed()
+        if buffer is None:
+            return None
+        return PackedRows(*buffer, [self.table.slots(self.rank, sequence) for sequence in range(self.table.batch)])
 
     def dense_parts(self) -> list[KVPart]:
         """The same for methods that send keys and values to other ranks: compressed ones do not travel."""
-        return dense(self.local_parts())
+        return dense(self.parts)
 
     def new_parts(self, start: int = 0, stop: int | None = None) -> Iterator[KVPart]:
         """Keys and values that this rank computed in rows ``[start, stop)`` of the pass, a part per sequence."""
@@ -147,7 +160,7 @@ class AttentionCall:
     def cached_parts(self) -> Iterator[Part]:
         """What this rank held before the pass. The store must hold the new tokens, or places for them."""
         stored = self.layout.stored[self.rank]
-        for part in self.local_parts():
+        for part in self.parts:
             if isinstance(part, KVPart):
                 # New rows come last, and are dense: compression follows attention.
                 run = stored.run(part.sequence)
@@ -159,59 +172,32 @@ class AttentionCall:
                 yield part
 
 
-class LocalParts:
-    """A rank's keys and values of all sequences that have any, looked at when they are asked for."""
+AttentionMethod = Callable[[AttentionCall], tuple[Tensor, Tensor]]
+"""A way to compute exact attention over tokens that are spread over ranks.
 
-    def __init__(self, call: AttentionCall):
-        self._call = call
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter(self._parts)
-
-    @cached_property
-    def _parts(self) -> list[Part]:
-        call, found = self._call, list[Part]()
-        for sequence in range(call.table.batch):
-            slots = call.table.slots(call.rank, sequence)
-            if len(slots):
-                found += call.store.parts(sequence, slots, call.table.positions(call.rank, sequence))
-        return found
-
-    @cached_property
-    def packed(self) -> PackedRows | None:
-        """All of them where they lie in one buffer; None where they do not."""
-        call = self._call
-        buffer = call.store.packed()
-        if buffer is None:
-            return None
-        slots = [call.table.slots(call.rank, sequence) for sequence in range(call.table.batch)]
-        return PackedRows(*buffer, slots)
+It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries.
+"""
 
 
-class AttentionMethod(Protocol):
-    """A way to compute exact attention over tokens that are spread over ranks."""
-
-    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries."""
-
-
-def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
+def attend_here(
+    call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: Sequence[Part] | None = None
+) -> tuple[Tensor, Tensor]:
     """``[H, L, Dv]`` and ``[H, L]`` of some rank's queries over this rank's keys and values, wherever these lie.
 
-    `parts` is looked at after the rest has begun elsewhere.
+    `parts`, all of the call's if None, are looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
+    packed = call.packed if tokens.single and parts is None else None
+    if parts is None and packed is None:
+        parts = call.parts
     together = None
-    if tokens.single:
-        packed = parts.packed if isinstance(parts, LocalParts) else None
-        if packed is not None:
-            together = attend_together(q_HLD, tokens, call.scoring, packed)
-        elif q_HLD.device.type == "cpu":
-            parts = list(parts)
-            together = attend_runs(q_HLD, tokens, call.scoring, parts)
+    if packed is not None:
+        together = attend_together(q_HLD, tokens, call.scoring, packed)
+    elif tokens.single and q_HLD.device.type == "cpu":
+        together = attend_runs(q_HLD, tokens, call.scoring, parts or ())
     if together is None:
         attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
-        for part in parts:
+        for part in call.parts if parts is None else parts:
             attention.add(part)
         together = attention.result()
     out, lse = together
@@ -221,12 +207,16 @@ def attend_here(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: I
 
 
 class PackedAttention:
-    """Running partial attention of packed queries of several sequences."""
+    """Running partial attention of packed queries of several sequences, each by a `partial_type`."""
 
-    partial_type: type[PartialAttention] = PartialAttention
-    """How one sequence's queries attend to a part."""
-
-    def __init__(self, q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, value_dim: int):
+    def __init__(
+        self,
+        q_HLD: Tensor,
+        tokens: TokenBlock,
+        scoring: Scoring,
+        value_dim: int,
+        partial_type: type[PartialAttention] = PartialAttention,
+    ):
         self._shape = (q_HLD.shape[0], q_HLD.shape[1], value_dim)
         self._dtype = torch.float64 if q_HLD.dtype == torch.float64 else torch.float32
         self._device = q_HLD.device
@@ -234,7 +224,7 @@ class PackedAttention:
         for sequence in range(tokens.batch):
             run = tokens.run(sequence)
             if run.stop > run.start:
-                partial = self.partial_type(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
+                partial = partial_type(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
                 self._runs[sequence] = (run, partial)
 
     def add(self, part: Part) -> None:

@@ -7,6 +7,10 @@ slots, never from the order in which parts arrive.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +20,7 @@ from megakv.attention.merge import merge_
 from megakv.attention.reference import Scoring
 from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
 from megakv.device import upload
+from megakv.distributed.sharding import IntArray
 
 
 class PartialAttention:
@@ -118,3 +123,41 @@ class PartialAttention:
             lse = self.q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
             self._state = out.transpose(0, 1), lse.t()
         return self._state
+
+
+class Part(Protocol):
+    """Some of a sequence's cached keys and values, however they are held."""
+
+    @property
+    def sequence(self) -> int:
+        """Batch row."""
+
+    def add_to(self, partial: PartialAttention) -> None:
+        """Attend to them and merge the result."""
+
+
+@dataclass(frozen=True)
+class KVPart:
+    """Keys and values of one sequence on one rank, with the coordinates that causality is decided from.
+
+    ``[K, S, D]`` keys, ``[K, S, Dv]`` values and ``[S]`` slots, which ascend, and positions.
+    """
+
+    sequence: int
+    k_KSD: Tensor
+    v_KSD: Tensor
+    slots: IntArray
+    positions: IntArray
+
+    def add_to(self, partial: PartialAttention) -> None:
+        """See `Part`."""
+        partial.add(self.k_KSD, self.v_KSD, self.slots, self.positions)
+
+
+def dense(parts: Iterable[Part]) -> list[KVPart]:
+    """Parts that can be sent to other ranks, which only dense ones are made for."""
+    found = []
+    for part in parts:
+        assert isinstance(part, KVPart), "compressed keys and values do not travel"
+        found.append(part)
+    return found

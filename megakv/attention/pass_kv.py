@@ -20,7 +20,7 @@ class PassKV:
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         if call.size == 1:
             with call.comm.ledger.compute("attention", call.layer):
-                return attend_here(call, call.q_HLD, call.tokens, call.local_parts())
+                return attend_here(call, call.q_HLD, call.tokens)
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         attend_to_all_shards(call, attention, call.held, call.dense_parts(), self._scratch)
         return attention.result()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_parts
 from megakv.attention.method import AttentionCall, attend_here
-from megakv.attention.part import Part
+from megakv.attention.partial import Part
 from megakv.attention.ring import QueryFormat, Scratch, pass_around
 
 
@@ -23,14 +23,16 @@ class PassQ:
         self._scratch = Scratch()
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        return visit_all_shards(call, call.local_parts(), self._scratch)
+        return visit_all_shards(call, self._scratch)
 
 
-def visit_all_shards(call: AttentionCall, parts: Iterable[Part], scratch: Scratch) -> tuple[Tensor, Tensor]:
+def visit_all_shards(
+    call: AttentionCall, scratch: Scratch, parts: Sequence[Part] | None = None
+) -> tuple[Tensor, Tensor]:
     """Let every rank's queries visit this rank, its own first, and attend to its shard; then bring results home.
 
-    `parts`, this rank's keys and values, are looked at once for each rank's queries. Returns ``[H, L, Dv]`` and ``[H,
-    L]`` of this rank's queries over all shards.
+    `parts` are those of this rank's shard, all of the call's if None. Returns ``[H, L, Dv]`` and ``[H, L]`` of this
+    rank's queries over all shards.
     """
     messages = QueryFormat(call)
     partials: dict[int, tuple[Tensor, Tensor]] = {}

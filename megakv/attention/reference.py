@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megakv.attention.visibility import Slots, visible_pairs
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -58,28 +56,6 @@ def dense_attention(
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
     return weights @ v, lse
-
-
-def reference_attention(
-    q_HLD: Tensor,
-    k_KSD: Tensor,
-    v_KSD: Tensor,
-    q_slots: Slots,
-    k_slots: Slots,
-    scoring: Scoring,
-    k_positions: Slots | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `megakv.attention.partial.PartialAttention` gives for one part, in its dense form, float64."""
-    device = q_HLD.device
-    visible = torch.from_numpy(visible_pairs(q_slots, k_slots, scoring.window)).to(device)
-    bias = None
-    if scoring.alibi_slopes is not None:
-        positions = k_slots if k_positions is None else k_positions
-        distance = torch.from_numpy(positions[None, :] - q_slots[:, None]).to(device)
-        bias = scoring.alibi_slopes.double()[:, None, None] * distance
-    return dense_attention(
-        q_HLD, k_KSD, v_KSD, scoring.scale, visible_LS=visible, softcap=scoring.softcap, bias_HLS=bias
-    )
 
 
 def difference(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float) -> str:

@@ -18,7 +18,7 @@ class Replicated:
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         assert call.layout.replicated or call.size == 1
         with call.comm.ledger.compute("attention", call.layer):
-            out, lse = attend_here(call, call.q_HLD, call.tokens, call.local_parts())
+            out, lse = attend_here(call, call.q_HLD, call.tokens)
         if call.size == 1:
             return out, lse
         both = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
@@ -31,4 +31,4 @@ class Local:
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         with call.comm.ledger.compute("attention", call.layer):
-            return attend_here(call, call.q_HLD, call.tokens, call.local_parts())
+            return attend_here(call, call.q_HLD, call.tokens)

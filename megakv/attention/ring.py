@@ -6,7 +6,6 @@ way.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ class Scratch:
         return buffer[:nbytes]
 
 
-class MessageFormat(ABC):
+class MessageFormat:
     """Messages of known tokens: nothing but rows travels, so nothing has to be read to know whose they are."""
 
     def __init__(self, tokens: Sequence[TokenBlock], row_bytes: int):
@@ -41,10 +40,6 @@ class MessageFormat(ABC):
     def nbytes(self, index: int) -> int:
         """Size of a message."""
         return len(self.tokens[index]) * self.row_bytes
-
-    @abstractmethod
-    def pack(self, content: Any, buffer: Tensor) -> None:
-        """Write this rank's content into a message buffer."""
 
 
 class KVFormat(MessageFormat):
@@ -73,15 +68,16 @@ class KVFormat(MessageFormat):
         parts: list[KVPart] = []
         for sequence in range(tokens.batch):
             run = tokens.run(sequence)
-            if run.start == run.stop:
+            count = run.stop - run.start
+            if not count:
                 continue
-            tensors = []
+            found = []
             for dim in self._dims:
-                shape = (self._heads, run.stop - run.start, dim)
-                stop = start + shape[0] * shape[1] * dim
-                tensors.append(rows[start:stop].view(shape))
+                stop = start + self._heads * count * dim
+                found.append(rows[start:stop].view(self._heads, count, dim))
                 start = stop
-            parts.append(KVPart(sequence, tensors[0], tensors[1], tokens.slot[run], tokens.position[run]))
+            keys, values = found
+            parts.append(KVPart(sequence, keys, values, tokens.slot[run], tokens.position[run]))
         return parts
 
 
@@ -104,7 +100,7 @@ class QueryFormat(MessageFormat):
 
 
 def pass_around(
-    call: AttentionCall, messages: MessageFormat, own: Any, scratch: Scratch, *, operation: str
+    call: AttentionCall, messages: KVFormat | QueryFormat, own: Any, scratch: Scratch, *, operation: str
 ) -> Iterator[tuple[int, Tensor]]:
     """Let every rank's message visit this rank, its own first: the rank that it comes from, and the message.
 

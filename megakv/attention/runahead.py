@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
 from megakv.attention.method import AttentionCall, PackedAttention
-from megakv.attention.part import KVPart, dense
+from megakv.attention.partial import KVPart, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
 from megakv.attention.ring import KVFormat, Scratch
@@ -44,33 +46,35 @@ class Runahead:
         attention = PackedAttention(call.q_HLD, call.tokens, call.scoring, call.value_dim)
         plan = self._planned(call)
         messages = KVFormat(call, plan.messages)
-        self._note_order(call.layer, messages.row_bytes)
+        if self._layer is not None:
+            # Layers may differ in shape, and a posted receive cannot be taken back: remember which follows which.
+            self._following[self._layer] = (call.layer, messages.row_bytes)
+        self._layer = call.layer
         self._link.start_layer(
             call, [messages.nbytes(index) for index in plan.incoming], self._expected(call.layer, plan)
         )
         self._link.send_own(call, plan, messages)
-        collected = _Collected(call) if call.layout.gathered and call.rank == call.size - 1 else None
-        with call.comm.ledger.compute("attention", call.layer):
-            for part in call.new_parts():
-                attention.add(part)
-                if collected is not None:
-                    collected.add(part)
-        self._attend_to_cached(call, attention)
-        for index, message in self._link.arrivals(call, plan, messages):
-            with call.comm.ledger.compute("attention", call.layer):
-                for part in messages.unpack(index, message):
-                    attention.add(part)
-                    if collected is not None:
-                        collected.add(part)
-        return attention.result()
+        places = _places(call) if call.layout.gathered and call.rank == call.size - 1 else {}
 
-    def _attend_to_cached(self, call: AttentionCall, attention: PackedAttention) -> None:
-        if not any(map(len, self._cached)):
-            return
-        if call.compressed:
-            attention.merge(*visit_all_shards(call, list(call.cached_parts()), self._scratch))
-        else:
-            attend_to_all_shards(call, attention, self._cached, dense(call.cached_parts()), self._scratch)
+        def attend(parts: Iterable[KVPart]) -> None:
+            with call.comm.ledger.compute("attention", call.layer):
+                for part in parts:
+                    attention.add(part)
+                    if places:
+                        slots, keys, values = places[part.sequence]
+                        start = int(slots.searchsorted(part.slots[0]))
+                        rows = slice(start, start + len(part.slots))
+                        keys[:, rows], values[:, rows] = part.k_KSD, part.v_KSD
+
+        attend(call.new_parts())
+        if any(map(len, self._cached)):
+            if call.compressed:
+                attention.merge(*visit_all_shards(call, self._scratch, list(call.cached_parts())))
+            else:
+                attend_to_all_shards(call, attention, self._cached, dense(call.cached_parts()), self._scratch)
+        for index, message in self._link.arrivals(call, plan, messages):
+            attend(messages.unpack(index, message))
+        return attention.result()
 
     def _planned(self, call: AttentionCall) -> ChainPlan:
         """The plan of the pass that this layer belongs to."""
@@ -87,12 +91,6 @@ class Runahead:
             self._link.start_pass(self._plan)
         return self._plan
 
-    def _note_order(self, layer: int, row_bytes: int) -> None:
-        """Remember which layer follows which: layers may differ in shape, and a posted receive cannot be taken back."""
-        if self._layer is not None:
-            self._following[self._layer] = (layer, row_bytes)
-        self._layer = layer
-
     def _expected(self, layer: int, plan: ChainPlan) -> list[tuple[int, int]]:
         """Bytes and layer of what arrives in the next layer; nothing in the first pass, which learns it."""
         if layer not in self._following:
@@ -101,22 +99,12 @@ class Runahead:
         return [(len(plan.messages[index]) * row_bytes, following) for index in plan.incoming]
 
 
-class _Collected:
-    """Places in the last rank's store for the keys and values of all ranks, filled in slot order as they come."""
-
-    def __init__(self, call: AttentionCall):
-        stored = call.layout.stored[call.rank]
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
-        self._slots: dict[int, IntArray] = {}
-        for sequence in range(stored.batch):
-            run = stored.run(sequence)
-            if run.stop > run.start:
-                self._places[sequence] = call.store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD)
-                self._slots[sequence] = stored.slot[run]
-
-    def add(self, part: KVPart) -> None:
-        """Copy a part, whose tokens follow one another, to its place."""
-        keys, values = self._places[part.sequence]
-        start = int(self._slots[part.sequence].searchsorted(part.slots[0]))
-        rows = slice(start, start + len(part.slots))
-        keys[:, rows], values[:, rows] = part.k_KSD, part.v_KSD
+def _places(call: AttentionCall) -> dict[int, tuple[IntArray, Tensor, Tensor]]:
+    """By sequence, the slots that the last rank stores of all ranks, and places for their keys and values."""
+    stored = call.layout.stored[call.rank]
+    runs = {sequence: stored.run(sequence) for sequence in range(stored.batch)}
+    return {
+        sequence: (stored.slot[run], *call.store.reserve(sequence, run.stop - run.start, call.k_KLD, call.v_KLD))
+        for sequence, run in runs.items()
+        if run.stop > run.start
+    }

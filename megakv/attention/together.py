@@ -7,20 +7,33 @@ CUDA, sequences of one length that lie at one distance from each other need one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megakv.attention.backends import Backend, cuda_efficient, cuda_flash, select
-from megakv.attention.compiled import TYPES, Run, RunTable, Strides, load_kernel
-from megakv.attention.part import KVPart, PackedRows, Part
-from megakv.attention.partial import Scoring
+from megakv.attention.compiled import Run, RunTable, load_kernel
+from megakv.attention.partial import KVPart, Part, Scoring
 from megakv.attention.visibility import sees_all
-from megakv.distributed.sharding import TokenBlock
+from megakv.distributed.sharding import IntArray, TokenBlock
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 MULTIPLE = 8
 """The kernels take head dims that are multiples of that; others are left to calls by sequence, which pad them."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Keys and values of several sequences in one buffer."""
+
+    k_KRD: Tensor
+    v_KRD: Tensor
+    first: list[int]
+    """``[B]`` the first row of each sequence, of which there are `count`."""
+    count: list[int]
+    slots: Sequence[IntArray]
+    """Of each sequence, ascending; its rows are those of the last ones."""
 
 
 def _flash(q_BKGD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -65,22 +78,36 @@ def attend_together(
 def _on_processor(
     q_HLD: Tensor, scale: float, packed: PackedRows, first: list[int], count: list[int]
 ) -> tuple[Tensor, Tensor] | None:
-    kernel, _ = load_kernel()
     k_KRD, v_KRD = packed.k_KRD, packed.v_KRD
-    known = q_HLD.dtype == k_KRD.dtype and q_HLD.dtype in TYPES
-    if kernel is None or not known or not kernel.few(q_HLD.shape[0] // len(k_KRD), 1):
+    if not _computes(q_HLD, k_KRD, v_KRD):
         return None
-    (k_head, k_row, k_inner), (v_head, v_row, v_inner) = k_KRD.stride(), v_KRD.stride()
-    assert k_inner == v_inner == 1, "rows are not in one piece"
-    k, v, size = k_KRD.data_ptr(), v_KRD.data_ptr(), k_KRD.element_size()
-    runs = [
-        [Run(k + at * k_row * size, v + at * v_row * size, rows)] if rows else []
-        for at, rows in zip(first, count, strict=True)
-    ]
-    strides = Strides(k_head, k_row, v_head, v_row)
-    call = kernel.ready(
-        q_HLD.transpose(0, 1).unsqueeze(2), RunTable.of(runs), len(k_KRD), v_KRD.shape[2], strides, scale
+    every, size = Run.of(k_KRD, v_KRD), k_KRD.element_size()
+    return _decode(
+        q_HLD,
+        [
+            [every._replace(k=every.k + at * every.k_step * size, v=every.v + at * every.v_step * size, tokens=rows)]
+            if rows
+            else []
+            for at, rows in zip(first, count, strict=True)
+        ],
+        len(k_KRD),
+        v_KRD.shape[2],
+        scale,
     )
+
+
+def _computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
+    """Whether the compiled kernel takes one query row of each sequence over such keys and values."""
+    kernel, _ = load_kernel()
+    return kernel is not None and kernel.few(len(q_HLD) // len(k_KSD), 1) and kernel.reads(q_HLD, k_KSD, v_KSD)
+
+
+def _decode(
+    q_HLD: Tensor, runs: Sequence[Sequence[Run]], kv_heads: int, value_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    kernel, _ = load_kernel()
+    assert kernel is not None
+    call = kernel.ready(q_HLD.transpose(0, 1).unsqueeze(2), RunTable.of(runs), kv_heads, value_dim, scale)
     call()
     return call.by_head()
 
@@ -130,45 +157,19 @@ def attend_runs(
     None where there is more to it: nothing to attend to, hidden keys, terms added to scores, a layout or a type that
     the kernel does not read, or no kernel. Queries are on the processor; a sequence may have any number of parts.
     """
-    kernel, _ = load_kernel()
-    dense = [part for part in parts if isinstance(part, KVPart)]
-    if kernel is None or not dense or len(dense) < len(parts) or not scoring.plain or q_HLD.dtype not in TYPES:
-        return None
-    kv_heads, value_dim = dense[0].k_KSD.shape[0], dense[0].v_KSD.shape[2]
-    if not kernel.few(q_HLD.shape[0] // kv_heads, 1):
+    if not scoring.plain:
         return None
     rows = {sequence: row for row, sequence in enumerate(tokens.sequences)}
     runs: list[list[Run]] = [[] for _ in rows]
-    strides: list[Strides | None] = [None] * len(rows)
-    for part in dense:
+    kv_heads = value_dim = 0
+    for part in parts:
+        if not isinstance(part, KVPart) or not _computes(q_HLD, part.k_KSD, part.v_KSD):
+            return None
         row = rows.get(part.sequence)
         if row is None or not len(part.slots):
             continue
-        k_KSD, v_KSD = part.k_KSD, part.v_KSD
         if not sees_all(tokens.slot[row], part.slots, 0, len(part.slots), scoring.window):
             return None
-        k_strides, v_strides = k_KSD.stride(), v_KSD.stride()
-        own = Strides(*k_strides[:2], *v_strides[:2])
-        # It reads addresses: what does not fit together must not come to it.
-        fits = q_HLD.dtype == k_KSD.dtype == v_KSD.dtype and k_strides[2] == v_strides[2] == 1
-        if not fits or k_KSD.shape[2] != q_HLD.shape[2] or strides[row] not in (None, own):
-            return None
-        strides[row] = own
-        runs[row].append(Run(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1]))
-    kinds: dict[Strides, list[int]] = {}
-    for row, found in enumerate(strides):
-        if found is not None:
-            kinds.setdefault(found, []).append(row)
-    q_BHLD = q_HLD.transpose(0, 1).unsqueeze(2)
-    if len(kinds) == 1:
-        out, lse = kernel.attend(q_BHLD, RunTable.of(runs), kv_heads, value_dim, kinds.popitem()[0], scoring.scale)
-    elif kinds:
-        count, heads = len(runs), q_HLD.shape[0]
-        out = q_HLD.new_zeros((count, heads, 1, value_dim), dtype=torch.float32)
-        lse = q_HLD.new_full((count, heads, 1), float("-inf"), dtype=torch.float32)
-        for kind, chosen in kinds.items():
-            table = RunTable.of([runs[row] for row in chosen])
-            out[chosen], lse[chosen] = kernel.attend(q_BHLD[chosen], table, kv_heads, value_dim, kind, scoring.scale)
-    else:
-        return None
-    return out.select(2, 0).transpose(0, 1), lse.select(2, 0).t()
+        runs[row].append(Run.of(part.k_KSD, part.v_KSD))
+        kv_heads, value_dim = len(part.k_KSD), part.v_KSD.shape[2]
+    return _decode(q_HLD, runs, kv_heads, value_dim, scoring.scale) if kv_heads else None

@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from megakv.attention.all_gather import AllGatherKV
-from megakv.attention.method import PackedAttention
 from megakv.attention.partial import PartialAttention
 from megakv.attention.visibility import SHORT_STEP, Block, Slots
 
@@ -80,11 +79,7 @@ class RectangleAttention(PartialAttention):
                     self._add_block(Block(q0, q1, k0, k1, kind), *part)
 
 
-class _PackedRectangles(PackedAttention):
-    partial_type = RectangleAttention
-
-
 class TSP(AllGatherKV):
     """Every rank receives all keys and values, then computes its queries against all of them."""
 
-    attention_type = _PackedRectangles
+    partial_type = RectangleAttention

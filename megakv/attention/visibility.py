@@ -9,6 +9,7 @@ blocks with an explicit mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -97,47 +98,27 @@ def _runs(q_slots: Slots, k_slots: Slots, high: Slots) -> list[_Run]:
     # Row i goes on with the run of row i - 1 as a diagonal if both see their own key and it is the next one.
     diagonal = own[1:] & own[:-1] & (step == 1)
     flat = step == 0
-    link = np.where(diagonal, 1, np.where(flat, 2, 0))
-    # A run ends where the kind of link changes; the row between two kinds belongs to the earlier run.
-    runs: list[_Run] = []
-    a = 0
-    edges = np.flatnonzero(np.diff(link)) + 1
-    for first, last in zip(np.r_[0, edges], np.r_[edges, len(link)], strict=True):
-        if first == last:
-            continue
-        pattern = link[first]
-        if pattern == 0:
-            # No link: each of these rows but the last, which may start the next run, stands alone.
-            runs.extend(_Run(int(row), int(row) + 1, "flat") for row in range(a, int(last)))
-            a = int(last)
-        elif int(last) + 1 > a:
-            runs.append(_Run(a, int(last) + 1, "diagonal" if pattern == 1 else "flat"))
-            a = int(last) + 1
-    if a < len(high):
-        runs.append(_Run(a, len(high), "flat"))
-    return runs
+    # How each row goes on with the one before; where that changes, the row between the two kinds ends the earlier run.
+    link = np.concatenate([[0], np.where(diagonal, 1, np.where(flat, 2, 0))])
+    before = np.concatenate([[0], link[:-1]])
+    starts = np.flatnonzero((link == 0) | (before != 0) & (before != link))
+    return [
+        _Run(a, b, "diagonal" if b - a > 1 and link[a + 1] == 1 else "flat")
+        for a, b in pairwise([*starts.tolist(), len(high)])
+    ]
 
 
-def _melt_short_runs(runs: list[_Run], high: Slots) -> Iterator[_Run]:
+def _melt_short_runs(runs: list[_Run], high: Slots) -> list[_Run]:
     """Join neighbouring short runs into one that is masked, where a kernel call for each would cost more."""
-    group: list[_Run] = []
+    melted: list[_Run] = []
     for run in runs:
-        near = not group or high[run.a] - high[group[-1].b - 1] <= SHORT_STEP
-        if run.b - run.a >= SHORT_RUN or not near:
-            yield from _melted(group)
-            group = []
-        if run.b - run.a >= SHORT_RUN:
-            yield run
+        last = melted[-1] if melted and run.b - run.a < SHORT_RUN else None
+        small = last is not None and (last.pattern == "mixed" or last.b - last.a < SHORT_RUN)
+        if last is not None and small and high[run.a] - high[last.b - 1] <= SHORT_STEP:
+            melted[-1] = _Run(last.a, run.b, "mixed")
         else:
-            group.append(run)
-    yield from _melted(group)
-
-
-def _melted(group: list[_Run]) -> Iterator[_Run]:
-    if len(group) == 1:
-        yield group[0]
-    elif group:
-        yield _Run(group[0].a, group[-1].b, "mixed")
+            melted.append(run)
+    return melted
 
 
 def _tiles(run: _Run, low: Slots, high: Slots, window: int | None) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.part import Part
+from megakv.attention.partial import Part
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray

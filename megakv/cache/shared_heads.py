@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.part import KVPart, Part
-from megakv.attention.partial import PartialAttention
+from megakv.attention.partial import KVPart, Part, PartialAttention
 from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
@@ -23,7 +22,7 @@ from megakv.tensor_files import StreamedTensor
 
 @dataclass(frozen=True)
 class SharedHeadsPart:
-    """One sequence's keys and values, other tokens in other heads (see `megakv.attention.part.Part`).
+    """One sequence's keys and values, other tokens in other heads (see `megakv.attention.partial.Part`).
 
     Every pair of a query and a key is counted on one replica of its head only: with a token of an earlier pass on that
     which keeps it; with a token of this pass on that which has the query.

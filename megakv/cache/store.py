@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.part import KVPart, Part
+from megakv.attention.partial import KVPart, Part
 from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.tensor_files import StreamedTensor

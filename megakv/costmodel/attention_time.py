@@ -9,8 +9,10 @@ differently shaped kernel calls. Cached tokens are seen by every row.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 from megakv.attention.visibility import SHORT_RUN
 from megakv.costmodel.context_parallel import Workload
@@ -30,7 +32,6 @@ DECODING = "pass_q_decoding"
 class Prediction:
     """Seconds of one layer's attention, by what they go to."""
 
-    method: str
     # ``attention`` (kernels), ``exposed`` (ring exchange that attention does not hide), ``collective`` (All2All or
     # all-gather), ``straggle`` (waiting in it for the last rank), ``merge``, ``copy`` (packing messages), ``overhead``.
     terms: dict[str, float] = field(default_factory=dict)
@@ -40,22 +41,13 @@ class Prediction:
         return sum(self.terms.values())
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """One rank's queries against one shard: kernels, rows that see anything, rows merged or written on the way."""
 
     attention_s: float = 0.0
     seen_rows: float = 0.0
     merged_rows: float = 0.0
     pieces_rows: float = 0.0
-
-    def __add__(self, other: _Step) -> _Step:
-        return _Step(
-            self.attention_s + other.attention_s,
-            self.seen_rows + other.seen_rows,
-            self.merged_rows + other.merged_rows,
-            self.pieces_rows + other.pieces_rows,
-        )
 
 
 @dataclass(frozen=True)
@@ -87,16 +79,14 @@ class LayerTimes:
     def predict(self, method: str) -> Prediction:
         """Seconds of a method; a pass of fewer than 2N tokens a sequence goes the way of decoding."""
         if self.size == 1:
-            alone = sum((self._alone(t, p) for t, p in self._sequences()), _Step()).attention_s
-            return Prediction(method, {"attention": alone})
+            return Prediction({"attention": self._total(self._alone).attention_s})
         if method == "replicated":
-            return self._added_up(method, self._replicated())
+            return self._added_up(self._replicated())
         if self._short:
-            return self._added_up("pass_q", self._decoding())
+            return self._added_up(self._decoding())
         # After its own, the first rank meets only later ranks' shards and the last only earlier ones': one is slowest.
-        return max(
-            (self._added_up(method, self.steps(method, rank)) for rank in (self.size - 1, 0)), key=lambda p: p.seconds
-        )
+        ways = (self._added_up(self.steps(method, rank)) for rank in (self.size - 1, 0))
+        return max(ways, key=lambda prediction: prediction.seconds)
 
     def predict_last(self, method: str) -> Prediction:
         """Seconds of a last layer that one token of each sequence is asked of: such queries travel, as in decoding."""
@@ -107,12 +97,11 @@ class LayerTimes:
             return LayerTimes(self.profile, self.shape, Workload(asked, rest, size)).predict("pass_q")
         message = self.shape.kv_row_bytes * self._kept
         return Prediction(
-            method,
             {
                 "copy": self.profile.copy_bytes.at(message),
                 "collective": self.profile.all_gather.at(message * (size - 1)),
                 "attention": sum(self._kernels.block(1, new + cached) for new, cached in self._sequences()),
-            },
+            }
         )
 
     def steps(self, method: str, rank: int) -> RankSteps:
@@ -187,7 +176,7 @@ class LayerTimes:
             combine_s=self._combined(self._computed),
         )
 
-    def _added_up(self, method: str, way: RankSteps) -> Prediction:
+    def _added_up(self, way: RankSteps) -> Prediction:
         """All of a rank's terms, each exchange beside the step that is computed meanwhile."""
         returns = way.return_s > 0
         terms = {"copy": way.pack_s, "attention": 0.0, "merge": 0.0, "exposed": 0.0}
@@ -205,7 +194,7 @@ class LayerTimes:
             terms["straggle"] = way.straggle_s
         if returns or way.gather_s:
             terms["collective"] = way.gather_s + way.return_s
-        return Prediction(method, terms)
+        return Prediction(terms)
 
     def _timed(self, step: _Step) -> tuple[float, float, float]:
         outputs = self.shape.heads * self.shape.value_dim
@@ -231,8 +220,8 @@ class LayerTimes:
         if shard == "hidden":
             return _Step()
         if method in ("tsp", "tsp_causal"):
-            return self._shares(method == "tsp") if shard == "own" else self._shares(False, foreign=True)
-        total = sum((self._sequence_step(shard, t, p) for t, p in self._sequences()), _Step())
+            return self._total(partial(self._share, rectangle=method == "tsp", foreign=shard != "own"))
+        total = self._total(partial(self._sequence_step, shard))
         if shard == "own" or method == "pass_q":
             return total
         # With earlier results in place, every row that sees anything merges, and nothing is written in pieces.
@@ -252,6 +241,9 @@ class LayerTimes:
     def _sequences(self) -> list[tuple[int, int]]:
         return [(t, p) for t, p in zip(self.workload.new, self.workload.cached, strict=True) if t]
 
+    def _total(self, step: Callable[[int, int], _Step]) -> _Step:
+        return _Step(*map(sum, zip(*(step(*lengths) for lengths in self._sequences()), strict=True)))
+
     def _sequence_step(self, shard: Shard, new: int, cached: int) -> _Step:
         chunk, kept = new / (2 * self.size), cached / self.size
         rows = 2 * chunk
@@ -269,18 +261,13 @@ class LayerTimes:
         # In a rank's own shard rows and keys ascend together: one causal square behind the cached keys.
         return _Step(self._kernels.block(rows, kept) + self._kernels.square(rows), rows, rows if cached else 0.0)
 
-    def _shares(self, rectangle: bool, *, foreign: bool = False) -> _Step:
+    def _share(self, new: int, cached: int, *, rectangle: bool, foreign: bool) -> _Step:
         """The last contiguous shard's queries against their own shard or an earlier one."""
-        total = _Step()
-        for new, cached in self._sequences():
-            rows, kept = new / self.size, cached / self.size
-            if foreign:
-                step = _Step(self._kernels.block(rows, kept + rows), rows, rows)
-            else:
-                own = self._kernels.block(rows, rows) if rectangle else self._kernels.square(rows)
-                step = _Step(self._kernels.block(rows, kept) + own, rows, rows if cached else 0.0)
-            total = total + step
-        return total
+        rows, kept = new / self.size, cached / self.size
+        if foreign:
+            return _Step(self._kernels.block(rows, kept + rows), rows, rows)
+        own = self._kernels.block(rows, rows) if rectangle else self._kernels.square(rows)
+        return _Step(self._kernels.block(rows, kept) + own, rows, rows if cached else 0.0)
 
     def _alone(self, new: int, cached: int) -> _Step:
         window = self.shape.window

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.timeline import LayerWork, RankEvents, Times, in_step, rank_events, sharing
+from megakv.costmodel.timeline import ChainRank, LayerWork, Times, in_step, sharing
 from megakv.distributed.sharding import pieces
 
 Message = tuple[int, tuple[int, ...]]
@@ -124,14 +124,14 @@ class Chain:
         works, links = sharing(works, parts.links, self._profile.exposed_transfer, self._profile.exposed_compute)
         if sum(cached):
             works = in_step(works)
-        events: list[RankEvents] = []
+        places: list[ChainRank] = []
         handed: Times = np.empty((len(works[0].before), 0))
         for rank, work in enumerate(works):
-            seconds = links[rank - 1] if incoming[rank] else np.empty(0)
-            events.append(rank_events(work, handed if incoming[rank] else handed[:, :0], seconds, held=HELD))
-            own = np.repeat((events[-1].starts + work.before)[:, None], len(parts.messages[rank]), axis=1)
-            handed = np.concatenate([own, events[-1].pickups], axis=1)
-        return np.array([event.ends for event in events]), np.array([event.waited for event in events])
+            count = len(incoming[rank])
+            seconds = links[rank - 1] if count else np.empty(0)
+            places.append(ChainRank(work, handed[:, :count], seconds, held=HELD).run())
+            handed = places[-1].handing(len(parts.messages[rank]))
+        return np.array([each.ends for each in places]), np.array([each.waited for each in places])
 
     @staticmethod
     def _met(works: list[LayerWork], ends: Times, waited: Times, visits_s: float) -> tuple[Times, Times]:
@@ -193,7 +193,7 @@ class Chain:
         work = LayerWork(before, local, chunks, after)
         # A layer's kernels take their time to issue, however short they are.
         waits = np.maximum(0.0, self._profile.launch_s - work.total)
-        return replace(work, after=after + waits)
+        return work._replace(after=after + waits)
 
     def _local(self, kind: int, rows: Sequence[int], cached: Sequence[int], size: int) -> float:
         """Seconds of attention to a rank's own tokens, and to what all ranks hold already."""

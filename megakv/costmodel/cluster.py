@@ -11,12 +11,11 @@ from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import balanced_partition
 from megakv.costmodel.choices import Choice, Demand, Fit, Mesh, Rejection
 from megakv.costmodel.context_parallel import Workload, pass_bytes
-from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.decoding import decode_methods, ttit_seconds
 from megakv.costmodel.fitting import Fitting
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import RankMemory
-from megakv.costmodel.offload import sending_seconds
-from megakv.costmodel.offload_time import moved_seconds, offloaded_ttit
+from megakv.costmodel.offload_time import moved_seconds, offloaded_step
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
@@ -155,11 +154,10 @@ class ClusterPlanner:
         held = max(1, round(demand.total * fit.kept_share))
         workload = Workload((1,) * demand.batch, (held,) * demand.batch, mesh.cp_size)
         model, link = self._fitting.shape(fit), profile.host_link
-        methods = ("pass_q", "replicated") if mesh.cp_size > 1 else ("pass_q",)
 
         def seconds(method: str) -> float:
             if fit.offload and link is not None:
-                return offloaded_ttit(
+                return offloaded_step(
                     profile,
                     link,
                     model,
@@ -168,10 +166,10 @@ class ClusterPlanner:
                     tp_size=mesh.tp_size,
                     sharers=_sharers(mesh, profile),
                     memory_bytes=memory.host if memory.disk else None,
-                )
+                ).seconds
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
 
-        times = {method: seconds(method) for method in methods}
+        times = {method: seconds(method) for method in decode_methods(mesh.cp_size)}
         best = min(times, key=lambda method: times[method])
         return best, times[best]
 
@@ -182,7 +180,7 @@ class ClusterPlanner:
         tokens = -(-demand.total * demand.batch // choice.mesh.cp_size)
         moved_s = moved_seconds(profile.host_link, self._model, tokens, tp_size=choice.mesh.tp_size)
         if choice.memory.disk and profile.disk_bandwidth is not None:
-            disk_s = sending_seconds(choice.memory.disk, profile.disk_bandwidth / _sharers(choice.mesh, profile))
+            disk_s = choice.memory.disk * _sharers(choice.mesh, profile) / profile.disk_bandwidth
             moved_s = max(moved_s, disk_s)
         if moved_s <= choice.ttft_s:
             return choice

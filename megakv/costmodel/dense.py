@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.hardware import CallTimes, HardwareProfile
+from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
 
 SUMS = 2
@@ -46,20 +46,10 @@ class TokenTimes:
     """Seconds of one rank outside attention, sums over tensor-parallel ranks included, in a pass over a prompt.
 
     shared_memory: whether they sum by DeepSpeed's shared-memory operation.
-    plain: whether the model runs without MegaKV.
     """
 
-    def __init__(
-        self,
-        profile: HardwareProfile,
-        model: ModelShape,
-        *,
-        tp_size: int = 1,
-        shared_memory: bool = False,
-        plain: bool = False,
-    ):
+    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
         self._profile = profile
-        self._added = CallTimes() if plain else profile.added
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
@@ -72,14 +62,14 @@ class TokenTimes:
         """
         queries, kv = self._query_width / self._tp_size, self._kv_width / self._tp_size
         asked = round(self._inputs * self._query_width / (self._query_width + self._kv_width))
-        seconds = self._matrices(layer, asked, self._rows(layer, tokens, wanted))
-        seconds += self._matrices(layer, self._inputs - asked, tokens)
+        seconds = self._matrices(asked, self._rows(layer, tokens, wanted))
+        seconds += self._matrices(self._inputs - asked, tokens)
         seconds += self._passes(self._counts.hidden / 2, tokens, self._model.hidden)
         # Of keys and values the keys are rotated; then both are stored.
         rotary = self._counts.rotary
         seconds += self._passes(rotary, tokens, queries) + self._passes(rotary / 2 + 1, tokens, kv)
         seconds += self._filled(layer, tokens, wanted, queries)
-        return seconds + self._pages(tokens, queries + kv) + self._profile.issue_s + self._added.layer_s
+        return seconds + self._pages(tokens, queries + kv) + self._profile.issue_s + self._profile.added.layer_s
 
     def after(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """Output projection and feed-forward: what follows attention.
@@ -92,7 +82,7 @@ class TokenTimes:
         rows = tokens if shape.experts else asked
         other = max(0, shape.dense - self._inputs - self._outputs)
         rest = replace(shape, dense=other, fp8=min(shape.fp8, other))
-        seconds = self._matrices(layer, self._outputs, asked)
+        seconds = self._matrices(self._outputs, asked)
         if rest.dense or rest.experts:
             seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
         gate = model.intermediate * shape.active_experts / self._tp_size
@@ -122,18 +112,13 @@ class TokenTimes:
 
     def end(self, sequences: int, *, shared: int = 0) -> float:
         """The logits, what a pass takes beside its layers, and how often one rank's results are told to all."""
-        around = self._profile.pass_s + self._added.pass_s
+        around = self._profile.pass_s + self._profile.added.pass_s
         return self.head(sequences) + around + shared * self._profile.share_s
 
     @property
     def step_s(self) -> float:
         """What `generate` takes for a token beside its pass."""
-        return self._profile.step_s + self._added.step_s
-
-    @property
-    def begin_s(self) -> float:
-        """What `generate` takes beside all of its tokens, and before the first."""
-        return self._profile.begin_s + self._added.begin_s
+        return self._profile.step_s + self._profile.added.step_s
 
     def _summed(self, tokens: float) -> float:
         """The all-reduce behind a projection whose weights are cut along its inputs."""
@@ -180,7 +165,7 @@ class TokenTimes:
     def _least(self) -> int:
         return min(layer.dense for layer in self._model.layers)
 
-    def _matrices(self, layer: int, elements: int, tokens: float) -> float:
+    def _matrices(self, elements: int, tokens: float) -> float:
         return dense_seconds(self._profile, LayerShape(elements), tokens, tp_size=self._tp_size) if elements else 0.0
 
     def _passes(self, count: float, tokens: float, width: float) -> float:

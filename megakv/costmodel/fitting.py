@@ -24,12 +24,8 @@ class Fitting:
     """Memory of one model on one kind of machine."""
 
     def __init__(self, spec: MachineSpec, model: ModelShape):
-        self._spec = spec
-        self._model = model
-
-    @property
-    def room(self) -> int:
-        return int(self._spec.memory_bytes * (1 - RESERVE))
+        self._spec, self._model = spec, model
+        self.room = int(spec.memory_bytes * (1 - RESERVE))
 
     def host_room(self, gpus: int) -> int | None:
         """Bytes of host memory that each of so many accelerators may use; None: not known."""
@@ -91,25 +87,21 @@ class Fitting:
         """Why a rank has no room, with the numbers; None where it has."""
         if memory.total > self.room:
             return self._too_large(memory)
-        if memory.disk and self._spec.disk_bytes is not None:
-            disk = self._spec.disk_bytes // min(self._spec.devices_per_host, demand.gpus)
-            if memory.disk > disk:
-                return (
-                    f"needs {memory.disk / GB:.1f} GB on disk a rank beside {memory.host / GB:.1f} GB of host memory, "
-                    f"there are {disk / GB:.1f}"
-                )
-        room = self.host_room(demand.gpus)
-        if room is None or not memory.host:
-            return None
+        spec = self._spec
+        share, room = min(spec.devices_per_host, demand.gpus), self.host_room(demand.gpus)
+        if spec.disk_bytes is not None and memory.disk > (disk := spec.disk_bytes // share):
+            return (
+                f"needs {memory.disk / GB:.1f} GB on disk a rank beside {memory.host / GB:.1f} GB of host memory, "
+                f"there are {disk / GB:.1f}"
+            )
         # Without an accelerator both are the same memory.
-        held = memory.total if self._spec.accelerator == "cpu" else 0
-        if memory.host + held <= room:
+        held = memory.total if spec.accelerator == "cpu" else 0
+        if room is None or not memory.host or memory.host + held <= room:
             return None
         beside = f" beside {held / GB:.1f} GB in use" if held else ""
-        share = min(self._spec.devices_per_host, demand.gpus)
         return (
             f"needs {memory.host / GB:.1f} GB of host memory a rank{beside}, there are {room / GB:.1f} "
-            f"({(self._spec.host_memory_bytes or 0) / GB:.0f} GB a host, {share} of its accelerators share them)"
+            f"({(spec.host_memory_bytes or 0) / GB:.0f} GB a host, {share} of its accelerators share them)"
         )
 
     @cached_property
@@ -145,10 +137,10 @@ class Fitting:
         while more < MOST_GPUS:
             more = min(2 * more, MOST_GPUS)
             larger = replace(demand, gpus=more)
-            found = meshes(self._model, larger)
-            enough = [mesh for mesh in found if self.memory(larger, mesh, Fit()).total <= self.room]
-            if enough:
-                least = min(enough, key=lambda mesh: mesh.ranks)
+            fitting = (
+                mesh for mesh in meshes(self._model, larger) if self.memory(larger, mesh, Fit()).total <= self.room
+            )
+            if least := min(fitting, key=lambda mesh: mesh.ranks, default=None):
                 return f"{least.ranks} ranks would do ({least})"
         return "more ranks would not help: one rank's share of the weights is too large"
 

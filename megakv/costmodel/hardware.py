@@ -77,12 +77,40 @@ class CallTimes(BaseModel):
     begin_s: Overhead = 0.0
 
 
-class HardwareProfile(Record):
-    """Measured times of one machine; every prediction starts here."""
+class HostProfile(Record):
+    """What keys and values off the accelerator cost: its link, the host's processor and the disk; None: not known.
+
+    An engine that offloads measures what its methods need and the file lacks, and adds it. Whatever else the file holds
+    stays as it is.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     format: Literal["megakv hardware profile"] = "megakv hardware profile"
     version: Literal[1] = 1
     fingerprint: Fingerprint
+    host_link: Curve | None = None  # Seconds of moving bytes between host and accelerator.
+    emulated_link_gb_s: float | None = None  # Bandwidth that was emulated meanwhile, where there is no accelerator.
+    # Operations per second of recomputing keys and values from activations (KVPR), and seconds of doing so at all.
+    # None: as large matrix products.
+    recompute_flops: float | None = Field(default=None, gt=0)
+    recompute_call_s: Overhead = 0.0
+    # Bytes of keys and values per second that one rank's processor attends to where they lie; seconds of doing so for
+    # each sequence, and at all.
+    host_attention_bandwidth: float | None = Field(default=None, gt=0)
+    host_sequence_s: Overhead = 0.0
+    host_call_s: Overhead = 0.0
+    # Bytes per second that all ranks of a host together read from its disk, past the page cache where the file system
+    # allows. None: there is none to use.
+    disk_bandwidth: float | None = Field(default=None, gt=0)
+    disk: str = ""  # The folder that was read, and how.
+
+
+class HardwareProfile(HostProfile):
+    """Measured times of one machine; every prediction starts here."""
+
+    model_config = ConfigDict(extra="forbid")
+
     ring_size: int = Field(ge=1)  # Context-parallel degree that the exchanges and overheads were measured with.
     attention: tuple[AttentionTable, ...] = Field(min_length=1)  # Kernel times; one of kernel ``flash`` at least.
     matmul: Curve  # Seconds of a matrix product per weight element, over the tokens that go through it.
@@ -112,8 +140,6 @@ class HardwareProfile(Record):
     # `exchange`.
     exchange_collective: Curve | None = None
     matmul_fp8: Curve | None = None  # `matmul` for row-wise FP8 weights. None: as `matmul`.
-    # Operations per second of recomputing keys and values from activations (KVPR). None: as large matrix products.
-    recompute_flops: float | None = Field(default=None, gt=0)
     # Seconds that issuing a layer's kernels takes: no layer is faster, however little it computes. 0 where the
     # processor that issues them is the one that computes.
     launch_s: Overhead = 0.0
@@ -132,11 +158,8 @@ class HardwareProfile(Record):
     lag: Overhead = 0.0
     # Sums over ranks as they were measured; those of other numbers of ranks are worked out from ring steps.
     sums: tuple[SumTimes, ...] = ()
-    host_link: Curve | None = None  # Seconds of moving bytes between host and accelerator. None: not known.
     # Bytes per second that all processors and links of a host together take from its memory. None: not known.
     host_memory_bandwidth: float | None = Field(default=None, gt=0)
-    # Bytes per second that all ranks of a host together read from its disk. None: there is none to use.
-    disk_bandwidth: float | None = Field(default=None, gt=0)
     memory_bytes: int | None = Field(default=None, gt=0)  # Of one rank's accelerator. None: not known.
     host_memory_bytes: int | None = Field(default=None, gt=0)  # Of one host. None: not known.
     devices_per_host: int | None = Field(default=None, gt=0)  # Accelerators of one host. None: not known.
@@ -146,6 +169,11 @@ class HardwareProfile(Record):
         if all(table.kernel != "flash" for table in self.attention):
             raise ValueError("attention has no table of kernel 'flash'")
         return self
+
+    def digest(self) -> str:
+        """Of what all ranks must know alike: each host has a link and a disk of its own."""
+        unknown = HostProfile(fingerprint=self.fingerprint)
+        return Record.digest(self.model_copy(update=dict(unknown)))
 
     @property
     def bandwidth(self) -> float:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from megakv.costmodel.curves import AttentionTable, Curve
+from megakv.costmodel.curves import AttentionTable, Curve, Positive
 from megakv.costmodel.hardware import Fingerprint, HardwareProfile, Overhead, Share
 from megakv.costmodel.records import Record
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 HEADS = 8
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -22,6 +20,11 @@ MERGE_BYTES = 12
 """Of one element of a partial output that is merged in place: two are read and one is written, in float32."""
 COMBINE_BYTES = 4
 """Of one element of a stacked partial output."""
+ALIKE = (
+    *("memory_bytes", "host_memory_bytes", "host_memory_bandwidth", "disk_bandwidth"),
+    *("exposed_transfer", "exposed_compute"),
+)
+"""What a profile and a data sheet have in the same terms."""
 
 
 class Link(BaseModel):
@@ -34,6 +37,10 @@ class Link(BaseModel):
     # Bytes per second that one rank reaches with several others at a time: more connections may fill a link that one
     # does not. None: as `bandwidth`.
     collective_bandwidth: Positive | None = None
+
+    @classmethod
+    def of(cls, curve: Curve) -> Link:
+        return cls(bandwidth=curve.bandwidth, latency_s=curve.latency)
 
     def curve(self) -> Curve:
         """Seconds of a message over its bytes."""
@@ -138,8 +145,6 @@ class MachineSpec(Record):
             exchange=ring.curve(),
             exchange_inside=self.inside.curve(),
             exchange_collective=self.between.collective(),
-            exposed_transfer=self.exposed_transfer,
-            exposed_compute=self.exposed_compute,
             straggle=0.0,
             all_to_all=ring.collective(fixed_s=self.collective_s),
             all_gather=ring.collective(messages=others, fixed_s=self.collective_s),
@@ -147,11 +152,8 @@ class MachineSpec(Record):
             launch_s=0.0 if captured else self.launch_s,
             recompute_flops=None if self.recompute_efficiency is None else self.peak_flops * self.recompute_efficiency,
             host_link=self.host.curve(),
-            host_memory_bandwidth=self.host_memory_bandwidth,
-            disk_bandwidth=self.disk_bandwidth,
-            memory_bytes=self.memory_bytes,
-            host_memory_bytes=self.host_memory_bytes,
             devices_per_host=self.devices_per_host,
+            **{name: getattr(self, name) for name in ALIKE},
         )
 
     def _matmul(self, element_bytes: int, flops: float) -> Curve:
@@ -197,28 +199,20 @@ def machine_of(profile: HardwareProfile) -> MachineSpec:
     table = next(table for table in profile.attention if table.kernel == "flash")
     peak = max(profile.matmul_flops, table.flops, profile.recompute_flops or 0.0)
 
-    def link(curve: Curve) -> Link:
-        return Link(bandwidth=curve.bandwidth, latency_s=curve.latency)
-
     return MachineSpec(
         name=profile.fingerprint.processor,
         accelerator=profile.fingerprint.accelerator,
         dtype=profile.fingerprint.dtype,  # type: ignore[arg-type]
         devices_per_host=profile.devices_per_host or -(-profile.fingerprint.ranks // profile.fingerprint.hosts),
-        memory_bytes=profile.memory_bytes,
-        host_memory_bytes=profile.host_memory_bytes,
         memory_bandwidth=profile.memory_bandwidth,
         peak_flops=peak,
-        inside=link(profile.exchange_inside or profile.exchange),
-        between=link(profile.exchange),
-        host=link(profile.host_link or profile.copy_bytes),
-        host_memory_bandwidth=profile.host_memory_bandwidth,
-        disk_bandwidth=profile.disk_bandwidth,
+        inside=Link.of(profile.exchange_inside or profile.exchange),
+        between=Link.of(profile.exchange),
+        host=Link.of(profile.host_link or profile.copy_bytes),
         matmul_efficiency=profile.matmul_flops / peak,
         attention_efficiency=table.flops / peak,
         memory_efficiency=1.0,
         recompute_efficiency=None if profile.recompute_flops is None else profile.recompute_flops / peak,
-        exposed_transfer=profile.exposed_transfer,
-        exposed_compute=profile.exposed_compute,
         launch_s=profile.launch_s,
+        **{name: getattr(profile, name) for name in ALIKE},
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.config import OffloadConfig
 from megakv.offload.pages import page_bytes
-from megakv.offload.quantization import group_size, packed_bytes
+from megakv.offload.row_format import group_size, packed_bytes
 
 HIDDEN_WIDTHS = 4
 """Tensors of the hidden width at a time: embeddings, a layer's input, its residual, and what was normed."""
@@ -107,18 +107,10 @@ def rank_memory(
     context: tokens of a sequence at the end.
     new: tokens of a sequence that are computed at a time; None: all.
     kept_share: what part of keys and values compression keeps.
-    Raises ValueError if a size is not positive, or the share not in 0 to 1.
     """
-    sizes = {"context": context, "batch": batch, "new": context if new is None else new}
-    sizes |= {"cp_size": cp_size, "tp_size": tp_size}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} = {size}: allowed: 1 or more")
-    if not 0 <= kept_share <= 1:
-        raise ValueError(f"kept_share = {kept_share}: allowed: 0 to 1")
     row = model.attention(tp_size=tp_size).kv_row_bytes
     rows = [row] * len(model.layers)
-    kept, computed = -(-context // cp_size) * batch, -(-sizes["new"] // cp_size) * batch
+    kept, computed = -(-context // cp_size) * batch, -(-(new or context) // cp_size) * batch
     cache, host = round(sum(rows) * kept * kept_share), 0
     if offloaded:
         staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig())

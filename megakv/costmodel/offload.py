@@ -192,11 +192,6 @@ def placed(
     )
 
 
-def sending_seconds(nbytes: float, bytes_s: float) -> float:
-    """Seconds of a link for so many bytes."""
-    return nbytes / bytes_s
-
-
 def disk_seconds(nbytes: float, link_bytes_s: float, disk_bytes_s: float) -> float:
     """Seconds of the link for bytes on disk, at the slower of both rates; 0 of the disk's: it is not known."""
     return nbytes / (min(link_bytes_s, disk_bytes_s) if disk_bytes_s else link_bytes_s)
@@ -247,8 +242,3 @@ def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float,
 def may_pay(input_bytes: float, kv_bytes: float) -> bool:
     """Whether recomputing may pay on any machine: activations must be fewer bytes than keys and values."""
     return input_bytes < kv_bytes
-
-
-def shared_attend_seconds(alone_s: float, ranks: int) -> float:
-    """Seconds per token of the host's attention: ranks of a host divide its memory bandwidth, which is the limit."""
-    return alone_s * ranks

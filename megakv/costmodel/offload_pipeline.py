@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megakv.costmodel.offload import RESIDENT, GroupCosts, WeightTimes
-from megakv.offload.split import Split
+from megakv.offload.method import Split
 
 EQUAL = 1e-10
 """Of a layer's time: states of the pipeline closer than this count as the same."""
@@ -55,7 +56,16 @@ def layer_times(group: GroupCosts, split: Split, *, outside_s: float = 0.0) -> S
     )
 
 
-class _Pipeline:
+class Moments(NamedTuple):
+    """Of one group in one layer: when its transfers began and ended, and what the accelerator does ended."""
+
+    begun: float
+    sent: float
+    queries: float
+    attended: float
+
+
+class Pipeline:
     """When the link and the accelerator are free, layer after layer.
 
     A group's transfers begin when one of two buffers is free: when the group before the last has attended. Its
@@ -66,9 +76,10 @@ class _Pipeline:
 
     def __init__(self, groups: Sequence[StepTimes], weights: WeightTimes, ahead: bool):
         self.device = 0.0
+        self.weights_there = 0.0  # When the weights of the last layer were.
         self._runs_ahead = ahead
         self._groups = groups
-        self._weights = weights
+        self.weights = weights
         self._link = 0.0
         self._released = [0.0, 0.0]
         self._ended = [0.0, 0.0]
@@ -84,7 +95,7 @@ class _Pipeline:
             self._link = max(self._link, begun)
         passed: list[tuple[tuple[float, ...], float]] = []
         while left:
-            self._layer()
+            self.layer(self._groups)
             left -= 1
             state = self.state()
             for period in PERIODS:
@@ -110,10 +121,11 @@ class _Pipeline:
         for moments in (self._released, self._ended, self._pieces):
             moments[:] = [at + seconds for at in moments]
 
-    def _layer(self) -> None:
-        count, weights, pieces = len(self._groups), self._weights, self._pieces
-        link, device = self._link, self.device
-        for index, times in enumerate(self._groups):
+    def layer(self, groups: Sequence[StepTimes]) -> list[Moments]:
+        """The next layer of all groups, as long as it takes them."""
+        count, weights, pieces = len(groups), self.weights, self._pieces
+        link, device, moments = self._link, self.device, []
+        for index, times in enumerate(groups):
             begun = max(link, self._released[0]) + (weights.keys_s if index == 0 else 0.0)
             landed, sent = begun + times.landed_s, begun + times.sent_s
             link = sent
@@ -127,12 +139,15 @@ class _Pipeline:
             if times.recompute_s:
                 queries = max(queries, begun + times.first_s + times.recompute_s)
             device = max(queries + times.host_s, max(queries, sent) + times.attend_s)
+            moments.append(Moments(begun, sent, queries, device))
             self._released = [self._released[1], device]
             device += times.layer_s
         device = max(device, pieces[count - 1])
         self._ended = [self._ended[1], device]
         self._link, self.device = link, device
+        self.weights_there = pieces[count - 1]
         del pieces[:count]
+        return moments
 
 
 def _same(one: Sequence[float], other: Sequence[float], scale: float) -> bool:
@@ -151,7 +166,7 @@ def step_seconds(
 
     `ahead`: whether the first transfers of a step come while the step before ends; with beams, say, they cannot.
     """
-    pipeline = _Pipeline(groups, weights, ahead)
+    pipeline = Pipeline(groups, weights, ahead)
     took, state = pipeline.step(layers), pipeline.state()
     for _ in range(rounds - 1):
         before = state

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.memory import GIB
 from megakv.costmodel.offload import (
     RESIDENT,
     GroupCosts,
@@ -18,12 +19,11 @@ from megakv.costmodel.offload import (
     disk_seconds,
     may_pay,
     placed,
-    shared_attend_seconds,
 )
 from megakv.costmodel.offload_pipeline import StepTimes, layer_times, step_seconds
 from megakv.costmodel.shape import ModelShape
+from megakv.offload.method import Split
 from megakv.offload.methods import AUTO, METHODS, methods_of
-from megakv.offload.split import Split
 
 
 def layer_costs(
@@ -44,7 +44,7 @@ def layer_costs(
     bandwidth, host_attend_s = link.bandwidth, 0.0
     if profile.host_memory_bandwidth is not None:
         bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
-        host_attend_s = shared_attend_seconds(shape.kv_row_bytes / profile.host_memory_bandwidth, sharers)
+        host_attend_s = sharers * shape.kv_row_bytes / profile.host_memory_bandwidth
     disk, inputs = (profile.disk_bandwidth or 0.0) / sharers, model.hidden * model.element_bytes
     return LayerCosts(
         kv_s=shape.kv_row_bytes / bandwidth,
@@ -58,7 +58,17 @@ def layer_costs(
     )
 
 
-def offloaded_ttit(
+@dataclass(frozen=True)
+class OffloadedStep:
+    """A decoding step over an offloaded cache, as the engine would divide its tokens."""
+
+    seconds: float
+    times: StepTimes  # Of one group of sequences in one layer; how its tokens are divided.
+    split: Split
+    weights: WeightTimes
+
+
+def offloaded_step(
     profile: HardwareProfile,
     link: Curve,
     model: ModelShape,
@@ -71,12 +81,13 @@ def offloaded_ttit(
     groups: int = 1,
     sharers: int = 1,
     memory_bytes: int | None = None,
-) -> float:
-    """Seconds of one decoding step, as `ttit_seconds`, whose layers split their tokens as the engine would.
+) -> OffloadedStep:
+    """One decoding step, as of `ttit_seconds`, whose layers split their tokens as the engine would.
 
     plan, groups: as ``megakv.offload.method`` and ``num_gpu_batches``.
     weights: whether the layers' weights come over the link, too.
     memory_bytes: of the host, for a rank's rows: those beyond lie on disk. None: there is room for all.
+    Raises ValueError where rows would lie on a disk that the profile does not know.
     """
     layers, groups = len(model.layers), min(groups, len(workload.new))
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
@@ -89,8 +100,16 @@ def offloaded_ttit(
     placements: list[tuple[Placement, ...]] = [()]
     if memory_bytes is not None:
         placements = placements_of(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
+    if profile.disk_bandwidth is None:
+        placements = [each for each in placements if not any(placement.on_disk for placement in each)]
+    if not placements:
+        raise ValueError(
+            f"{(memory_bytes or 0) / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has no "
+            "disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
+        )
     ways = (way for each in placements for way in layer_ways(costs, group_costs(planned, tokens, each), plan))
-    return min(step_seconds([times] * groups, layers, sent) for times, _ in ways)
+    steps = (OffloadedStep(step_seconds([times] * groups, layers, sent), times, split, sent) for times, split in ways)
+    return min(steps, key=lambda step: step.seconds)
 
 
 def layer_ways(costs: LayerCosts, group: GroupCosts, plan: str = "auto") -> Iterator[tuple[StepTimes, Split]]:

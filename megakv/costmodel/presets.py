@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,15 +122,7 @@ def hardware(name_or_path: str | Path, *, setting: str = "hardware") -> Hardware
         raise ValueError(
             f"{setting} = {text!r} is neither a file nor a known machine; {hint}known: {', '.join(PRESETS)}"
         )
-    if _format(text) == MachineSpec.model_fields["format"].default:
+    if f'"{MachineSpec.model_fields["format"].default}"' in Path(text).read_text(encoding="utf-8", errors="replace"):
         return Hardware(load_record(MachineSpec, text, setting=setting, remedy="start from one that megakv writes"))
     measured = load_profile(text, setting=setting)
     return Hardware(machine_of(measured), measured)
-
-
-def _format(path: str) -> object:
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values.get("format") if isinstance(values, dict) else None

@@ -28,6 +28,8 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
+MOST_BYTES = 1 << 26
+"""Far above any of them: a huge file would only keep its reader busy."""
 
 
 def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, by_hand: bool = False) -> R:
@@ -39,6 +41,8 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, b
         setting, the file, the field and the remedy.
     """
     source = f"{setting} = {str(path)!r}"
+    if (length := Path(path).stat().st_size if Path(path).exists() else 0) > MOST_BYTES:
+        raise ValueError(f"{source} has {length} bytes, more than the {MOST_BYTES} that it may have; {remedy}")
     wanted = kind.model_fields["format"].default
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))

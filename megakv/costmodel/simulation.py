@@ -1,165 +1,159 @@
-"""A discrete-event simulator: tasks that wait for each other and for what they run on.
+"""A run on paper: what ranks compute, send and wait for, and what goes wrong with it on real machines.
 
-Closed forms give the time of machines whose ranks and links are all alike. The simulator also knows what they miss: a
-slow rank or link, noise, the start of a chain, and two streams on one link. What runs on a processor and what is on its
-way to or from it slow each other down by constant factors while both run, as `HardwareProfile.overlapped` has it.
+Whatever plays a run says what happens next on a rank; a processor does one thing at a time. The times are those that
+predictions are made of, and without disturbances a run takes what is predicted. Events and traffic are kept as a real
+run reports them.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.simulation_program import Program, Task
+import numpy as np
 
+from megakv.tracking.measurements import Event, Traffic
 
-@dataclass(frozen=True)
-class Sharing:
-    """How much slower a processor and a transfer go beside each other."""
-
-    # Parts of their full speeds while both run; a transfer that concerns two ranks slows each by half of it.
-    compute: float = 1.0
-    transfer: float = 1.0
-
-    @classmethod
-    def of(cls, profile: HardwareProfile) -> Sharing:
-        """The constant factors that make `HardwareProfile.overlapped` what it is."""
-        late, busy = profile.exposed_transfer, profile.exposed_compute
-        if max(late, busy) == 1.0:
-            return cls(0.5, 0.5)
-        return cls((1 - late) / (1 - late * busy), (1 - busy) / (1 - late * busy))
+MOST_TASKS = 3_000_000
+ROUNDING = 1e-12
+"""Of a time: nobody waits for so little."""
+Seconds = Any
+"""A number, or an array of them."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    tasks: Sequence[Task]
-    waits: Sequence[tuple[int, int]]  # As in the program.
-    ready: list[float]  # Per task, when all that it waits for had ended, when it began and when it ended.
-    starts: list[float]
-    ends: list[float]
+class Disturbances:
+    """Factors on the times of what is computed and sent; a ValueError where one is impossible."""
+
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)  # Computation of a rank takes so many times longer.
+    # Messages between two ranks, both ways, take so many times longer; a collective as long as its slowest link.
+    slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    noise: float = 0.0  # Sigma of the log-normal factor, of median 1, that everything gets.
+    seed: int = 0  # Of that noise.
+
+    def __post_init__(self) -> None:
+        for name, factor in [*self.slow_ranks.items(), *self.slow_links.items()]:
+            if not 0 < factor < math.inf:
+                raise ValueError(f"{name}: factor {factor}: allowed: a number above 0, such as 2 for twice the time")
+        for first, second in self.slow_links:
+            if first == second:
+                raise ValueError(f"link {first}-{second}: allowed: two different ranks")
+        if not 0 <= self.noise <= 5:
+            raise ValueError(f"noise {self.noise}: allowed: a sigma from 0 to 5")
+
+    def check(self, ranks: int) -> None:
+        named = {*self.slow_ranks, *(rank for link in self.slow_links for rank in link)}
+        for rank in sorted(named):
+            if not 0 <= rank < ranks:
+                raise ValueError(f"rank {rank}: allowed: 0 to {ranks - 1}")
+
+
+CALM = Disturbances()
+
+
+@dataclass
+class _Count:
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+class Simulation:
+    """The clocks of all ranks, and what has happened; `progress` is told the number of tasks now and then.
+
+    Raises ValueError for disturbances of ranks that are not there, and for more than `MOST_TASKS`.
+    """
+
+    def __init__(
+        self, ranks: int, disturbances: Disturbances = CALM, *, progress: Callable[[int], object] | None = None
+    ):
+        disturbances.check(ranks)
+        self.now = [0.0] * ranks  # When each rank can go on.
+        self.events: list[list[Event]] = [[] for _ in range(ranks)]
+        self.tasks = 0
+        self._disturbed = disturbances
+        self._random = np.random.default_rng(disturbances.seed)
+        self._progress = progress
+        self._counts: list[dict[tuple[str, int | None], _Count]] = [defaultdict(_Count) for _ in range(ranks)]
 
     @property
     def seconds(self) -> float:
-        return max(self.ends, default=0.0)
+        return max(self.now)
 
+    # How long something takes on the disturbed machine
 
-ALONE = Sharing()
+    def computing(self, rank: int, seconds: Seconds) -> Seconds:
+        return self._noisy(seconds * self._disturbed.slow_ranks.get(rank, 1.0))
 
+    def sending(self, rank: int, peer: int, seconds: Seconds) -> Seconds:
+        slow = self._disturbed.slow_links
+        return self._noisy(seconds * slow.get((rank, peer), slow.get((peer, rank), 1.0)))
 
-def simulate(
-    program: Program, sharing: Sharing = ALONE, *, progress: Callable[[int], object] | None = None
-) -> Schedule:
-    """Run a program; `progress` is told the number of tasks that have ended, now and then."""
-    return _Run(program, sharing, progress).schedule()
+    def _noisy(self, seconds: Seconds) -> Seconds:
+        sigma = self._disturbed.noise
+        return seconds * np.exp(self._random.normal(0.0, sigma, np.shape(seconds))) if sigma else seconds
 
+    # What happens next
 
-class _Run:
-    """The clock, what is ready, and what runs at which speed."""
+    def compute(self, name: str, rank: int, seconds: float, layer: int | None = None) -> None:
+        """Work of a rank, as long as it takes there."""
+        self.computed(name, rank, self.computing(rank, seconds), layer)
 
-    def __init__(self, program: Program, sharing: Sharing, progress: Callable[[int], object] | None):
-        self._tasks, self._waits = program.tasks, program.waits
-        self._sharing = sharing
-        self._shares = sharing != ALONE
-        self._progress = progress
-        count = len(self._tasks)
-        self._missing = [len(task.after) for task in self._tasks]
-        self._followers: list[list[int]] = [[] for _ in range(count)]
-        for index, task in enumerate(self._tasks):
-            for other in task.after:
-                self._followers[other].append(index)
-        for index, other in program.waits:
-            self._missing[index] += 1
-            self._followers[other].append(index)
-        self._ready, self._starts, self._ends = [0.0] * count, [0.0] * count, [0.0] * count
-        self._queues: dict[Hashable, deque[int]] = defaultdict(deque)
-        self._serving: dict[Hashable, int] = {}
-        # What is left of the tasks that run, as of when, and at which speed.
-        self._left: dict[int, tuple[float, float, float]] = {}
-        self._due: list[tuple[float, int]] = []
-        self._computing: list[int | None] = [None] * program.ranks
-        self._moving: list[list[int]] = [[] for _ in range(program.ranks)]
+    def computed(self, name: str, rank: int, seconds: float, layer: int | None = None) -> None:
+        """Work of a rank that takes just so long."""
+        start = self.now[rank]
+        self.now[rank] = end = start + seconds
+        if end > start:
+            self.events[rank].append(Event(name, "compute", start, end, layer))
+            self._count_task()
 
-    def schedule(self) -> Schedule:
-        for index, missing in enumerate(self._missing):
-            if not missing:
-                self._enqueue(index, 0.0)
-        ended = 0
-        while self._due:
-            now, index = heapq.heappop(self._due)
-            left = self._left.get(index)
-            if left is None or left[1] + left[0] / left[2] != now:
-                continue  # Its speed changed after this was noted.
-            self._finish(index, now)
-            ended += 1
-            if self._progress is not None and ended % 1024 == 0:
-                self._progress(ended)
-        assert ended == len(self._tasks), "tasks wait for each other"
-        return Schedule(self._tasks, self._waits, self._ready, self._starts, self._ends)
+    def wait(self, name: str, rank: int, until: float, layer: int | None = None) -> None:
+        """A rank stands still for a transfer, if it has not ended before."""
+        start = self.now[rank]
+        if until - start > ROUNDING * until:
+            self.events[rank].append(Event(name, "wait", start, until, layer))
+            self._counts[rank][name, layer].exposed += until - start
+        self.now[rank] = max(start, until)
 
-    def _enqueue(self, index: int, now: float) -> None:
-        self._ready[index] = now
-        resource = self._tasks[index].resource
-        if resource in self._serving:
-            self._queues[resource].append(index)
-        else:
-            self._start(index, now)
+    def transfer(
+        self, name: str, ranks: Sequence[int], end: float, seconds: float, nbytes: int, layer: int | None = None
+    ) -> None:
+        """A transfer that the first of `ranks` sends and any other receives."""
+        for rank in ranks:
+            self.events[rank].append(Event(name, "communication", end - seconds, end, layer))
+            self._counts[rank][name, layer].seconds += seconds
+        sent = self._counts[ranks[0]][name, layer]
+        sent.calls += 1
+        sent.nbytes += nbytes
+        self._count_task()
 
-    def _start(self, index: int, now: float) -> None:
-        task = self._tasks[index]
-        self._serving[task.resource] = index
-        self._starts[index] = now
-        self._left[index] = (task.seconds, now, 1.0)
-        heapq.heappush(self._due, (now + task.seconds, index))
-        if not self._shares:
-            return
-        if task.kind == "compute":
-            self._computing[task.rank] = index
-        else:
-            for rank in task.ends:
-                self._moving[rank].append(index)
-        self._adjust(task, now)
+    def meet(self, name: str, ranks: Sequence[int], seconds: float, nbytes: Sequence[int], layer: int) -> None:
+        """A collective, which begins when all ranks are there; `nbytes` are those that each sends."""
+        begun = max(self.now[rank] for rank in ranks)
+        links = (factor for link, factor in self._disturbed.slow_links.items() if set(link) <= set(ranks))
+        slowest = max(links, default=1.0)
+        for rank, count in zip(ranks, nbytes, strict=True):
+            own = self._noisy(seconds * slowest)
+            self.transfer(name, [rank], begun + own, own, count, layer)
+            self.wait(name, rank, begun + own, layer)
 
-    def _finish(self, index: int, now: float) -> None:
-        task = self._tasks[index]
-        del self._left[index]
-        self._ends[index] = now
-        del self._serving[task.resource]
-        if self._shares:
-            if task.kind == "compute":
-                self._computing[task.rank] = None
-            else:
-                for rank in task.ends:
-                    self._moving[rank].remove(index)
-            self._adjust(task, now)
-        queue = self._queues.get(task.resource)
-        if queue:
-            self._start(queue.popleft(), now)
-        for follower in self._followers[index]:
-            self._missing[follower] -= 1
-            if not self._missing[follower]:
-                self._enqueue(follower, now)
+    def traffic(self, rank: int) -> list[Traffic]:
+        counts = sorted(self._counts[rank].items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0))
+        # A receive counts from when it was posted, so that no wait for it is longer.
+        return [
+            Traffic(name, layer, count.calls, count.nbytes, max(count.seconds, count.exposed), count.exposed)
+            for (name, layer), count in counts
+        ]
 
-    def _adjust(self, changed: Task, now: float) -> None:
-        """New speeds of what runs at the ranks that a task concerns, after it began or ended."""
-        for rank in changed.ends:
-            computing, moving = self._computing[rank], self._moving[rank]
-            if computing is not None:
-                # An exchange, in which a profile measures it, sends and receives: each counts for half.
-                self._run_at(computing, now, 1 - (1 - self._sharing.compute) * min(len(moving), 2) / 2)
-            for index in moving:
-                ends = self._tasks[index].ends
-                busy = sum(self._computing[end] is not None for end in ends) / len(ends)
-                self._run_at(index, now, 1 - (1 - self._sharing.transfer) * busy)
-
-    def _run_at(self, index: int, now: float, speed: float) -> None:
-        left, since, before = self._left[index]
-        # Nothing runs at no speed at all: what two exposures of 1 leave is half of both.
-        speed = max(speed, 1e-9)
-        if speed == before:
-            return
-        self._left[index] = (max(0.0, left - (now - since) * before), now, speed)
-        rest = self._left[index]
-        heapq.heappush(self._due, (rest[1] + rest[0] / rest[2], index))
+    def _count_task(self) -> None:
+        self.tasks += 1
+        if self.tasks > MOST_TASKS:
+            raise ValueError(
+                f"more than {MOST_TASKS:,} tasks are too many: allowed: fewer --layers, larger --chunk-tokens"
+            )
+        if self._progress is not None and self.tasks % 1024 == 0:
+            self._progress(self.tasks)

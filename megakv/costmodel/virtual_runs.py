@@ -2,244 +2,206 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import balanced_partition
 from megakv.costmodel.context_parallel import Workload
-from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.decoding import decode_methods
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.memory import GIB, STAGED_LAYERS, rank_memory
-from megakv.costmodel.offload import Placement
-from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
-from megakv.costmodel.offload_time import (
-    group_costs,
-    layer_costs,
-    layer_ways,
-    layer_weight_bytes,
-    placements_of,
-    seen_tokens,
-)
+from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.offload import WeightTimes
+from megakv.costmodel.offload_pipeline import Pipeline, StepTimes
+from megakv.costmodel.offload_time import OffloadedStep, layer_weight_bytes, offloaded_step
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
-from megakv.costmodel.simulation import Schedule
-from megakv.costmodel.simulation_prefill import PrefillProgram
-from megakv.costmodel.simulation_program import Program
+from megakv.costmodel.simulated_prefill import SimulatedPrefill
+from megakv.costmodel.simulation import CALM, Disturbances, Simulation
 from megakv.runahead.partition import Partition, check_partition, from_fractions
-from megakv.tracking.report import RunReport
-
-Lengths = tuple[tuple[int, ...], tuple[int, ...]]
-"""New tokens of every sequence, and cached ones."""
+from megakv.tracking.machine import version_info
+from megakv.tracking.report import RankReport, RunReport
 
 
-class _Run:
-    """What is simulated, on which machine: new tokens of every sequence, and cached ones."""
+@dataclass(frozen=True)
+class Simulated:
+    """What was played, and what of it goes into a report."""
 
-    def __init__(self, machine: Hardware, model: ModelShape, lengths: Lengths, *, cp_size: int, tp_size: int):
-        self.machine = machine
-        self.model = model
-        self.workload = Workload(*lengths, cp_size)
-        self.cp_size, self.tp_size = cp_size, tp_size
-        self.profile: HardwareProfile = machine.on_mesh(cp_size=cp_size, tp_size=tp_size)
+    played: Simulation
+    predicted_s: float  # TTFT, or TTIT, without disturbances.
+    tokens: Sequence[int]  # New ones of every rank.
+    new_tokens: int
+    ttft_s: float | None = None
+    ttit_s: float | None = None
 
-    def _ranks(self, tokens: Sequence[int]) -> SimulatedRanks:
-        world = self.cp_size * self.tp_size
-        workload, row = self.workload, self.model.attention(tp_size=self.tp_size).kv_row_bytes
-        held = sum(workload.cached) / self.cp_size
-        kept = [round((count + held) * row * len(self.model.layers)) for count in tokens]
-        sequences = len(workload.new)
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """What is simulated, on which machine."""
+
+    machine: Hardware
+    model: ModelShape
+    new: tuple[int, ...]  # Tokens of every sequence, and cached ones.
+    cached: tuple[int, ...]
+    cp_size: int
+    tp_size: int
+    disturbances: Disturbances = CALM
+    progress: Callable[[int], object] | None = None  # As for `Simulation`.
+
+    @cached_property
+    def profile(self) -> HardwareProfile:
+        return self.machine.on_mesh(cp_size=self.cp_size, tp_size=self.tp_size)
+
+    def prefill(
+        self, method: str, *, fractions: Sequence[float] | None = None, chunk_tokens: int = CHUNK_TOKENS
+    ) -> Simulated:
+        """A prompt that is read, and one token; `fractions` are the ranks' shares in ``runahead``, else balanced."""
+        workload = Workload(self.new, self.cached, self.cp_size)
+        options: dict[str, Any] = {"tp_size": self.tp_size, "chunk_tokens": chunk_tokens}
+        times = SimulatedPrefill(self.profile, self.model, workload, **options)
+        if fractions is not None:
+            check_partition(fractions, self.cp_size, setting="--partition")
+        partitions: tuple[Partition, ...] | None = None
+        if method == "runahead" and fractions is not None:
+            partitions = tuple(from_fractions(fractions, new) for new in self.new)
+        elif method == "runahead":
+            chain = Chain(self.profile, self.model, **options)
+            lengths = zip(self.new, self.cached, strict=True)
+            partitions = tuple(balanced_partition(chain, new, self.cp_size, cached=held) for new, held in lengths)
+        played = times.play(method, partitions, self.disturbances, progress=self.progress)
+        return Simulated(
+            played,
+            times.seconds(method, partitions),
+            times.tokens(method, partitions),
+            new_tokens=len(self.new),
+            ttft_s=played.seconds,
+        )
+
+    def decoding(self, *, steps: int, weights_too: bool, host_bytes: int | None = None) -> Simulated:
+        """Decoding over keys and values in host memory, each rank over its own link; all tokens are cached.
+
+        weights_too: whether weights come over the same link.
+        host_bytes: host memory of a rank; what has no room there lies on disk. None: there is room for all.
+        Raises ValueError if the machine's link to host memory is not known, or its disk where that is needed.
+        """
+        profile, model, tp_size, ranks = self.profile, self.model, self.tp_size, self.cp_size * self.tp_size
+        if profile.host_link is None:
+            raise ValueError(
+                "the hardware profile has no host_link: allowed: a known machine, or add it to the profile"
+            )
+        held = tuple(new + cached for new, cached in zip(self.new, self.cached, strict=True))
+        workload = Workload((1,) * len(held), held, self.cp_size)
+        options: dict[str, Any] = {"tp_size": tp_size, "weights": weights_too, "memory_bytes": host_bytes}
+        options["sharers"] = min(ranks, profile.devices_per_host or 1)
+        found = (
+            offloaded_step(profile, profile.host_link, model, workload, method, **options)
+            for method in decode_methods(self.cp_size)
+        )
+        step = min(found, key=lambda step: step.seconds)
+        row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
+        weight_bytes = layer_weight_bytes(model, tp_size=tp_size) * weights_too
+        sent = inputs * step.split.recomputed, row * step.split.streamed, weight_bytes
+        played = Simulation(ranks, self.disturbances, progress=self.progress)
+        play_offload(played, step, len(model.layers), steps=steps, sent=sent)
+        return Simulated(
+            played,
+            step.seconds,
+            [-(-sum(self.new) // self.cp_size)] * ranks,
+            new_tokens=steps * len(self.new),
+            ttit_s=played.seconds / steps,
+        )
+
+    def report(self, simulated: Simulated, **values: Any) -> RunReport:
+        """That of a run that took place on paper; `values` are its model, config and machine."""
+        played, tokens = simulated.played, simulated.tokens
+        row = self.model.attention(tp_size=self.tp_size).kv_row_bytes * len(self.model.layers)
+        sequences, held = len(self.new), sum(self.cached) / self.cp_size
         memory = rank_memory(
             self.model,
-            context=max(1, -(-workload.total // sequences)),
+            context=max(1, -(-(sum(self.new) + sum(self.cached)) // sequences)),
             batch=sequences,
             new=max(1, max(tokens) * self.cp_size // sequences),
             cp_size=self.cp_size,
             tp_size=self.tp_size,
         )
-        hosts = [f"host{rank // self.machine.spec.devices_per_host}" for rank in range(world)]
-        return SimulatedRanks(self.cp_size, self.tp_size, hosts, tokens, kept, [memory.total] * world)
-
-
-class PrefillRun(_Run):
-    """A prompt that is read; `fractions` are the ranks' shares in ``runahead``, which are balanced if left out."""
-
-    def __init__(
-        self,
-        machine: Hardware,
-        model: ModelShape,
-        lengths: Lengths,
-        method: str,
-        *,
-        cp_size: int,
-        tp_size: int,
-        fractions: Sequence[float] | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
-    ):
-        super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
-        self.method = method
-        options: dict[str, Any] = {"tp_size": tp_size, "chunk_tokens": chunk_tokens}
-        self._times = PrefillProgram(self.profile, model, self.workload, **options)
-        if fractions is not None:
-            check_partition(fractions, cp_size, setting="--partition")
-        self._partitions: tuple[Partition, ...] | None = None
-        if method == "runahead" and fractions is not None:
-            self._partitions = tuple(from_fractions(fractions, new) for new in self.workload.new)
-        elif method == "runahead":
-            chain = Chain(self.profile, model, **options)
-            self._partitions = tuple(
-                balanced_partition(chain, new, cp_size, cached=cached) for new, cached in zip(*lengths, strict=True)
+        ranks = [
+            RankReport(
+                rank=rank,
+                host=f"host{rank // self.machine.spec.devices_per_host}",
+                cp_rank=rank // self.tp_size,
+                tp_rank=rank % self.tp_size,
+                tokens=count,
+                kv_bytes=round((count + held) * row),
+                peak_bytes=memory.total,
+                traffic=played.traffic(rank),
+                events=sorted(played.events[rank], key=lambda event: event.start),
             )
-
-    @property
-    def closed_form_s(self) -> float:
-        """TTFT by the closed forms, without disturbances."""
-        return self._times.seconds(self.method, self._partitions)
-
-    def program(self) -> Program:
-        return self._times.build(self.method, self._partitions)
-
-    def report(self, schedule: Schedule, **values: Any) -> RunReport:
-        """A run that generates one token; `values` are its model, config and machine."""
-        ranks = self._ranks(self._times.tokens(self.method, self._partitions))
-        new_tokens = len(self.workload.new)
-        return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=schedule.seconds, ttit_s=None, **values)
-
-
-class DecodingRun(_Run):
-    """Decoding steps over keys and values in host memory, each rank over its own link; all tokens are cached.
-
-    weights_too: whether weights come over the same link.
-    host_bytes: host memory of a rank; what has no room there lies on disk. None: there is room for all.
-    Raises ValueError if the machine's link to host memory is not known, or its disk where that is needed.
-    """
-
-    def __init__(
-        self,
-        machine: Hardware,
-        model: ModelShape,
-        lengths: Lengths,
-        *,
-        cp_size: int,
-        tp_size: int,
-        steps: int,
-        weights_too: bool,
-        host_bytes: int | None = None,
-    ):
-        super().__init__(machine, model, lengths, cp_size=cp_size, tp_size=tp_size)
-        link = self.profile.host_link
-        if link is None:
-            raise ValueError(
-                "the hardware profile has no host_link: allowed: a known machine, or add it to the profile"
-            )
-        self._steps = steps
-        held = tuple(new + cached for new, cached in zip(*lengths, strict=True))
-        decoding = Workload((1,) * len(held), held, cp_size)
-        layers = len(model.layers)
-        methods = ("pass_q", "replicated") if cp_size > 1 else ("pass_q",)
-        step_s = min(ttit_seconds(self.profile, model, decoding, name, tp_size=tp_size) for name in methods)
-        sharers = min(cp_size * tp_size, self.profile.devices_per_host or 1)
-        costs = layer_costs(self.profile, link, model, tp_size=tp_size, device_s=step_s / layers, sharers=sharers)
-        tokens = -(-(seen_tokens(model, Workload(*lengths, cp_size)) if host_bytes is None else sum(held)) // cp_size)
-        placements: list[tuple[Placement, ...]] = [()]
-        if host_bytes is not None:
-            placements = placements_of(model, tokens, host_bytes / layers, tp_size=tp_size)
-            if self.profile.disk_bandwidth is None:
-                placements = [each for each in placements if not any(placement.on_disk for placement in each)]
-            if not placements:
-                raise ValueError(
-                    f"{host_bytes / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has "
-                    "no disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
-                )
-        ways = (way for each in placements for way in layer_ways(costs, group_costs(costs, tokens, each)))
-        self._times, split = min(ways, key=lambda way: step_seconds([way[0]], layers))
-        row = model.attention(tp_size=tp_size).kv_row_bytes
-        inputs = model.hidden * model.element_bytes
-        weights = layer_weight_bytes(model, tp_size=tp_size) * weights_too
-        self._sent = row * split.streamed + inputs * split.recomputed, weights
-        self._weights_s = link.at(weights)
-
-    @property
-    def closed_form_s(self) -> float:
-        """TTIT without disturbances; weights sent before the next layer's keys and values."""
-        times = replace(self._times, sent_s=self._times.sent_s + self._weights_s)
-        return step_seconds([times], len(self.model.layers))
-
-    def program(self) -> Program:
-        return offload_program(
-            self._times,
-            len(self.model.layers),
-            steps=self._steps,
-            ranks=self.cp_size * self.tp_size,
-            weights_s=self._weights_s,
-            sent=self._sent,
+            for rank, count in enumerate(tokens)
+        ]
+        return RunReport(
+            mesh={"cp": self.cp_size, "tp": self.tp_size},
+            prompt_tokens=sum(tokens) // self.tp_size,
+            new_tokens=simulated.new_tokens,
+            ttft_s=simulated.ttft_s,
+            ttit_s=simulated.ttit_s,
+            ranks=ranks,
+            versions=version_info(),
+            **values,
         )
 
-    def report(self, schedule: Schedule, **values: Any) -> RunReport:
-        """A run whose prompt was read before: all steps are decoding."""
-        even = -(-self.workload.total_new // self.cp_size)
-        ranks = self._ranks([even] * (self.cp_size * self.tp_size))
-        steps_s = schedule.seconds / self._steps
-        new_tokens = self._steps * len(self.workload.new)
-        return simulated_report(schedule, ranks, new_tokens=new_tokens, ttft_s=None, ttit_s=steps_s, **values)
 
-
-VirtualRun = PrefillRun | DecodingRun
-
-
-def offload_program(
-    times: StepTimes,
-    layers: int,
-    *,
-    steps: int,
-    ranks: int = 1,
-    weights_s: float = 0.0,
-    sent: tuple[int, int] = (0, 0),
-) -> Program:
+def play_offload(
+    played: Simulation, step: OffloadedStep, layers: int, *, steps: int, sent: tuple[int, int, int] = (0, 0, 0)
+) -> None:
     """Steps of decoding, each rank for itself, with keys and values behind one host link (KVPR).
 
-    `times` are one layer's, `weights_s` those of its weights, and `sent` the bytes of both on the link. A layer's
-    transfers begin when one of two buffers is free. Its recomputation waits for the activations, its attention for
-    everything. Weights come behind the layer's keys and values, and what follows attention waits for them.
+    `sent` are bytes of a layer on the link: activations, keys and values, weights.
     """
-    program = Program(ranks)
-    for rank in range(ranks):
-        _add_rank(program, rank, times, layers, steps, weights_s, sent)
-    return program
+    for rank in range(len(played.now)):
+        pipeline = Pipeline([step.times], step.weights, ahead=True)
+        for _ in range(steps):
+            for layer in range(layers):
+                _play_layer(played, rank, pipeline, step, layer, sent)
+            played.compute("dense", rank, step.times.outside_s)
+            pipeline.device = played.now[rank]
 
 
-def _add_rank(
-    program: Program, rank: int, times: StepTimes, layers: int, steps: int, weights_s: float, sent: tuple[int, int]
+def _play_layer(
+    played: Simulation, rank: int, pipeline: Pipeline, step: OffloadedStep, layer: int, sent: tuple[int, int, int]
 ) -> None:
-    cache_bytes, weight_bytes = sent
-    first_bytes, landed_bytes = (
-        round(cache_bytes * seconds / times.sent_s) if times.sent_s else 0
-        for seconds in (times.first_s, times.landed_s)
-    )
-    attended: list[int] = []
-    busy: list[int] = []
-    carried: list[int] = []
-    for _ in range(steps):
-        for layer in range(layers):
-            free = attended[-STAGED_LAYERS:][: len(attended) >= STAGED_LAYERS]
-            first = program.load("activations", rank, times.first_s, [*carried, *free], first_bytes, layer=layer)
-            others, nbytes = times.landed_s - times.first_s, landed_bytes - first_bytes
-            landed = program.load("activations", rank, others, [first], nbytes, layer=layer)
-            rest = times.sent_s - times.landed_s
-            there = program.load("kv", rank, rest, [landed], cache_bytes - landed_bytes, layer=layer)
-            carried = [there]
-            if weights_s:
-                carried = [program.load("weights", rank, weights_s, carried, weight_bytes, layer=layer)]
-            # All but the last activations are recomputed as they land.
-            early = program.compute("recompute", rank, times.recompute_s - times.last_s, [*busy, first], layer=layer)
-            queries = program.compute("recompute", rank, times.last_s, [early, landed], layer=layer)
-            parts = [program.compute("attention", rank, times.attend_s, [queries, there], layer=layer)]
-            if times.host_s:
-                parts.append(program.attend_on_host(rank, times.host_s, [queries], layer=layer))
-            attended.append(program.compute("attention", rank, 0.0, parts, layer=layer))
-            needed = [attended[-1], *(carried if weights_s else [])]
-            busy = [program.compute("dense", rank, times.layer_s, needed, layer=layer)]
-        busy = [program.compute("dense", rank, times.outside_s, busy)]
+    slower, later = played.computing(rank, 1.0), played.sending(rank, rank, 1.0)
+    times = _scaled(step.times, slower, later)
+    pipeline.weights = weights = WeightTimes(step.weights.keys_s * later, step.weights.others_s * later)
+    (group,) = pipeline.layer([times])
+    input_bytes, row_bytes, weight_bytes = sent
+    if input_bytes:
+        played.transfer("activations", [rank], group.begun + times.landed_s, times.landed_s, input_bytes, layer)
+    if row_bytes:
+        played.transfer("kv", [rank], group.sent, times.sent_s - times.landed_s, row_bytes, layer)
+    if weight_bytes:
+        keys = round(weight_bytes * weights.keys_s / (weights.keys_s + weights.others_s))
+        played.transfer("weights", [rank], group.begun, weights.keys_s, keys, layer)
+        played.transfer("weights", [rank], pipeline.weights_there, weights.others_s, weight_bytes - keys, layer)
+        played.wait("weights", rank, pipeline.weights_there, layer)
+    if times.recompute_s:
+        # All but the last activations are recomputed as they land.
+        played.wait("activations", rank, group.begun + times.first_s, layer)
+        played.computed("recompute", rank, times.recompute_s - times.last_s, layer)
+        played.wait("activations", rank, group.queries - times.last_s, layer)
+        played.computed("recompute", rank, times.last_s, layer)
+    if times.host_s:
+        played.transfer("host attention", [rank], group.queries + times.host_s, times.host_s, 0, layer)
+    played.wait("kv", rank, group.sent, layer)
+    played.computed("attention", rank, times.attend_s, layer)
+    played.wait("host attention", rank, group.attended, layer)
+    played.computed("dense", rank, times.layer_s, layer)
+
+
+def _scaled(times: StepTimes, slower: float, later: float) -> StepTimes:
+    """A layer on a slower accelerator, behind a slower link."""
+    own = {name: getattr(times, name) * slower for name in ("recompute_s", "last_s", "layer_s", "attend_s")}
+    link = {name: getattr(times, name) * later for name in ("sent_s", "landed_s", "first_s", "host_s")}
+    return replace(times, **own, **link)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from megakv.distributed.comm import Communicator
 from megakv.errors import MegaKVError
 
+
+class HasDigest(Protocol):
+    """The content of a file."""
+
+    def digest(self) -> str: ...
+
+
 T = TypeVar("T")
+F = TypeVar("F", bound=HasDigest | None)
 
 
 class Agreement:
@@ -36,31 +44,33 @@ class Agreement:
 
         If rank 0 failed it raises its own error, and the others a `MegaKVError`.
         """
-        failure: BaseException | None = None
-        decided: T | None = None
-        if self._comm.mesh.rank == 0:
-            try:
-                decided = action()
-            except BaseException as error:
-                failure = error
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        decided, message = self._comm.broadcast_object((decided, message))
-        if failure is not None:
-            raise failure
-        if message is not None:
-            raise MegaKVError(f"rank 0 failed: {message}")
+        decided, failure = _tried(action) if self._comm.mesh.rank == 0 else (None, None)
+        decided, message = self._comm.broadcast_object((decided, _message(failure)))
+        _raise_first(failure, [message])
         return decided  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
-        """What every rank makes of it; if any fails, all do (`Communicator.agree`). Every rank must come here."""
-        failure: BaseException | None = None
-        result: T | None = None
-        try:
-            result = action()
-        except BaseException as error:
-            failure = error
-        self._comm.agree(failure)
+        """What every rank makes of it; if any fails, all do. Every rank must come here.
+
+        A failing rank raises its own error, the others a `MegaKVError` with the first failing rank's message.
+        """
+        result, failure = _tried(action)
+        _raise_first(failure, self._comm.gather_objects(_message(failure)))
         return result  # type: ignore[return-value]
+
+    def same_file(self, setting: str, load: Callable[[], F]) -> F:
+        """What every rank reads from the file that a setting names; a `ValueError` where ranks have different ones.
+
+        They would decide differently, and wait for each other. Every rank must come here.
+        """
+        record = self.together(load)
+        digests = self._comm.gather_objects(None if record is None else record.digest())
+        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if odd:
+            raise ValueError(
+                f"{setting}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host"
+            )
+        return record
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -72,22 +82,36 @@ class Agreement:
                 "one after the other, in the same order on every rank"
             )
         self._depth += 1
+        outermost = not alone and self._depth == 1
         try:
-            if alone or self._depth > 1:
+            if outermost and self._comm.failures.own is not None:
+                self._comm.renew()
+            try:
                 yield
-            else:
-                with self._failing_together():
-                    yield
+            except BaseException as error:
+                if outermost:
+                    self._comm.watch.give_up(error)
+                raise
         finally:
             self._depth -= 1
             self._lock.release()
 
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        if self._comm.failures.own is not None:
-            self._comm.renew()
-        try:
-            yield
-        except BaseException as error:
-            self._comm.watch.give_up(error)
-            raise
+
+def _tried(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return action(), None
+    except BaseException as error:
+        return None, error
+
+
+def _message(failure: BaseException | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _raise_first(failure: BaseException | None, messages: Sequence[str | None]) -> None:
+    """Raise this rank's own failure, or what the first of the others says."""
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise MegaKVError(f"rank {rank} failed: {message}")

@@ -12,21 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
-from megakv.distributed.connections import PeerConnections, broke, own_endpoints
-from megakv.distributed.failures import Failures
+from megakv.distributed.failures import Failures, broke
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import Mesh
 from megakv.distributed.peers import Peer, PeerWatch
-from megakv.errors import MegaKVError, PeerLostError
+from megakv.errors import PeerLostError
 
 T = TypeVar("T")
 Over = Literal["cp", "tp", "world"]
-
-
-def nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 @dataclass
@@ -59,10 +53,14 @@ class Communicator:
     def __init__(self, mesh: Mesh, ledger: Ledger):
         self.mesh = mesh
         self.ledger = ledger
-        self.watch = PeerWatch(mesh.rank, self._gathered(Peer.this(mesh.rank)), mesh.timeout_s, mesh.sever)
-        self.watch.connections = self._peer_connections()
-        if mesh.world_size > 1:
-            self.watch.listen(connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=store_hosts()))
+        try:
+            peers = self._gathered(Peer.this(mesh.rank))
+            hosts = store_hosts() if mesh.world_size > 1 else ()
+            channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
+        except BaseException:
+            mesh.end()
+            raise
+        self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s, mesh.sever, channel)
 
     @property
     def failures(self) -> Failures:
@@ -80,21 +78,19 @@ class Communicator:
                 "start all ranks again, or make a new engine with megakv.init_inference on all of them"
             )
         apart = self.failures.apart
+        if apart:
+            self.watch.sever()
         # First: a rank that makes its next call later is waited for, whatever became of the groups before.
-        self.watch.renew(life=apart)
+        self.failures.renew(life=apart)
         if apart:
             with self.guard(range(self.mesh.world_size), "making groups anew", None):
                 self.mesh.renew()
-                connections = self._peer_connections()
-            self.watch.follow(connections)
-
-    def _peer_connections(self) -> PeerConnections:
-        return PeerConnections(self.mesh.connections, self.mesh.rank, self._gathered(own_endpoints()))
+            self.watch.severed = False
 
     def _gathered(self, value: T) -> list[T]:
         values: list[Any] = [value] * self.mesh.world_size
         if self.mesh.world_size > 1:
-            dist.all_gather_object(values, value, self.mesh.all_group)
+            dist.all_gather_object(values, value, self.mesh.group("world"))
         return values
 
     def __enter__(self) -> Communicator:
@@ -132,25 +128,32 @@ class Communicator:
 
     def _members(self, over: Over) -> tuple[dist.ProcessGroup | None, Sequence[int]]:
         """A group, None where it has one rank, and its world ranks."""
-        mesh = self.mesh
-        if over == "world":
-            return mesh.all_group, range(mesh.world_size)
-        return (mesh.cp_group, mesh.cp_ranks) if over == "cp" else (mesh.tp_group, mesh.tp_ranks)
+        ranks = {"world": range(self.mesh.world_size), "cp": self.mesh.cp_ranks, "tp": self.mesh.tp_ranks}
+        return self.mesh.group(over), ranks[over]
 
-    def _timed(
-        self, call: Callable[[], T], over: Over, operation: str, layer: int | None, sent: int, *, spins: bool = False
-    ) -> T:
-        """A collective, with the bytes that this rank sends in it."""
+    def _collective(
+        self,
+        call: Callable[[dist.ProcessGroup], object],
+        over: Over,
+        operation: str,
+        layer: int | None,
+        sent: int,
+        *,
+        spins: bool = False,
+    ) -> None:
+        """One over a group, in which this rank sends so many bytes; nothing where the group has one rank."""
+        group, ranks = self._members(over)
+        if group is None:
+            return
         if over == "world":
             self.failures.begin_step()
         self.ledger.leave_dense()
         posted = self.ledger.mark()
         self.ledger.sent(operation, layer, sent)
-        with self.guard(self._members(over)[1], operation, layer, spins=spins):
-            result = call()
+        with self.guard(ranks, operation, layer, spins=spins):
+            call(group)
         self.ledger.transfer(operation, layer, posted, posted)
         self.ledger.enter_dense()
-        return result
 
     # Between neighbours
 
@@ -163,13 +166,13 @@ class Communicator:
         following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
         previous = mesh.cp_ranks[(mesh.cp_rank - 1) % mesh.cp_size]
         posted = self.ledger.mark()
-        self.ledger.sent(operation, layer, nbytes(send))
+        self.ledger.sent(operation, layer, send.nbytes)
         peers = (previous, following)
         with self.guard(peers, operation, layer):
             # Receive before send, always: the other order halves gloo's throughput. NCCL needs both in one group.
             operations = [
-                dist.P2POp(dist.irecv, receive, previous, mesh.cp_group),
-                dist.P2POp(dist.isend, send, following, mesh.cp_group),
+                dist.P2POp(dist.irecv, receive, previous, mesh.group("cp")),
+                dist.P2POp(dist.isend, send, following, mesh.group("cp")),
             ]
             works = dist.batch_isend_irecv(operations)
         return Transfer(self, works, operation, layer, peers, posted)
@@ -188,7 +191,7 @@ class Communicator:
 
         The buffer is contiguous, and not to be written before the transfer was waited for.
         """
-        self.ledger.sent(operation, layer, nbytes(buffer))
+        self.ledger.sent(operation, layer, buffer.nbytes)
         return self._message(dist.isend, buffer, destination, operation, layer)
 
     def _message(
@@ -209,42 +212,39 @@ class Communicator:
 
         They come in `receive`, contiguous and as large, where it is given.
         """
-        size, group = self.mesh.cp_size, self.mesh.cp_group
+        size = self.mesh.cp_size
         gathered = tensor.new_empty((size, *tensor.shape)) if receive is None else receive
-        if group is None:
-            gathered[0] = tensor
-            return gathered
+        if size == 1:
+            return gathered.copy_(tensor[None])
 
-        def gather() -> None:
+        def gather(group: dist.ProcessGroup) -> None:
             all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
 
-        self._timed(gather, "cp", operation, layer, nbytes(tensor) * (size - 1))
+        self._collective(gather, "cp", operation, layer, tensor.nbytes * (size - 1))
         return gathered
 
     def cp_all_to_all(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
     ) -> Tensor:
         """Exchange pieces of a flat tensor, each rank its own part, with all context-parallel ranks."""
-        received, group = send.new_empty(sum(receive_counts)), self.mesh.cp_group
-        if group is None:
-            return received.copy_(send)
-        sent = (sum(send_counts) - send_counts[self.mesh.cp_rank]) * send.element_size()
+        if self.mesh.cp_size == 1:
+            return send.clone()
+        received = send.new_empty(sum(receive_counts))
 
-        def exchange() -> None:
+        def exchange(group: dist.ProcessGroup) -> None:
             dist.all_to_all_single(received, send, receive_counts, send_counts, group)
 
-        self._timed(exchange, "cp", operation, layer, sent)
+        sent = (sum(send_counts) - send_counts[self.mesh.cp_rank]) * send.element_size()
+        self._collective(exchange, "cp", operation, layer, sent)
         return received
 
     def all_reduce(
         self, tensor: Tensor, over: Over, how: Literal["sum", "max"] = "sum", *, operation: str, layer: int | None
     ) -> Tensor:
         """``sum`` or ``max`` over the ranks of a group, in place."""
-        group, ranks = self._members(over)
-        if group is not None:
-            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-            sent = _all_reduce_bytes(tensor, len(ranks))
-            self._timed(lambda: dist.all_reduce(tensor, op=op, group=group), over, operation, layer, sent)
+        op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+        sent = _all_reduce_bytes(tensor, len(self._members(over)[1]))
+        self._collective(lambda group: dist.all_reduce(tensor, op=op, group=group), over, operation, layer, sent)
         return tensor
 
     def tp_all_reduce(self, tensor: Tensor, *, operation: str = "tp_all_reduce", layer: int | None = None) -> Tensor:
@@ -252,17 +252,15 @@ class Communicator:
         if not self.mesh.shared_memory:
             return self.all_reduce(tensor, "tp", operation=operation, layer=layer)
         sent = _all_reduce_bytes(tensor, self.mesh.tp_size)
-        self._timed(lambda: inference_all_reduce(tensor), "tp", operation, layer, sent, spins=True)
+        self._collective(lambda _: inference_all_reduce(tensor), "tp", operation, layer, sent, spins=True)
         return tensor
 
     def broadcast(
         self, tensor: Tensor, source: int, over: Over = "world", *, operation: str, layer: int | None = None
     ) -> Tensor:
         """Overwrite `tensor` on every rank of a group with that of world rank `source`."""
-        group, ranks = self._members(over)
-        if group is not None:
-            sent = nbytes(tensor) * (len(ranks) - 1) if self.mesh.rank == source else 0
-            self._timed(lambda: dist.broadcast(tensor, source, group=group), over, operation, layer, sent)
+        sent = tensor.nbytes * (len(self._members(over)[1]) - 1) if self.mesh.rank == source else 0
+        self._collective(lambda group: dist.broadcast(tensor, source, group=group), over, operation, layer, sent)
         return tensor
 
     # Small objects, among all ranks
@@ -273,7 +271,7 @@ class Communicator:
         if self.mesh.world_size > 1:
             self.failures.begin_step()
             with self.guard(range(self.mesh.world_size), "control", None):
-                dist.broadcast_object_list(values, 0, group=self.mesh.all_group)
+                dist.broadcast_object_list(values, 0, group=self.mesh.group("world"))
         return values[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -281,18 +279,6 @@ class Communicator:
         self.failures.begin_step()
         with self.guard(range(self.mesh.world_size), "control", None):
             return self._gathered(value)
-
-    def agree(self, error: BaseException | None) -> None:
-        """Let every rank fail if any does, so that nobody waits for a rank that gave up.
-
-        A failing rank raises its own error, the others a `MegaKVError` with the first failing rank's message.
-        """
-        messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise MegaKVError(f"rank {rank} failed: {message}")
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -305,4 +291,4 @@ class Communicator:
 
 def _all_reduce_bytes(tensor: Tensor, ranks: int) -> int:
     """What a ring all-reduce puts on the wire per rank."""
-    return -(-2 * nbytes(tensor) * (ranks - 1) // ranks)
+    return -(-2 * tensor.nbytes * (ranks - 1) // ranks)

@@ -9,15 +9,29 @@ where all are given the same wrong argument: then nobody waits, and nothing was 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megakv.errors import MegaKVError, PeerLostError
 
 TEXT = 4000
 """Characters of an error's message that travel."""
+MARKS = (
+    *("gloo/transport", "Timed out", "timed out", "Timeout", "Connection reset", "Connection closed", "Broken pipe"),
+    *("ncclRemoteError", "ncclSystemError", "remote process exited", "network error", "communicator was aborted"),
+)
+"""What gloo and NCCL write of connections that are over, and of peers that do not answer."""
+
+
+def broke(error: BaseException) -> bool:
+    """Whether an exchange failed because of a connection, or of a peer that did not answer: nothing else is a loss."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(mark in str(error) for mark in MARKS)
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,8 @@ class Failures:
         self._others = frozenset(range(world_size)) - {rank}
         self.own: Failure | None = None
         self._told: list[Failure] = []
-        self._lost: set[int] = set()
-        self._ended: set[int] = set()
+        # Ranks whose process is gone, and whether one was ``lost`` or ``ended`` in good order.
+        self._gone: dict[int, str] = {}
         self._changed = threading.Condition()
 
     # What is heard
@@ -71,21 +85,21 @@ class Failures:
         with self._changed:
             if kind == "failed":
                 self._told.append(Failure(**{**message, "absent": tuple(message["absent"])}))
-            elif kind == "ended":
-                self._ended.add(rank)
-            elif rank not in self._ended:
-                self._lost.add(rank)
+            else:
+                # Who ended in good order closes its connections behind that.
+                self._gone.setdefault(rank, kind)
             self._changed.notify_all()
 
     @property
     def lost(self) -> list[int]:
         """Ranks whose process is gone, without a word."""
-        return sorted(self._lost)
+        with self._changed:
+            return sorted(rank for rank, kind in self._gone.items() if kind == "lost")
 
     @property
     def quiet(self) -> bool:
         """Whether nothing was heard that could matter."""
-        return not (self._told or self._lost)
+        return not (self._told or self.lost)
 
     def verdict(self, *, broken: bool = False) -> Failure | None:
         """The failure on whose account this rank has to give up; None if it can go on.
@@ -112,11 +126,9 @@ class Failures:
 
     def wait(self, seconds: float) -> Failure | None:
         """`verdict` on a broken connection, which may be later than it. A lost process ends the wait, too."""
-        deadline = time.monotonic() + seconds
-        while (failure := self.verdict(broken=True)) is None and not self._lost and time.monotonic() < deadline:
-            with self._changed:
-                self._changed.wait(0.05)
-        return failure
+        with self._changed:
+            self._changed.wait_for(lambda: self.verdict(broken=True) is not None or self.lost, seconds)
+            return self.verdict(broken=True)
 
     # What this rank does
 
@@ -147,25 +159,24 @@ class Failures:
 
     def settle(self, seconds: float) -> bool:
         """Wait until every other rank has given up too, or is gone; returns whether that is so."""
-        deadline = time.monotonic() + seconds
+
+        def all_have() -> bool:
+            return not self._others - self._gone.keys() - self._firsts().keys() - self._missed()
+
         with self._changed:
-            while self._others - self._lost - self._ended - self._firsts().keys() - self._missed():
-                if time.monotonic() >= deadline:
-                    return False
-                self._changed.wait(0.1)
-        return True
+            return self._changed.wait_for(all_have, seconds)
 
     def give_up(self) -> None:
         """Who has not been heard of by now does not answer."""
         with self._changed:
-            self._lost |= self._others - self._ended - self._firsts().keys()
+            self._gone = dict.fromkeys(self._others - self._firsts().keys(), "lost") | self._gone
 
     # What follows
 
     @property
     def missing(self) -> list[int]:
         """Ranks that are gone, or do not answer: nothing can be done together any more."""
-        return sorted(self._lost | self._ended | self._missed())
+        return sorted(self._gone.keys() | self._missed())
 
     @property
     def apart(self) -> bool:

@@ -7,7 +7,7 @@ lies between two moments is added up when both have passed, and nobody waits for
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,12 +39,12 @@ class Ledger:
     timeline: bool = False
     """Whether to keep every span, for drawing; totals are always kept."""
     clock: Clock = field(default_factory=HostClock)
-    tallies: dict[tuple[str, int | None], Tally] = field(default_factory=dict)
+    tallies: defaultdict[tuple[str, int | None], Tally] = field(default_factory=lambda: defaultdict(Tally))
     """By operation and layer (None: outside the layers)."""
     spans: list[Event] = field(default_factory=list)
     decoding: bool = False
     """Whether the pass under way computes single tokens."""
-    computed: dict[tuple[str, int | None, bool], float] = field(default_factory=dict)
+    computed: defaultdict[tuple[str, int | None, bool], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of computation by name, layer and `decoding`."""
     _dense_since: Any = None
     # Moments that are not known to have passed, with what then is to be counted.
@@ -84,18 +84,15 @@ class Ledger:
             begin, end = (self.clock.seconds(self._zero, mark) for mark in (first, last))
             self.spans.append(Event(name, kind, begin, end, layer))
 
-    def _tally(self, operation: str, layer: int | None) -> Tally:
-        return self.tallies.setdefault((operation, layer), Tally())
-
     def sent(self, operation: str, layer: int | None, nbytes: int) -> None:
         """Count one call that puts `nbytes` on the wire."""
-        tally = self._tally(operation, layer)
+        tally = self.tallies[operation, layer]
         tally.calls += 1
         tally.bytes_sent += nbytes
 
     def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any) -> None:
         """Count the time of a transfer that was posted and waited for at these moments and has just ended."""
-        end, tally = self.mark(), self._tally(operation, layer)
+        end, tally = self.mark(), self.tallies[operation, layer]
 
         def count() -> None:
             tally.seconds += self.clock.seconds(posted, end)
@@ -127,7 +124,7 @@ class Ledger:
             end, key = self.mark(), (name, layer, self.decoding)
 
             def count() -> None:
-                self.computed[key] = self.computed.get(key, 0.0) + self.clock.seconds(start, end)
+                self.computed[key] += self.clock.seconds(start, end)
                 self._span(name, "compute", start, end, layer)
 
             self._when_passed(end, count)
@@ -143,13 +140,3 @@ class Ledger:
         """Seconds in which this rank did nothing but wait for others."""
         self.read()
         return sum(tally.seconds_exposed for tally in self.tallies.values())
-
-    def by_operation(self) -> dict[str, Tally]:
-        """Totals per operation, summed over the layers."""
-        self.read()
-        totals: dict[str, Tally] = {}
-        for (operation, _), tally in self.tallies.items():
-            total = totals.setdefault(operation, Tally())
-            for name, value in vars(tally).items():
-                setattr(total, name, getattr(total, name) + value)
-        return totals

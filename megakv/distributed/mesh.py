@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -14,10 +17,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
-from megakv.distributed.connections import open_connections, shut
 from megakv.errors import MegaKVError
 
-GroupName = Literal["all", "cp", "tp", "before", "behind"]
+GroupName = Literal["world", "cp", "tp", "before", "behind"]
+DESCRIPTORS = "/proc/self/fd"
 
 
 @dataclass(frozen=True)
@@ -49,21 +52,6 @@ class Mesh:
     connections: set[str] = field(default_factory=set)
     """The groups' TCP connections, as `open_connections` names them."""
 
-    @property
-    def all_group(self) -> dist.ProcessGroup | None:
-        """All ranks, apart from the world, which is the user's; None where there is one rank."""
-        return self._group("all")
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        """The context-parallel group; None where the degree is 1."""
-        return self._group("cp")
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel group; None where the degree is 1."""
-        return self._group("tp")
-
     def edge_group(self, neighbour: int) -> dist.ProcessGroup | None:
         """This rank and the context-parallel rank before or behind it, for what goes down the chain between them.
 
@@ -71,9 +59,10 @@ class Mesh:
         ahead would hold back every later send of the same group.
         """
         assert abs(neighbour - self.cp_rank) == 1, "only neighbours share an edge"
-        return self._group("before" if neighbour < self.cp_rank else "behind")
+        return self.group("before" if neighbour < self.cp_rank else "behind")
 
-    def _group(self, name: GroupName) -> dist.ProcessGroup | None:
+    def group(self, name: GroupName) -> dist.ProcessGroup | None:
+        """This rank's group: ``world`` is all ranks, apart from the user's own; None where it has one rank."""
         if name not in self.groups:
             return None
         group = self.groups[name]()
@@ -81,12 +70,6 @@ class Mesh:
         if group is None:
             raise MegaKVError("the process groups of this engine have ended; make a new one with megakv.init_inference")
         return group
-
-    def __enter__(self) -> Mesh:
-        return self
-
-    def __exit__(self, *ending: object) -> None:
-        self.end()
 
     def end(self) -> None:
         """End this rank's groups: their threads are joined and their connections closed. The world stands."""
@@ -116,25 +99,10 @@ class Mesh:
         self.connections.update(fresh.connections)
 
 
-def check_mesh(cp_size: int, tp_size: int, world_size: int) -> None:
-    """Refuse degrees whose product is not the world size, naming those that would work."""
-    if cp_size * tp_size != world_size:
-        fits = ", ".join(f"{world_size // tp} x {tp}" for tp in range(1, world_size + 1) if world_size % tp == 0)
-        raise ValueError(
-            f"megakv.context_parallel.size = {cp_size} times tensor_parallel.tp_size = {tp_size} is "
-            f"{cp_size * tp_size}, but {world_size} ranks were started; CP x TP that work: {fits}"
-        )
-
-
 def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
     """Join the world, through DeepSpeed, unless the process group stands already.
 
-    Parameters
-    ----------
-    tp_only : bool
-        Whether the TP group is the whole world, so that DeepSpeed's shared-memory all-reduce is worth building.
-    timeout_s : float
-        How long a silent peer is waited for, in seconds.
+    With `tp_only` the TP group is the whole world: DeepSpeed's shared-memory all-reduce is worth building.
     """
     init_deepspeed_distributed(shared_memory=tp_only, timeout=timedelta(seconds=timeout_s))
 
@@ -180,16 +148,24 @@ def stop_distributed() -> None:
 
 
 def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
-    """Create the groups of a mesh. Every rank must call it."""
+    """Create the groups of a mesh. Every rank must call it.
+
+    Degrees whose product is not the world size are refused, with those that would work.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_mesh(cp_size, tp_size, world_size)
+    if cp_size * tp_size != world_size:
+        fits = ", ".join(f"{world_size // tp} x {tp}" for tp in range(1, world_size + 1) if world_size % tp == 0)
+        raise ValueError(
+            f"megakv.context_parallel.size = {cp_size} times tensor_parallel.tp_size = {tp_size} is "
+            f"{cp_size * tp_size}, but {world_size} ranks were started; CP x TP that work: {fits}"
+        )
     timeout = timedelta(seconds=timeout_s)
     cp_rank, tp_rank = divmod(rank, tp_size)
     groups: dict[GroupName, ReferenceType[dist.ProcessGroup]] = {}
     before = open_connections()
     # new_group is collective over the world: every rank creates every group, in one order.
     if world_size > 1:
-        groups["all"] = ref(dist.new_group(timeout=timeout))
+        groups["world"] = ref(dist.new_group(timeout=timeout))
     if cp_size > 1:
         for index in range(tp_size):
             ranks = [index + tp_size * step for step in range(cp_size)]
@@ -218,5 +194,27 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
         device=torch.device(accelerator.current_device_name()),
         shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
         timeout_s=timeout_s,
-        connections={*(open_connections() - before)},
+        connections=open_connections().keys() - before.keys(),
     )
+
+
+def open_connections() -> dict[str, int]:
+    """Descriptors of this process's sockets by names that tell each from all others, also from later ones."""
+    found = {}
+    for descriptor in os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ():
+        with suppress(OSError):
+            name = os.readlink(f"{DESCRIPTORS}/{descriptor}")
+            if name.startswith("socket:"):
+                found[name] = int(descriptor)
+    return found
+
+
+def shut(names: Collection[str]) -> None:
+    """End these connections at both ends, whoever holds them: what waits for them fails."""
+    for name, descriptor in open_connections().items():
+        if name in names:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                # Looked at again: the descriptor may be another's by now. One that only listens has no peer.
+                same = os.readlink(f"{DESCRIPTORS}/{connection.fileno()}") == name
+                if same and connection.family != socket.AF_UNIX and connection.getpeername():
+                    connection.shutdown(socket.SHUT_RDWR)

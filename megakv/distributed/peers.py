@@ -11,21 +11,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import psutil
 
-from megakv.distributed.connections import PeerConnections
 from megakv.distributed.failures import Failures
 from megakv.distributed.health import HealthChannel
 from megakv.errors import MegaKVError, PeerLostError
 
 GRACE_SECONDS = 2.0
-"""How long to look for a dead process after a connection broke: the kernel may report the break first."""
+"""How long to wait for word of who failed or is gone after a connection broke: the break may be heard of first."""
 POLL_SECONDS = 0.5
 UNHEARD_SECONDS = 5.0
-"""How long an operation may go on after a connection was seen to be over: most fail at once."""
+"""How long an operation may go on after a peer was lost or gave up: most fail at once."""
 DRAIN_SECONDS = 0.2
 """How long the connections of a call that failed stay: what was sent before may still be on its way to ranks behind."""
 LOST_SECONDS = 2.0
@@ -76,32 +76,33 @@ class _Wait:
 class PeerWatch:
     """Names the ranks whose processes are gone, and ends the waits for them that would not end by themselves.
 
-    `sever` ends the connections of the mesh's groups, and with them whatever waits for its peers.
+    `sever` ends the connections of the mesh's groups, and with them whatever waits for its peers. By `channel` other
+    ranks' failures are heard of; it is closed in the end.
     """
 
-    def __init__(self, rank: int, peers: list[Peer], timeout_s: float, sever: Callable[[], None] = lambda: None):
+    def __init__(
+        self, rank: int, peers: list[Peer], timeout_s: float, sever: Callable[[], None], channel: HealthChannel
+    ):
         self.rank = rank
         self._peers = peers
         self._timeout_s = timeout_s
         self._sever = sever
         self.failures = Failures(rank, len(peers))
-        self.channel: HealthChannel | None = None
-        self.connections: PeerConnections | None = None
+        self.channel = channel
+        # A process that ends in good order says so, though nobody has destroyed its engine.
+        self._farewell = weakref.finalize(self, channel.end)
         self._previous: Any = None
         self._wait: _Wait | None = None
         # Of which wait the end of a peer was seen first, and when.
         self._since: tuple[_Wait | None, float] | None = None
-        self._stop: threading.Event | None = None
-        self._thread: threading.Thread | None = None
-        self._severed = False
-        self._farewell: Callable[[], object] | None = None
-
-    def listen(self, channel: HealthChannel) -> None:
-        """From now on, hear of other ranks' failures."""
-        self.channel = channel
-        # A process that ends in good order says so, though nobody has destroyed its engine.
-        self._farewell = weakref.finalize(self, channel.end)
-        self._watch()
+        self.severed = False
+        """Whether the connections of the groups' present life were ended."""
+        self._stop = threading.Event()
+        # Holds the watch weakly: it ends when nobody else does any more.
+        watch = partial(_watch_all, weakref.ref(self), self._stop)
+        self._thread = threading.Thread(target=watch, name="megakv-watch", daemon=True)
+        if len(peers) > 1:
+            self._thread.start()
 
     @property
     def host(self) -> str:
@@ -113,17 +114,12 @@ class PeerWatch:
         """Ranks on this host, this one included."""
         return sum(peer.host == self.host for peer in self._peers)
 
-    def dead(self, *, grace: float = 0.0) -> list[int]:
-        """Ranks whose process is gone, looked for during up to `grace` seconds."""
+    def dead(self) -> list[int]:
+        """Ranks whose process is gone."""
         me = self._peers[self.rank]
         near = [p for p in self._peers if (p.host, p.pid_space) == (me.host, me.pid_space) and p.rank != self.rank]
-        deadline = time.monotonic() + grace
-        while True:
-            # A fork of a process that is gone may hold its connections.
-            dead = sorted({*self.failures.lost, *(peer.rank for peer in near if _gone(peer.pid))})
-            if dead or time.monotonic() >= deadline:
-                return dead
-            time.sleep(0.05)
+        # A fork of a process that is gone may hold its connections.
+        return sorted({*self.failures.lost, *(peer.rank for peer in near if _gone(peer.pid))})
 
     def describe(self, *ranks: int) -> str:
         """Ranks with their hosts and processes, for messages."""
@@ -140,16 +136,11 @@ class PeerWatch:
 
     def uninstall(self) -> None:
         """Give SIGTERM back, say goodbye to the other ranks, and end the watch over them."""
-        if self._stop is not None:
-            self._stop.set()
-            self._stop = None
-        if self._farewell is not None:
-            self._farewell()
-        if self._thread is not None:
+        self._stop.set()
+        self._farewell()
+        if self._thread.is_alive():
             self._thread.join()
-            self._thread = None
-        if self.channel is not None:
-            self.channel.close()
+        self.channel.close()
         if self._previous is not None and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._on_terminate:
                 signal.signal(signal.SIGTERM, self._previous)
@@ -169,10 +160,9 @@ class PeerWatch:
 
     def explain(self, error: BaseException, peers: Sequence[int], where: str) -> MegaKVError:
         """Why a connection broke, or nobody answered."""
-        deadline = time.monotonic() + GRACE_SECONDS
         if (told := self.failures.wait(GRACE_SECONDS)) is not None:
             return self.failures.follow(told)
-        dead = self.dead(grace=deadline - time.monotonic())
+        dead = self.dead()
         missing = dead or sorted({rank for rank in peers if rank != self.rank})
         self.failures.miss(missing)
         return PeerLostError(
@@ -183,61 +173,35 @@ class PeerWatch:
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this rank gives up, and wait until all have: then nobody waits for anybody."""
         message = self.failures.fail(error)
-        if self.channel is not None:
-            self.channel.tell(message)
+        self.channel.tell(message)
         # Who waits for this rank, and is told, ends its own wait; one that has not come so far may yet fail alike, and
         # then all go on with the same connections. What was exchanged by halves ends them at once.
-        deaf = self.channel is None or self.channel.deaf
-        if (deaf or message["inside"]) and not self.failures.settle(DRAIN_SECONDS):
+        if (self.channel.deaf or message["inside"]) and not self.failures.settle(DRAIN_SECONDS):
             self.sever()
         if not self.failures.settle(self._timeout_s):
             self.failures.give_up()
 
     def sever(self, life: int | None = None) -> None:
         """End the connections of the mesh's groups, once in their life: the present one, or none if that is over."""
-        if not self._severed and life in (None, self.failures.life):
-            self._severed = True
+        if not self.severed and life in (None, self.failures.life):
+            self.severed = True
             self._sever()
-
-    def renew(self, *, life: bool) -> None:
-        """All ranks have given up, and go on; in a new `life` of the groups, which are to be made now, however long."""
-        if life:
-            # What made them give up must not end the new ones.
-            self.sever()
-            self.connections = None
-        self.failures.renew(life=life)
-
-    def follow(self, connections: PeerConnections) -> None:
-        """Watch over the connections of new groups."""
-        self.connections, self._severed = connections, False
 
     # Waits
 
     @contextmanager
     def waiting(self, operation: str, *, spins: bool = False) -> Iterator[None]:
         """Watch over an operation: if it never hears that a peer is gone, the process ends, with a word about why."""
-        if len(self._peers) == 1:
-            yield
-            return
-        self._watch()
         before, self._wait = self._wait, _Wait(operation, time.monotonic(), spins)
         try:
             yield
         finally:
             self._wait = before
 
-    def _watch(self) -> None:
-        if self._stop is None:
-            self._stop = threading.Event()
-            self._thread = threading.Thread(
-                target=_watch_all, args=(weakref.ref(self), self._stop), name="megakv-watch", daemon=True
-            )
-            self._thread.start()
-
     def look(self, stop: threading.Event) -> None:
         """Hear what there is to hear for a moment, and end waits that would not end by themselves."""
         seconds = POLL_SECONDS if self.failures.quiet else DRAIN_SECONDS
-        if self.channel is None or not self.channel.open:
+        if not self.channel.open:
             stop.wait(seconds)
         else:
             for message in self.channel.poll(seconds):
@@ -247,18 +211,14 @@ class PeerWatch:
 
     def _end_wait(self) -> None:
         now, wait, life = time.monotonic(), self._wait, self.failures.life
-        verdict, over = self.failures.verdict(), list[int]()
-        dead = self.dead() if wait is not None and wait.spins else []
-        lost = dead or self.failures.lost
-        if wait is not None and wait.spins:
-            if verdict is None and not lost and now - wait.since > self._timeout_s:
+        spins = wait is not None and wait.spins
+        verdict, lost = self.failures.verdict(), self.dead() if spins else self.failures.lost
+        if verdict is None and not lost:
+            self._since = None
+            if wait is not None and spins and now - wait.since > self._timeout_s:
                 others = self.describe(*(peer.rank for peer in self._peers if peer.rank != self.rank))
                 limit = f"megakv.timeout_s = {self._timeout_s:g}"
                 self._leave(wait, f"{others} did not answer during {wait.operation} ({limit})")
-        elif wait is not None and self.connections is not None:
-            over = self.connections.over()
-        if verdict is None and not lost and not over:
-            self._since = None
             return
         if self._since is None or self._since[0] is not wait:
             self._since = wait, now
@@ -266,13 +226,10 @@ class PeerWatch:
         if after >= DRAIN_SECONDS and verdict is not None or after >= LOST_SECONDS and lost:
             self.sever(life)
         # A spinning one ends at the second sight: a peer may have ended in good order just after this very operation.
-        # Of others, and of who is lost to the connections alone, whatever does hear of it ends the wait, and says more.
-        soon = wait is not None and wait.spins and (verdict is not None or dead)
-        if wait is not None and after > (0.0 if soon else UNHEARD_SECONDS):
-            if verdict is not None:
-                self._leave(wait, verdict.says)
-            gone = self.describe(*lost) or f"the connection to {self.describe(*over)}"
-            self._leave(wait, f"{gone} was lost during {wait.operation}")
+        # Of others, whatever does hear of it ends the wait, and says more.
+        if wait is not None and after > (0.0 if spins else UNHEARD_SECONDS):
+            lost_during = f"{self.describe(*lost)} was lost during {wait.operation}"
+            self._leave(wait, lost_during if verdict is None else verdict.says)
 
     def _leave(self, wait: _Wait, reason: str) -> None:
         if wait is self._wait:

@@ -212,6 +212,13 @@ class TokenTable:
         twin._columns = [[column.copy() for column in row] for row in self._columns]
         return twin
 
+    def only(self, group: range) -> TokenTable:
+        """The same tokens of some sequences, as long as none come; all others have none."""
+        twin, none = TokenTable(self.size, 0), TokenColumn(2)
+        twin.batch = self.batch
+        twin._columns = [[column if at in group else none for at, column in enumerate(row)] for row in self._columns]
+        return twin
+
     def reorder(self, index: list[int]) -> None:
         """Row b becomes the present row ``index[b]``."""
         self.batch, self._tokens = len(index), None
@@ -220,9 +227,8 @@ class TokenTable:
 
 def chunk_bounds(length: int, chunks: int) -> IntArray:
     """``[chunks + 1]`` bounds of near-equal chunks; the remainder goes to the first ones."""
-    sizes = np.full(chunks, length // chunks, dtype=np.int64)
-    sizes[: length % chunks] += 1
-    return np.concatenate([[0], np.cumsum(sizes)])
+    index = np.arange(chunks + 1)
+    return index * (length // chunks) + np.minimum(index, length % chunks)
 
 
 def pieces(tokens: int, longest: int) -> list[tuple[int, int]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megakv.errors import MegaKVError
-from megakv.weights.placement import HeadMap, HeadShard, SliceSpec
+from megakv.weights.placement import HeadMap, SliceSpec
 from megakv.weights.placement.attention import FUSED, KEY_NORMS, OUTPUTS, QUERY_NORMS, SEPARATE
 
 
@@ -29,10 +28,6 @@ def check_coverage(
     Returns the number of parameters that are cut.
     Raises MegaKVError, naming the parameter, and which of its indices are on how many ranks.
     """
-    copies = {
-        f"{name}.": Copies.of(head_map.layers[layer], head_map.n_heads, head_map.n_kv_heads)
-        for layer, name in enumerate(attentions)
-    }
     cut = 0
     # Layers are mostly cut alike.
     duplicates: dict[tuple[object, ...], int] = {}
@@ -46,11 +41,11 @@ def check_coverage(
         if all(spec.ranges is None for spec in specs):
             continue
         cut += 1
-        copied = next((found for prefix, found in copies.items() if name.startswith(prefix)), None)
+        layer = next((index for index, prefix in enumerate(attentions) if name.startswith(f"{prefix}.")), None)
         extra = duplicates.get((tuple(shape), *specs))
         if extra is None:
             extra = duplicates[tuple(shape), *specs] = _duplicates(name, shape, specs)
-        allowed = 0 if copied is None else copied.indices(name, shape[specs[0].dim])
+        allowed = 0 if layer is None else _copied(head_map, layer, name, shape[specs[0].dim])
         if extra != allowed:
             raise MegaKVError(
                 f"{name}: {extra} of {shape[specs[0].dim]} indices of dimension {specs[0].dim} are doubled, "
@@ -59,29 +54,17 @@ def check_coverage(
     return cut
 
 
-@dataclass(frozen=True)
-class Copies:
-    """How many heads of a layer all ranks together hold beyond those of the model."""
-
-    heads: int  # Of the model.
-    kv_heads: int
-    more_heads: int
-    more_kv_heads: int
-
-    @classmethod
-    def of(cls, shards: Sequence[HeadShard], heads: int, kv_heads: int) -> Copies:
-        """Those of one layer's shards."""
-        held = sum(len(shard.query_heads) for shard in shards), sum(len(shard.kv_heads) for shard in shards)
-        return cls(heads, kv_heads, held[0] - heads, held[1] - kv_heads)
-
-    def indices(self, name: str, length: int) -> int:
-        """Indices that they add to an attention parameter of `length` along the dimension that is cut."""
-        owner = name.split(".")[-2] if not name.endswith("sinks") else QUERY_NORMS[0]
-        if owner in FUSED:
-            return (self.more_heads + 2 * self.more_kv_heads) * length // (self.heads + 2 * self.kv_heads)
-        if owner in (SEPARATE[0], *QUERY_NORMS, *OUTPUTS):
-            return self.more_heads * length // self.heads
-        return self.more_kv_heads * length // self.kv_heads if owner in (*SEPARATE[1:], *KEY_NORMS) else 0
+def _copied(head_map: HeadMap, layer: int, name: str, length: int) -> int:
+    """Indices that copies of heads add to an attention parameter of `length` along the dimension that is cut."""
+    heads, kv_heads, shards = head_map.n_heads, head_map.n_kv_heads, head_map.layers[layer]
+    more = sum(len(shard.query_heads) for shard in shards) - heads
+    more_kv = sum(len(shard.kv_heads) for shard in shards) - kv_heads
+    owner = name.split(".")[-2] if not name.endswith("sinks") else QUERY_NORMS[0]
+    if owner in FUSED:
+        return (more + 2 * more_kv) * length // (heads + 2 * kv_heads)
+    if owner in (SEPARATE[0], *QUERY_NORMS, *OUTPUTS):
+        return more * length // heads
+    return more_kv * length // kv_heads if owner in (*SEPARATE[1:], *KEY_NORMS) else 0
 
 
 def _duplicates(name: str, shape: Sequence[int], specs: Iterable[SliceSpec]) -> int:

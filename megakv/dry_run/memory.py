@@ -41,58 +41,43 @@ class VirtualRank:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
-class MemoryCount:
-    """Bytes of ranks with one configuration.
+def kept_share(config: MegaKVConfig, shape: ModelShape, context: int) -> float:
+    """What part of a prompt's keys and values is kept.
 
-    context, new_tokens, batch: prompt and generated tokens of each of so many sequences.
     Raises ValueError if a compression setting does not fit the model or the prompt.
     """
+    fairkv = config.megakv.fairkv
+    if fairkv.budget is None or not is_compressed(fairkv.budget, fairkv.min_tokens, np.array(context)):
+        return 1.0
+    least = fairkv.make_method(len(shape.layers), shape.kv_heads).least
+    return tokens_per_head(fairkv.budget, context, least) / context
 
-    def __init__(self, config: MegaKVConfig, shape: ModelShape, *, context: int, new_tokens: int, batch: int):
-        self._section = config.megakv
-        self._shape = shape
-        self._cp_size, self._tp_size = config.cp_size, config.tp_size
-        self._new, self._context = new_tokens, context
-        self._batch = batch
-        self._kept_share = 1.0
-        fairkv = self._section.fairkv
-        if fairkv.budget is not None and is_compressed(fairkv.budget, fairkv.min_tokens, np.array(context)):
-            method = fairkv.make_method(len(shape.layers), shape.kv_heads)
-            self._kept_share = tokens_per_head(fairkv.budget, context, method.least) / context
 
-    def rank(self, share: Share, cp_rank: int, tokens: int, kept: int) -> VirtualRank:
-        """One rank; `tokens` and `kept` as there."""
-        # Generated tokens are kept where the prompt is, in about the same shares.
-        answer = self._batch * -(-self._new * kept // (self._context * self._batch))
-        per_token, largest = sum(share.row_bytes), max(share.row_bytes)
-        if self._section.offload.enabled:
-            kv, host = offloaded_bytes(
-                self._shape, share.row_bytes, kept + answer, batch=self._batch, offload=self._section.offload
-            )
-        else:
-            dense = largest * kept if self._kept_share < 1 else 0
-            kv = round(per_token * kept * self._kept_share) + per_token * answer + dense
-            host = 0
-        weights, held = share.weight_bytes, 0
-        if self._section.offload.weights:
-            held = sum(share.layer_bytes)
-            weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
-        return VirtualRank(
-            rank=cp_rank * self._tp_size + share.tp_rank,
-            cp_rank=cp_rank,
-            tp_rank=share.tp_rank,
-            tokens=tokens,
-            kept=kept,
-            weight_bytes=weights,
-            kv_bytes=kv,
-            activation_bytes=activation_bytes(
-                self._shape,
-                computed=tokens,
-                held=max(tokens, kept),
-                row_bytes=largest,
-                cp_size=self._cp_size,
-                tp_size=self._tp_size,
-            ),
-            host_bytes=host,
-            host_weight_bytes=held,
-        )
+def virtual_rank(
+    config: MegaKVConfig, shape: ModelShape, share: Share, cp_rank: int, *, tokens: int, kept: int, answer: int,
+    batch: int, kept_share: float,
+) -> VirtualRank:  # fmt: skip
+    """Bytes of one rank; `tokens` and `kept` as there, and `answer` generated tokens that are kept beside them."""
+    offload, largest = config.megakv.offload, max(share.row_bytes)
+    if offload.enabled:
+        kv, host = offloaded_bytes(shape, share.row_bytes, kept + answer, batch=batch, offload=offload)
+    else:
+        dense = largest * kept if kept_share < 1 else 0
+        kv, host = round(sum(share.row_bytes) * kept * kept_share) + sum(share.row_bytes) * answer + dense, 0
+    weights, held = share.weight_bytes, 0
+    if offload.weights:
+        held = sum(share.layer_bytes)
+        weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
+    sizes = {"cp_size": config.cp_size, "tp_size": config.tp_size}
+    return VirtualRank(
+        rank=cp_rank * config.tp_size + share.tp_rank,
+        cp_rank=cp_rank,
+        tp_rank=share.tp_rank,
+        tokens=tokens,
+        kept=kept,
+        weight_bytes=weights,
+        kv_bytes=kv,
+        activation_bytes=activation_bytes(shape, computed=tokens, held=max(tokens, kept), row_bytes=largest, **sizes),
+        host_bytes=host,
+        host_weight_bytes=held,
+    )

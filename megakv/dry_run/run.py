@@ -17,7 +17,7 @@ from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.shape import positions as positions_of
 from megakv.distributed.sharding import TokenBlock, balanced
-from megakv.dry_run.memory import GB, MemoryCount, VirtualRank
+from megakv.dry_run.memory import GB, VirtualRank, kept_share, virtual_rank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import LengthLimits
@@ -128,16 +128,25 @@ def dry_run(
     if dtype not in made:
         made[dtype] = empty_model(deepcopy(described), dtype)
     whole = WholeModel.plan(made[dtype], dtype, head_map)
-    LengthLimits.of(whole.model, parsed).check(context, {"max_new_tokens": new_tokens}, whole.model)
+    LengthLimits(whole.model, parsed).check(context, {"max_new_tokens": new_tokens})
     tokens, kept = token_counts(parsed, context, batch)
-    count = MemoryCount(
-        parsed, ModelShape.from_config(described, dtype=dtype), context=context, new_tokens=new_tokens, batch=batch
-    )
-    # Between the longest and the shortest shard nothing changes but a length.
-    lengths = {max(1, min(tokens)), max(tokens)}
-    shares = whole.shares(lengths, fp8=parsed.megakv.feed_forward == "fp8")
+    shape = ModelShape.from_config(described, dtype=dtype)
+    share_kept = kept_share(parsed, shape, context)
+    # Shorter shards differ in nothing but their length.
+    shares = whole.shares(max(tokens), fp8=parsed.megakv.feed_forward == "fp8")
     ranks = [
-        count.rank(share, cp_rank, tokens[cp_rank], kept[cp_rank])
+        virtual_rank(
+            parsed,
+            shape,
+            share,
+            cp_rank,
+            tokens=tokens[cp_rank],
+            kept=kept[cp_rank],
+            # Generated tokens are kept where the prompt is, in about the same shares.
+            answer=batch * -(-new_tokens * kept[cp_rank] // (context * batch)),
+            batch=batch,
+            kept_share=share_kept,
+        )
         for cp_rank in range(parsed.cp_size)
         for share in shares
     ]

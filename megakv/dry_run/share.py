@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.partial import Scoring
 from megakv.dry_run.coverage import check_coverage
 from megakv.errors import MegaKVError
-from megakv.injection.shape_pass import shape_pass
+from megakv.injection.support import shape_pass
 from megakv.offload.weights import layer_places
 from megakv.weights.fp8 import Fp8Linear, use_fp8
 from megakv.weights.loading import parameter_dtypes
@@ -22,10 +22,6 @@ from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
 from megakv.weights.placement.attention import find_attention
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import shard_structure
-
-PLAIN = (bool, int, float, str, type(None), tuple, list)
-NUMBER = "layer_idx"
-"""Where modules keep the number of their layer."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,12 @@ class WholeModel:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def shares(self, tokens: set[int], *, fp8: bool) -> list[Share]:
+    def shares(self, tokens: int, *, fp8: bool) -> list[Share]:
         """Build every rank's share and run it.
 
         Ranks that keep the same shapes and the same numbers of heads in each layer are alike: the first is built.
 
-        tokens: numbers of tokens to run them over.
+        tokens: to run them over.
         fp8: whether feed-forward weights become FP8.
         Raises MegaKVError if a parameter has another shape than it should, or shapes do not fit in a pass.
         Raises ValueError if FP8 is not possible with this model.
@@ -93,7 +89,7 @@ class WholeModel:
             shares.append(replace(known[form], tp_rank=tp_rank))
         return shares
 
-    def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: set[int], fp8: bool) -> Share:
+    def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: int, fp8: bool) -> Share:
         dtypes = parameter_dtypes(self.model, self.dtype)
         model = deepcopy(self.model, {id(parameter): parameter for parameter in self.model.parameters()})
         shard_structure(model, self.placements[tp_rank], self.head_map, tp_rank, lambda tensor: tensor)
@@ -167,69 +163,23 @@ class ShapeRuntime:
         return q_BHSD.new_empty((1, q_BHSD.shape[2], heads, v_BKSD.shape[3]))
 
 
-def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: set[int]) -> tuple[int, ...]:
-    """Run one rank's share over so many of its tokens, for each of these numbers.
+def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int) -> tuple[int, ...]:
+    """Run one rank's share, cut on the meta device, over so many of its tokens.
 
-    model: on the meta device, cut for this rank; of layers that are alike only the first will compute.
     Returns the bytes of one token's keys and values, by layer.
     Raises MegaKVError if shapes do not fit.
     """
-    computed = compute_once(model, head_map, tp_rank)
-    found = [_row_bytes(model, head_map, tp_rank, count, set(computed)) for count in sorted(tokens)]
-    if any(other != found[0] for other in found):
-        raise MegaKVError(f"tensor-parallel rank {tp_rank}: keys and values of a token depend on how many there are")
-    return tuple(found[0][first] for first in computed)
-
-
-def compute_once(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> list[int]:
-    """Let only the first of decoder layers that are alike compute in a shape pass; others hand on what that one gave.
-
-    Alike are layers of the same modules, with the same settings and shapes, and the same numbers of heads.
-
-    Returns the first such layer, of each layer.
-    """
-    firsts: dict[Any, int] = {}
-    outputs: dict[int, Any] = {}
-    found = []
-    for index, layer in enumerate(decoder_layers(model)[1]):
-        shard = head_map.shard(index, tp_rank)
-        first = firsts.setdefault((len(shard.query_heads), len(shard.kv_heads), _description(layer)), index)
-        if first == index:
-            layer.register_forward_hook(lambda _module, _inputs, output, index=index: outputs.update({index: output}))
-        else:
-            vars(layer)["forward"] = lambda *_, first=first, **__: outputs[first]
-        found.append(first)
-    return found
-
-
-def _description(layer: nn.Module) -> tuple[Any, ...]:
-    """What of a layer can decide about shapes; all but its number."""
-    return tuple(
-        (
-            name,
-            type(module),
-            *((key, repr(value)) for key, value in vars(module).items() if isinstance(value, PLAIN) and key != NUMBER),
-            *((tensor.shape, tensor.dtype) for tensor in module.parameters(recurse=False)),
-            *((tensor.shape, tensor.dtype) for tensor in module.buffers(recurse=False)),
-        )
-        for name, module in layer.named_modules()
-    )
-
-
-def _row_bytes(
-    model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int, expected: set[int]
-) -> dict[int, int]:
     runtime = ShapeRuntime(head_map, tp_rank)
     try:
-        _, logits = shape_pass(model, runtime, tokens)
+        _, logits = shape_pass(model, runtime.attend, tokens)
     except (RuntimeError, IndexError, AssertionError) as error:
         raise MegaKVError(
             f"tensor-parallel rank {tp_rank}: shapes of {type(model).__name__} do not fit: {error}"
         ) from error
-    vocab = model.config.get_text_config().vocab_size
-    if logits.shape[-1] != vocab or runtime.row_bytes.keys() != expected:
+    vocab, expected = model.config.get_text_config().vocab_size, range(len(head_map.layers))
+    if logits.shape[-1] != vocab or set(runtime.row_bytes) != set(expected):
         raise MegaKVError(
             f"tensor-parallel rank {tp_rank}: layers {sorted(runtime.row_bytes)} called attention, not "
-            f"{sorted(expected)}; logits have shape {list(logits.shape)} for a vocabulary of {vocab}"
+            f"{[*expected]}; logits have shape {list(logits.shape)} for a vocabulary of {vocab}"
         )
-    return runtime.row_bytes
+    return tuple(runtime.row_bytes[layer] for layer in expected)

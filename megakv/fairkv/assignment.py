@@ -1,4 +1,5 @@
-"""One layer's KV heads on ranks: the largest first, exchanges, and a search where a bound leaves room for better.
+"""One layer's KV heads on ranks: the largest first, a search where a bound leaves room for better, and exchanges where
+that is cut off.
 
 The same for all that a layer may be: no copies, replicas with equal shares (items that go to several places), and heads
 cut between the ranks of a group (a place as fast as its ranks together). `Schemes` are the ways to copy or to group.
@@ -19,8 +20,6 @@ NODES = 20_000
 """Of the search in one layer, after which the best found so far is taken: 8 KV heads rarely need as many."""
 LEAST = 1e-8
 """Of all budgets together: what a head counts at least, so that no rank is left with nothing at all."""
-EXCHANGED = 16
-"""Schemes, the most promising first, whose placements are improved by exchanges."""
 
 
 @dataclass(frozen=True)
@@ -116,20 +115,22 @@ class _Search:
 
     def __init__(self, best: float, nodes: int):
         self.best, self.nodes = best, nodes
-        self.found: list[tuple[int, ...]] | None = None
 
-    def run(self, sizes: Sequence[float], counts: Sequence[int], speeds: Sequence[int]) -> None:
+    def run(self, sizes: Sequence[float], counts: Sequence[int], speeds: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Which heads are at which places; None where nothing better is found."""
+        self.found: NDArray[np.bool_] | None = None
         self.speeds, self.loads = speeds, [0.0] * len(speeds)
         self.items = sorted(zip(sizes, counts, range(len(sizes)), strict=True), key=lambda item: -item[0])
         self.left = [sum(size * count for size, count, _ in self.items[step:]) for step in range(len(sizes))]
-        self.held: list[tuple[int, ...]] = [()] * len(sizes)
+        self.held = np.zeros((len(sizes), len(speeds)), dtype=bool)
         self.seen: set[tuple] = set()
         self._visit(0)
+        return self.found
 
     def _visit(self, step: int) -> None:
         loads, speeds = self.loads, self.speeds
         if step == len(self.items):
-            self.best, self.found = max(map(float.__truediv__, loads, speeds)), list(self.held)
+            self.best, self.found = max(map(float.__truediv__, loads, speeds)), self.held.copy()
             return
         self.nodes -= 1
         state = (step, *sorted(zip(speeds, loads, strict=True)))
@@ -152,7 +153,8 @@ class _Search:
             tried.add(before)
             for place in chosen:
                 loads[place] += size
-            self.held[head] = chosen
+            self.held[head] = False
+            self.held[head, chosen] = True
             self._visit(step + 1)
             for place, (_, load) in zip(chosen, before, strict=True):
                 loads[place] = load
@@ -163,30 +165,20 @@ def assign(weights: Sequence[float], schemes: Schemes, *, nodes: int = NODES) ->
 
     Exact unless the search is cut off at `nodes`; the bound then says how far from the optimum it can be.
     """
-    sizes = np.asarray(weights) / schemes.counts
-    speeds = schemes.speeds
+    sizes, speeds = np.asarray(weights) / schemes.counts, schemes.speeds
     bounds = lower_bounds(sizes, schemes)
-    lowest = float(bounds.min()) if schemes.complete else sum(weights) / float(speeds[0].sum())
     reached, placed = largest_first(sizes, schemes)
     scheme = int(reached.argmin())
-    slowest, held = float(reached[scheme]), placed[scheme]
-    for row in np.argsort(reached, kind="stable")[:EXCHANGED]:
-        if slowest <= lowest * (1 + TOLERANCE) or bounds[row] >= slowest * (1 - TOLERANCE):
-            continue
-        after = exchange(sizes[row], speeds[row], placed[row])
-        value = float((sizes[row] @ after / speeds[row]).max())
-        if value < slowest * (1 - TOLERANCE):
-            scheme, slowest, held = int(row), value, after
-    places = [tuple(np.flatnonzero(row).tolist()) for row in held]
-    search = _Search(slowest, nodes)
-    promising = np.flatnonzero(bounds < slowest * (1 - TOLERANCE))
-    for row in promising[np.lexsort((reached[promising], bounds[promising]))]:
-        if search.best <= lowest * (1 + TOLERANCE) or search.nodes < 0:
+    held, search = placed[scheme], _Search(float(reached[scheme]), nodes)
+    for row in np.lexsort((reached, bounds)):
+        if search.nodes < 0 or bounds[row] >= search.best * (1 - TOLERANCE):
             break
-        if bounds[row] < search.best * (1 - TOLERANCE):
-            search.found = None
-            search.run(sizes[row].tolist(), schemes.counts[row].tolist(), speeds[row].tolist())
-            if search.found is not None:
-                scheme, places = int(row), search.found
-    proven = schemes.complete and search.nodes >= 0
-    return Placement(scheme, places, search.best, search.best if proven else min(lowest, search.best))
+        found = search.run(sizes[row].tolist(), schemes.counts[row].tolist(), speeds[row].tolist())
+        scheme, held = (scheme, held) if found is None else (int(row), found)
+    slowest = lowest = search.best
+    if search.nodes < 0:
+        held = exchange(sizes[scheme], speeds[scheme], held)
+        slowest = float((sizes[scheme] @ held / speeds[scheme]).max())
+    if search.nodes < 0 or not schemes.complete:
+        lowest = min(slowest, float(bounds.min()) if schemes.complete else sum(weights) / float(speeds[0].sum()))
+    return Placement(scheme, [tuple(np.flatnonzero(row).tolist()) for row in held], slowest, lowest)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.backends import attend_block
-from megakv.attention.compiled import TYPES, Strides, load_kernel
+from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.partial import PartialAttention
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.pages import RaggedBody
@@ -21,7 +21,7 @@ PAGED_ROWS = 64
 
 @dataclass(frozen=True)
 class RaggedPart:
-    """Kept tokens of one sequence on one rank, as attention methods take them (see `megakv.attention.part.Part`).
+    """Kept tokens of one sequence on one rank, as attention methods take them (see `megakv.attention.partial.Part`).
 
     The body's rows index `slots` and `positions`, those of all this rank's tokens of the sequence.
     """
@@ -91,9 +91,7 @@ def paged_attention(
     fits = q_HLD.dtype == keys.dtype == values.dtype and q_HLD.dtype in TYPES and keys.shape[-1] == dim
     kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and fits else None
     if kernel is not None and kernel.few(heads // kv_heads, length):
-        value_dim = values.shape[-1]
-        strides = Strides(k_head=0, k_step=dim, v_head=0, v_step=value_dim)
-        out, lse = kernel.attend(grouped[:, None], body.runs, 1, value_dim, strides, scale)
+        out, lse = kernel.ready(grouped[:, None], body.runs, 1, values.shape[-1], scale)()
         return out.view(heads, length, -1), lse.view(heads, length)
     outs, lses, owners = [], [], []
     for pages in body.pages:

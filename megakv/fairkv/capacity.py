@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakv.fairkv import program
-from megakv.fairkv.assignment import NODES, TOLERANCE, Schemes, lower_bounds
+from megakv.fairkv.assignment import TOLERANCE, Schemes, lower_bounds
 from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
 from megakv.fairkv.layer import LayerMapping
 
@@ -92,11 +93,9 @@ def arrange(
     return [m.renumbered(order.tolist()) for m, order in zip(mappings, orders, strict=True)]
 
 
-def _start(
-    budgets: Weights, limits: CopyLimits, split: Split, nodes: int, enough: float
-) -> tuple[list[float], list[LayerMapping]]:
+def _start(budgets: Weights, limits: CopyLimits, split: Split, enough: float) -> tuple[list[float], list[LayerMapping]]:
     """Bounds of the layers, and the best mapping of each, with ranks renumbered so that they hold equally much."""
-    solutions = [map_layer(row, limits, split, nodes=nodes) for row in budgets]
+    solutions = [map_layer(row, limits, split) for row in budgets]
     mappings = arrange([solution.mapping for solution in solutions], budgets, limits.tp_size, enough)
     return [solution.bound for solution in solutions], mappings
 
@@ -133,12 +132,7 @@ def _relieve(mappings: Sequence[LayerMapping], budgets: Weights, tp_size: int, c
             layer, heads, ranks = step
             for array in (tokens[layer], held[layer]):
                 array[np.ix_(heads, ranks)] = array[np.ix_(heads, ranks[::-1])]
-    found = []
-    for tokens_HR, held_HR in zip(tokens, held, strict=True):
-        ranks_of = [tuple(np.flatnonzero(row).tolist()) for row in held_HR]
-        parts = [row[list(at)].tolist() for row, at in zip(tokens_HR, ranks_of, strict=True)]
-        found.append(LayerMapping.even(ranks_of).with_shares(parts))
-    return found
+    return [LayerMapping.of_arrays(*layer) for layer in zip(held, tokens, strict=True)]
 
 
 def _relief(
@@ -167,25 +161,11 @@ def _relief(
     return step
 
 
-def _reshared(
-    mappings: Sequence[LayerMapping],
-    budgets: Weights,
-    limits: CopyLimits,
-    split: Split,
-    least: Sequence[float],
-    cap: float | None,
-) -> list[LayerMapping] | None:
-    """The same placements, shares chosen over all layers at once; None where they cannot be, or not within the cap."""
-    if split != "free" or not limits.copies:
-        return None
-    return program.solve(budgets, limits, split, least=least, cap=cap, placed=mappings)[0]
-
-
-def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, nodes: int = NODES) -> TotalSolution:
+def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free") -> TotalSolution:
     """Mappings whose fullest rank, over all layers, has least: Equation 4.
 
     The layers mapped one by one; few heads then by a program (`megakv.fairkv.program`). `limits` are checked against
-    the number of heads; `nodes` are of the search in one layer.
+    the number of heads.
     """
     size = limits.tp_size
     bound = sum(map(sum, budgets)) / size
@@ -193,20 +173,20 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
         heads = np.array([[weight for row in budgets for weight in row]])
         one = Schemes(np.ones(heads.shape, dtype=np.int64), np.ones((1, size), dtype=np.int64))
         bound = float(lower_bounds(heads, one)[0])
-    least, mappings = _start(budgets, limits, split, nodes, bound * (1 + EVEN))
+    least, mappings = _start(budgets, limits, split, bound * (1 + EVEN))
     if len(budgets) == 1:
         bound = max(bound, least[0])
     largest = max(memory_of(mappings, budgets, size))
+    solve = partial(program.solve, budgets, limits, split, least=least)
     for again in (False, True):
         if largest > bound * (1 + CLOSE):
             start = relieved(mappings, budgets, size, bound * (1 + EVEN)) if again else mappings
-            # Where they can be as even as that, those that cost least time.
-            shared = [_reshared(start, budgets, limits, split, least, cap) for cap in (bound, None)]
-            start = shared[0] or shared[1] or start
+            # Where replicas can be shared as evenly as that, in the way that costs least time.
+            start = solve(cap=bound, placed=start)[0] or solve(placed=start)[0] or start
             if (reached := max(memory_of(start, budgets, size))) < largest:
                 mappings, largest = start, reached
     if largest > bound * (1 + CLOSE):
-        better, proven = program.solve(budgets, limits, split, least=least, cap=None, best=largest)
+        better, proven = solve(best=largest)
         bound = max(bound, proven)
         if better is not None and (reached := max(memory_of(better, budgets, size))) < largest:
             mappings, largest = better, reached
@@ -214,12 +194,7 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free", *, 
 
 
 def map_layers(
-    budgets: Weights,
-    limits: CopyLimits,
-    split: Split = "free",
-    *,
-    memory_cap: float | None = None,
-    nodes: int = NODES,
+    budgets: Weights, limits: CopyLimits, split: Split = "free", *, memory_cap: float | None = None
 ) -> tuple[list[LayerMapping], float]:
     """Mappings of all layers whose slowest ranks, summed over layers, are fastest, and a bound that no such sum is
     below.
@@ -229,19 +204,20 @@ def map_layers(
     found are within is a `ValueError`, which says what is needed.
     """
     size, cap = limits.tp_size, inf if memory_cap is None else memory_cap * (1 + CLOSE)
-    least, mappings = _start(budgets, limits, split, nodes, cap)
+    least, mappings = _start(budgets, limits, split, cap)
     if memory_cap is None or max(memory_of(mappings, budgets, size)) <= cap:
         return mappings, sum(least)
-    found = _reshared(mappings, budgets, limits, split, least, memory_cap)
+    solve = partial(program.solve, budgets, limits, split, least=least, cap=memory_cap)
+    found, _ = solve(placed=mappings)
     if found is None:
         found = relieved(mappings, budgets, size, cap)
         if max(memory_of(found, budgets, size)) > cap:
-            found = _reshared(found, budgets, limits, split, least, memory_cap)
+            found, _ = solve(placed=found)
     reached = inf if found is None else float(loads_of(found, budgets, size).max(axis=1).sum())
-    better, bound = program.solve(budgets, limits, split, least=least, cap=memory_cap, best=reached)
+    better, bound = solve(best=reached)
     found = better or found
     if found is None:
-        total = least_total(budgets, limits, split, nodes=nodes)
+        total = least_total(budgets, limits, split)
         check_cap(memory_cap, total, size)
         found = total.mappings
     return found, bound

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -18,7 +20,7 @@ from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.method import EVERYTHING, Segment
 from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.fairkv.selection import HEADS, SLOTS, AddUp, choose
+from megakv.fairkv.selection import HEADS, SLOTS, choose
 from megakv.weights.placement.heads import HeadMap
 
 
@@ -56,8 +58,9 @@ class Compressor:
         `lse_HL` is the log-sum-exp of the layer's attention, attention sinks included.
         """
         if self.method.observed == EVERYTHING:
-            masses = self._observed(call, lse_HL, turn, range(call.table.batch))
-            turn.seen[call.layer] = Observation(masses=masses)
+            segments = [self._segment(call, turn, sequence) for sequence in range(call.table.batch)]
+            masses = self._observed(call, lse_HL, turn, segments)
+            turn.seen[call.layer] = Observation(masses=dict(enumerate(masses)))
         elif self.method.observed:
             # Keys that come later are not seen by them, but what they saw is compared with what later queries see.
             turn.seen[call.layer] = Observation(self._queries(call, lse_HL, turn))
@@ -68,31 +71,23 @@ class Compressor:
         Every rank must call it. However tokens and heads are spread over ranks and passes, the same is kept.
         """
         segments = [self._segment(call, turn, sequence) for sequence in rows]
-        budgets = [
-            self.method.budgets(
-                call.layer,
-                self._layers,
-                self._heads.n_kv_heads,
-                tokens=self._tokens(segment),
-                length=segment.length,
-            )
-            for segment in segments
-        ]
+        of_layer = partial(self.method.budgets, call.layer, self._layers, self._heads.n_kv_heads)
+        budgets = [of_layer(tokens=self._tokens(segment), length=segment.length) for segment in segments]
         masses: Sequence[Tensor | None] = [None] * len(segments)
         if self.method.observed:
-            masses = self._masses(call, list(self._observed(call, lse_HL, turn, rows).values()), segments)
+            masses = self._masses(call, self._observed(call, lse_HL, turn, segments), segments)
             turn.seen.pop(call.layer, None)
-        shard = self._heads.shard(call.layer, self._comm.mesh.tp_rank)
+        own, counted, _ = self._own_heads(call.layer)
         with call.comm.ledger.compute("compression", call.layer):
             scores = [self._scores(*pair) for pair in zip(segments, masses, strict=True)]
         keep = choose(
             scores,
             [segment.slots for segment in segments],
             budgets,
-            np.array(shard.kv_heads),
-            counted=self._counted(call.layer),
-            over_tokens=self._adder("cp", call.layer),
-            over_all=self._adder("world", call.layer),
+            np.array(own),
+            counted=np.array(counted, dtype=np.int64),
+            over_tokens=partial(self._comm.all_reduce, over="cp", operation="compression", layer=call.layer),
+            over_all=partial(self._comm.all_reduce, over="world", operation="compression", layer=call.layer),
         )
         if self._replicas is not None:
             keep = self._replicas.split(call.layer, keep)
@@ -109,22 +104,19 @@ class Compressor:
             return queries
         return queries.after(before.queries, self.method.observed, call.rank)
 
-    def _observed(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> dict[int, Tensor]:
-        """By sequence, ``[K, n]`` what the observed queries up to this pass have given to each token of the turn."""
+    def _observed(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, segments: Sequence[Segment]) -> list[Tensor]:
+        """``[K, n]`` what the observed queries up to this pass have given to each token of the turn."""
         queries, before = self._queries(call, lse_HL, turn), turn.seen.get(call.layer, Observation())
-        segments, masses = [self._segment(call, turn, sequence) for sequence in rows], dict[int, Tensor]()
+        masses = []
         for segment in segments:
             mass = segment.k_KSD.new_zeros(segment.k_KSD.shape[:2], dtype=queries.packed.dtype)
             if (earlier := before.masses.get(segment.sequence)) is not None:
                 mass[:, : earlier.shape[1]] = earlier
-            masses[segment.sequence] = mass
+            masses.append(mass)
         # Every head looks at the next tokens; a question that comes later is far from what it asks for.
         near = 2 * self.method.pool_radius + 1 if self.method.peaks else 0
-        add_attention_mass(call, queries, segments, list(masses.values()), self.method.peaks, near)
+        add_attention_mass(call, queries, segments, masses, self.method.peaks, near)
         return masses
-
-    def _adder(self, over: Literal["cp", "world"], layer: int) -> AddUp:
-        return lambda counts: self._comm.all_reduce(counts, over, operation="compression", layer=layer)
 
     def _segment(self, call: AttentionCall, turn: Turn, sequence: int) -> Segment:
         """A sequence's tokens of a turn, those of earlier passes included: they are dense, and the last ones."""
@@ -147,7 +139,7 @@ class Compressor:
 
     def _masses(self, call: AttentionCall, masses: list[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
         """What was observed of whole segments, made ready to be compared."""
-        if self._copied(call.layer):
+        if self._own_heads(call.layer)[2]:
             # Also where every replica has seen it all: they must agree to the last bit on what is kept.
             masses = [self._over_copies(call.layer, mass) for mass in masses]
         # What is kept anyway lends nothing to its neighbours.
@@ -165,33 +157,30 @@ class Compressor:
     def _scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
         return self.method.scores(segment, mass_KS).masked_fill(self._protected(segment), torch.inf)
 
-    def _counted(self, layer: int) -> IntArray:
-        """Local indices of the KV heads that no earlier rank holds."""
-        rank = self._comm.mesh.tp_rank
-        earlier = {head for other in range(rank) for head in self._heads.shard(layer, other).kv_heads}
-        own = self._heads.shard(layer, rank).kv_heads
-        return np.array([index for index, head in enumerate(own) if head not in earlier], dtype=np.int64)
-
-    def _copied(self, layer: int) -> list[int]:
-        """KV heads that several ranks hold, ascending."""
-        held = [head for shard in self._heads.layers[layer] for head in shard.kv_heads]
-        return [head for head in range(self._heads.n_kv_heads) if held.count(head) > 1]
+    def _own_heads(self, layer: int) -> tuple[list[int], list[int], list[int]]:
+        """This rank's KV heads; local indices of those that no earlier rank holds; and the heads, of the whole layer,
+        that several ranks hold.
+        """
+        rank, shards = self._comm.mesh.tp_rank, self._heads.layers[layer]
+        own = list(shards[rank].kv_heads)
+        earlier = {head for shard in shards[:rank] for head in shard.kv_heads}
+        held = Counter(head for shard in shards for head in shard.kv_heads)
+        counted = [index for index, head in enumerate(own) if head not in earlier]
+        return own, counted, sorted(head for head, number in held.items() if number > 1)
 
     def _over_copies(self, layer: int, mass_KS: Tensor) -> Tensor:
         """Put together what the query heads of a KV head saw on all the ranks that hold it."""
-        copied = {head: place for place, head in enumerate(self._copied(layer))}
+        own, counted, copied = self._own_heads(layer)
         same = self._heads.whole_copies(layer)
-        counted = set(self._counted(layer).tolist())
+        here = [(index, copied.index(head)) for index, head in enumerate(own) if head in copied]
         everyone = mass_KS.new_zeros((len(copied), mass_KS.shape[1]))
-        own = self._heads.shard(layer, self._comm.mesh.tp_rank).kv_heads
-        for index, head in enumerate(own):
+        for index, place in here:
             # Replicas with the same query heads have seen the same: one of them speaks for all.
-            if head in copied and (index in counted or head not in same):
-                everyone[copied[head]] = mass_KS[index]
+            if index in counted or own[index] not in same:
+                everyone[place] = mass_KS[index]
         how: Literal["sum", "max"] = "max" if self.method.peaks else "sum"
         everyone = self._comm.all_reduce(everyone, "tp", how, operation="compression", layer=layer)
         mass_KS = mass_KS.clone()
-        for index, head in enumerate(own):
-            if head in copied:
-                mass_KS[index] = everyone[copied[head]]
+        for index, place in here:
+            mass_KS[index] = everyone[place]
         return mass_KS

@@ -42,34 +42,26 @@ class CopyLimits:
 
     def check(self, heads: int) -> None:
         """A `ValueError` for what `heads` KV heads per layer cannot satisfy."""
-        for name, value, least in (
-            ("tp", self.tp_size, 1),
-            ("copies", self.copies, 0),
-            ("max_replicas", self.max_replicas, 1),
-            ("copied_heads", self.copied_heads, 0),
-        ):
+        size, copies = self.tp_size, self.copies
+        limits = {"max_replicas": self.max_replicas, "copied_heads": self.copied_heads}
+        for (name, value), least in zip({"tp": size, "copies": copies, **limits}.items(), (1, 0, 1, 0), strict=True):
             if value is not None and value < least:
                 raise ValueError(f"{name} = {value}: allowed: {least} or more")
-        if self.max_replicas is not None and self.max_replicas > self.tp_size:
+        if self.max_replicas is not None and self.max_replicas > size:
             raise ValueError(
-                f"max_replicas = {self.max_replicas}: a head can be on each rank once, so tp = {self.tp_size} at most"
+                f"max_replicas = {self.max_replicas}: a head can be on each rank once, so tp = {size} at most"
             )
-        most = self.most(heads)
-        if self.copies > heads * (self.tp_size - 1):
+        if copies > (most := heads * (size - 1)):
             raise ValueError(
-                f"copies = {self.copies}: each of {heads} KV heads can be on each of tp = {self.tp_size} ranks once, "
-                f"which is {heads * (self.tp_size - 1)} copies at most"
+                f"copies = {copies}: each of {heads} KV heads can be on each of tp = {size} ranks once, "
+                f"which is {most} copies at most"
             )
-        if heads + most < self.tp_size:
-            limited = [
-                f"{name} = {value}"
-                for name, value in (("max_replicas", self.max_replicas), ("copied_heads", self.copied_heads))
-                if value is not None and most < self.copies
-            ]
-            settings = " and ".join([f"copies = {self.copies}", *limited])
+        if heads + self.most(heads) < size:
+            limiting = limits if self.most(heads) < copies else {}
+            given = {"copies": copies, **{name: value for name, value in limiting.items() if value is not None}}
             raise ValueError(
-                f"tp = {self.tp_size}: {heads} KV heads with {settings} leave ranks without a head; "
-                f"{self.tp_size - heads} copies are needed, or fewer ranks"
+                f"tp = {size}: {heads} KV heads with {' and '.join(f'{k} = {v}' for k, v in given.items())} leave "
+                f"ranks without a head; {size - heads} copies are needed, or fewer ranks"
             )
 
     @property
@@ -151,21 +143,16 @@ def wrap_around(weights: Sequence[float], members: Sequence[int], ranks: Sequenc
 
     Returns from head to rank to share; at most ``len(ranks) - 1`` of the `members` are cut.
     """
-    total = sum(weights[head] for head in members)
-    level = total / len(ranks)
-    parts: dict[int, dict[int, float]] = {head: {} for head in members}
-    at, room = 0, level
-    for head in members:
-        left = weights[head]
-        while left > total * TOLERANCE:
-            if room <= total * TOLERANCE and at + 1 < len(ranks):
-                at, room = at + 1, level
-            part = min(left, room) if at + 1 < len(ranks) else left
-            # A sliver that stays behind would be a replica for nothing.
-            part = left if left - part <= total * TOLERANCE else part
-            parts[head][ranks[at]] = parts[head].get(ranks[at], 0.0) + part / weights[head]
-            left, room = left - part, room - part
-    return parts
+    ends = np.cumsum([0.0, *(weights[head] for head in members)])
+    levels = np.linspace(0.0, ends[-1], len(ranks) + 1)
+    parts_HR = np.minimum(ends[1:, None], levels[1:]) - np.maximum(ends[:-1, None], levels[:-1])
+    # A sliver would be a replica for nothing.
+    parts_HR[parts_HR <= ends[-1] * TOLERANCE] = 0.0
+    shares = (parts_HR / parts_HR.sum(axis=1, keepdims=True)).tolist()
+    return {
+        head: {rank: share for rank, share in zip(ranks, row, strict=True) if share}
+        for head, row in zip(members, shares, strict=True)
+    }
 
 
 def _filled(held: list[tuple[int, ...]], places: int) -> list[tuple[int, ...]]:
@@ -179,8 +166,8 @@ def _filled(held: list[tuple[int, ...]], places: int) -> list[tuple[int, ...]]:
     return held
 
 
-def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int) -> LayerSolution:
-    """Heads, the largest first, in groups of ranks that share them by the wrap-around rule."""
+def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int) -> tuple[LayerMapping, float]:
+    """Heads, the largest first, in groups of ranks that share them by the wrap-around rule; and the bound."""
     found = assign(weights, _group_schemes(len(weights), groups, size), nodes=nodes)
     members: list[list[int]] = [[] for _ in range(groups)]
     for head, (group,) in enumerate(_filled(found.places, groups)):
@@ -193,33 +180,29 @@ def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int) -> La
         # The largest first: fewer heads have more than two replicas, and the small ones stay whole.
         first = sum(ranks[:group])
         parts |= wrap_around(weights, held, range(first, first + ranks[group]))
-    mapping = LayerMapping.of([parts[head] for head in range(len(weights))])
-    return LayerSolution(mapping, max(mapping.loads(weights, size)), found.bound)
+    return LayerMapping.of([parts[head] for head in range(len(weights))]), found.bound
 
 
-def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSolution:
+def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int) -> tuple[LayerMapping, float]:
     found = assign(weights, _even_schemes(len(weights), limits), nodes=nodes)
-    mapping = LayerMapping.even(_filled(found.places, limits.tp_size))
-    return LayerSolution(mapping, max(mapping.loads(weights, limits.tp_size)), found.bound)
+    return LayerMapping.even(_filled(found.places, limits.tp_size)), found.bound
 
 
-def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> LayerSolution:
+def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> tuple[LayerMapping, float]:
     """Exact where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal shares made
     the best for their placement.
     """
     size = limits.tp_size
     fewest = max(1, size - limits.copies)
-    found = _grouped(weights, fewest, size, nodes)
-    if limits.allow(found.mapping.replicas):
-        return found
-    even = _evenly(weights, limits, nodes).mapping
-    level, parts = split_heads(weights, even.ranks, size)
-    best = LayerSolution(even.with_shares(parts), level, found.bound)
-    for groups in range(fewest, min(size, len(weights)) + 1):
-        other = _grouped(weights, groups, size, nodes)
-        if other.slowest < best.slowest and limits.allow(other.mapping.replicas):
-            best = LayerSolution(other.mapping, other.slowest, found.bound)
-    return best
+    best, bound = _grouped(weights, fewest, size, nodes)
+    if not limits.allow(best.replicas):
+        even, _ = _evenly(weights, limits, nodes)
+        groups = range(fewest, min(size, len(weights)) + 1)
+        others = (_grouped(weights, number, size, nodes)[0] for number in groups)
+        even = even.with_shares(split_heads(weights, even.ranks, size)[1])
+        allowed = [even, *(other for other in others if limits.allow(other.replicas))]
+        best = min(allowed, key=lambda mapping: max(mapping.loads(weights, size)))
+    return best, bound
 
 
 def map_layer(
@@ -231,10 +214,9 @@ def map_layer(
     """
     order = sorted(range(len(weights)), key=lambda head: -weights[head])
     raised = positive([weights[head] for head in order])
-    found = (_freely if split == "free" else _evenly)(raised, limits, nodes)
+    found, bound = (_freely if split == "free" else _evenly)(raised, limits, nodes)
     back = [order.index(head) for head in range(len(weights))]
-    ranks, shares = found.mapping.ranks, found.mapping.shares
-    mapping = LayerMapping(tuple(ranks[at] for at in back), tuple(shares[at] for at in back))
+    mapping = LayerMapping(tuple(found.ranks[at] for at in back), tuple(found.shares[at] for at in back))
     slowest = max(mapping.loads(weights, limits.tp_size))
     # What was added to heads that keep nothing is no part of the bound.
-    return LayerSolution(mapping, slowest, min(slowest, max(0.0, found.bound - (sum(raised) - sum(weights)))))
+    return LayerSolution(mapping, slowest, min(slowest, max(0.0, bound - (sum(raised) - sum(weights)))))

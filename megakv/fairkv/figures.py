@@ -16,13 +16,6 @@ from megakv.tracking.files import write_picture
 INK, FAINT = "#22282f", "#8a929b"
 
 
-def _relative(balance: Balance) -> NDArray[np.float64]:
-    """``[layers, ranks]``: load over the mean of the layer's ranks; 1 where there is nothing to do."""
-    loads = np.array(balance.loads)
-    mean = loads.mean(axis=1, keepdims=True)
-    return np.divide(loads, mean, out=np.ones_like(loads), where=mean > 0)
-
-
 def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
     """Draw the loads of the contiguous and of the found mapping as a PNG, in one scale.
 
@@ -32,19 +25,23 @@ def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
     panels: list[tuple[str, Balance]] = [(found, mapping)]
     if mapping.contiguous is not None:
         panels.insert(0, ("contiguous", mapping.contiguous))
-    tables = [_relative(balance) for _, balance in panels]
-    layers, ranks = tables[0].shape
+    loads = np.array([balance.loads for _, balance in panels])
+    # Over the mean of the layer's ranks; 1 where there is nothing to do.
+    mean = loads.mean(axis=2, keepdims=True)
+    tables = np.divide(loads, mean, out=np.ones_like(loads), where=mean > 0)
+    _, layers, ranks = tables.shape
     width = len(panels) * (min(24, max(2.4, 0.42 * ranks)) + 0.6)
     titles = [
         f"{name}\nutilisation {balance.barrier_utilisation:.3f}, Eq. 5 {balance.efficiency:.3f}"
         for name, balance in panels
     ]
-    figure, all_axes = _heat_maps(tables, titles, "rank", (2.2 + width, 1.9 + 0.2 * layers))
+    label, size = "load over the layer's mean\n(slowest rank marked)", (2.2 + width, 1.9 + 0.2 * layers)
+    figure, all_axes = _heat_maps(tables, titles, "rank", label, size)
     for axes, table in zip(all_axes, tables, strict=True):
         waiting = table.max(axis=1) > 1 + 1e-6
         marks = {"marker": "s", "s": 26, "facecolors": "none", "edgecolors": "#b3261e"}
         axes.scatter(table.argmax(axis=1)[waiting], np.nonzero(waiting)[0], **marks)
-    _finish(figure, all_axes, "load over the layer's mean\n(slowest rank marked)", path)
+    write_picture(path, figure)
 
 
 def draw_profile(profile: BudgetProfile, path: str | Path) -> None:
@@ -55,17 +52,17 @@ def draw_profile(profile: BudgetProfile, path: str | Path) -> None:
     prompts = f"{len(profile.prompts)} prompts" if profile.prompts else None
     detail = ", ".join(word for word in (profile.method, prompts) if word)
     size = (min(16.0, max(3.2, 0.34 * heads)) + 1.9, min(24.0, 0.22 * layers) + 1.6)
-    figure, all_axes = _heat_maps([table], [f"{name}\n{detail}" if detail else name], "KV head", size)
-    _finish(figure, all_axes, "kept tokens, mean over prompts", path)
+    title, label = f"{name}\n{detail}" if detail else name, "kept tokens, mean over prompts"
+    write_picture(path, _heat_maps(table[None], [title], "KV head", label, size)[0])
 
 
 def _heat_maps(
-    tables: list[NDArray[np.float64]], titles: list[str], across: str, size: tuple[float, float]
+    tables: NDArray[np.float64], titles: list[str], across: str, label: str, size: tuple[float, float]
 ) -> tuple[Figure, list[Any]]:
     """Tables of layers by something side by side, in one scale."""
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     all_axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0].tolist()
-    highest = max(1.0, *(float(table.max()) for table in tables))
+    highest = max(1.0, float(tables.max()))
     for axes, table, title in zip(all_axes, tables, titles, strict=True):
         axes.imshow(table, cmap="Blues", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
         axes.set_title(title, fontsize=9, color=INK)
@@ -74,14 +71,10 @@ def _heat_maps(
         axes.tick_params(labelsize=8, colors=FAINT, length=0)
         for side in axes.spines.values():
             side.set_visible(False)
-    layers = len(tables[0])
+    layers = tables.shape[1]
     all_axes[0].set_ylabel("layer", fontsize=9, color=INK)
     all_axes[0].set_yticks(range(0, layers, max(1, layers // 16)))
-    return figure, all_axes
-
-
-def _finish(figure: Figure, all_axes: list[Any], label: str, path: str | Path) -> None:
     bar = figure.colorbar(all_axes[-1].images[0], ax=all_axes, fraction=0.05, pad=0.03)
     bar.set_label(label, fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=8, colors=FAINT, length=0)
-    write_picture(path, figure)
+    return figure, all_axes

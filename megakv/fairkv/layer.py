@@ -29,6 +29,12 @@ class LayerMapping:
         """Every replica of a head with an equal share."""
         return cls.of([dict.fromkeys(held, 1.0 / len(held)) for held in ranks])
 
+    @classmethod
+    def of_arrays(cls, held_HR: NDArray[np.bool_], tokens_HR: NDArray[np.float64]) -> LayerMapping:
+        """From which ranks hold each head, and how many of its tokens each of them attends to."""
+        ranks = [np.flatnonzero(row).tolist() for row in held_HR]
+        return cls.even(ranks).with_shares([row[at].tolist() for row, at in zip(tokens_HR, ranks, strict=True)])
+
     @property
     def replicas(self) -> list[int]:
         return [len(held) for held in self.ranks]

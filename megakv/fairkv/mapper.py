@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import get_args
 
-import numpy as np
-
 from megakv.fairkv.capacity import Weights, arrange, check_cap, least_total, map_layers
 from megakv.fairkv.fair_copying import CopyLimits, Split
 from megakv.fairkv.layer import LayerMapping, barrier_utilisation, busy_rates, contiguous_layer, efficiency
@@ -114,12 +112,8 @@ def _placed_for_requests(
     keep = objective == "barrier"
     if keep and limits.most(profile.n_kv_heads) < limits.tp_size - 1 or limits.tp_size == 1:
         return list(layers)
-    budgets = profile.budgets
     placed = []
-    for number, (layer, row) in enumerate(zip(layers, budgets, strict=True)):
-        if profile.prompts is None:
-            requests = imagined_requests(row)
-        else:
-            requests = np.array([prompt[number] for prompt in profile.prompts])
-        placed.append(place_for_requests(layer, row, requests, limits, keep_profile=keep))
-    return arrange(placed, budgets, limits.tp_size)
+    for number, (layer, row) in enumerate(zip(layers, profile.budgets, strict=True)):
+        prompts = [prompt[number] for prompt in profile.prompts or ()]
+        placed.append(place_for_requests(layer, row, prompts or imagined_requests(row), limits, keep_profile=keep))
+    return arrange(placed, profile.budgets, limits.tp_size)

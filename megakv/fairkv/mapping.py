@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.costmodel.records import Record, load_record
-from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.layer import LayerMapping
+from megakv.fairkv.profile import ModelIdentity
 from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 
 Load = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -104,44 +103,19 @@ class HeadMapping(Record, Balance):
         held = [[sorted(replica.kv_head for replica in rank) for rank in layer] for layer in self.mapping]
         return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
-    def head_map(self, n_heads: int, *, whole: bool = False) -> HeadMap:
-        """The placement of weights: every replica of a KV head with all its query heads if `whole`, such heads last.
-
-        Else they are divided among its ranks by their shares; more replicas than query heads are a `ValueError`.
+    def head_map(self, n_heads: int) -> HeadMap:
+        """The placement of weights: every replica of a KV head has all its query heads; a rank's copied heads come
+        last.
         """
-        group, remainder = divmod(n_heads, self.n_kv_heads)
-        if remainder or not group:
-            raise ValueError(f"{n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
-        layers = []
-        for number, layer in enumerate(self.layers):
-            shards: list[list[HeadGroup]] = [[] for _ in range(self.tp_size)]
-            for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
-                first = head * group
-                if whole:
-                    for rank in held:
-                        shards[rank].append(HeadGroup(head, tuple(range(first, first + group))))
-                    continue
-                if len(held) > group:
-                    raise ValueError(
-                        f"layer {number}: KV head {head} has {len(held)} replicas, but {group} query heads to divide "
-                        f"among them; map with max_replicas = {group}"
-                    )
-                for rank, count in zip(held, apportioned(shares, group), strict=True):
-                    shards[rank].append(HeadGroup(head, tuple(range(first, first + count))))
-                    first += count
-            if whole:
-                shards = [sorted(groups, key=lambda g: len(layer.ranks[g.kv_head]) > 1) for groups in shards]
-            layers.append(tuple(HeadShard(tuple(groups)) for groups in shards))
+        group, layers = n_heads // self.n_kv_heads, []
+        for layer, ranks in zip(self.layers, self.mapping, strict=True):
+            shards = []
+            for replicas in ranks:
+                held = sorted((len(layer.ranks[each.kv_head]) > 1, each.kv_head) for each in replicas)
+                groups = (HeadGroup(head, tuple(range(head * group, (head + 1) * group))) for _, head in held)
+                shards.append(HeadShard(tuple(groups)))
+            layers.append(tuple(shards))
         return HeadMap(n_heads, self.n_kv_heads, tuple(layers))
-
-
-def apportioned(shares: Sequence[float], count: int) -> list[int]:
-    """`count` things divided by shares that sum to 1, one for each at least."""
-    parts = [1] * len(shares)
-    for _ in range(count - len(shares)):
-        lacking = max(range(len(shares)), key=lambda i: shares[i] * count - parts[i])
-        parts[lacking] += 1
-    return parts
 
 
 def by_rank(layer: LayerMapping, tp_size: int) -> tuple[tuple[Replica, ...], ...]:

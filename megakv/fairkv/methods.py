@@ -97,14 +97,8 @@ class H2O(CompressionMethod):
     name: ClassVar[str] = "h2o"
     recent: float = Field(0.5, ge=0, le=1)
     """Fraction of what is kept that goes to the most recent tokens."""
-
-    @property
-    def observed(self) -> int:
-        return EVERYTHING
-
-    @property
-    def least(self) -> int:
-        return 2
+    observed: ClassVar[int] = EVERYTHING
+    least: ClassVar[int] = 2
 
     def protected(self, tokens: int) -> int:
         return int(self.recent * tokens)

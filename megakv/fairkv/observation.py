@@ -143,30 +143,25 @@ def pooled_mass(
     call: AttentionCall, masses: Sequence[Tensor], segments: Sequence[Segment], radius: int
 ) -> list[Tensor]:
     """The maximum over every token's neighbours within a radius; only those next to another rank's tokens travel."""
-    edges = [_edges(segment.orders, radius) for segment in segments]
-    counts = [sum(len(edge[rank]) for edge in edges) for rank in range(call.size)]
-    pieces = [
-        mass[:, upload(np.searchsorted(segment.orders[call.rank], edge[call.rank]), mass.device)]
-        for mass, segment, edge in zip(masses, segments, edges, strict=True)
+    # One segment behind the other, too far apart to be neighbours.
+    starts = np.cumsum([0, *(segment.length + radius for segment in segments)])
+    orders = [
+        np.concatenate([segment.orders[rank] + start for segment, start in zip(segments, starts[:-1], strict=True)])
+        for rank in range(call.size)
     ]
-    gathered = None
-    if max(counts):
-        padded = masses[0].new_zeros((masses[0].shape[0], max(counts)))
-        padded[:, : counts[call.rank]] = torch.cat(pieces, dim=1)
-        gathered = call.comm.cp_all_gather(padded, operation="compression", layer=call.layer)
-    pooled, starts = [], [0] * call.size
-    for mass, segment, edge in zip(masses, segments, edges, strict=True):
-        # Where nothing is known of a token, it is no neighbour of this rank's.
-        everyone = mass.new_zeros((len(mass), segment.length))
-        everyone[:, segment.order] = mass
-        for rank, found in enumerate(edge):
-            if rank != call.rank and gathered is not None:
-                place = upload(found, mass.device)
-                everyone[:, place] = gathered[rank][:, starts[rank] : starts[rank] + len(found)]
-            starts[rank] += len(found)
-        widest = functional.max_pool1d(everyone, 2 * radius + 1, stride=1, padding=radius)
-        pooled.append(widest[:, segment.order])
-    return pooled
+    mass, edges = torch.cat(list(masses), dim=1), _edges(orders, int(starts[-1]), radius)
+    own, places = upload(orders[call.rank], mass.device), [upload(edge, mass.device) for edge in edges]
+    # Where nothing is known of a token, it is no neighbour of this rank's.
+    everyone = mass.new_zeros((len(mass), int(starts[-1])))
+    everyone[:, own] = mass
+    if most := max(map(len, edges)):
+        sent = mass.new_zeros((len(mass), most))
+        sent[:, : len(edges[call.rank])] = everyone[:, places[call.rank]]
+        gathered = call.comm.cp_all_gather(sent, operation="compression", layer=call.layer)
+        for found, place in zip(gathered, places, strict=True):
+            everyone[:, place] = found[:, : len(place)]
+    widest = functional.max_pool1d(everyone, 2 * radius + 1, stride=1, padding=radius)
+    return list(widest[:, own].split([mass.shape[1] for mass in masses], dim=1))
 
 
 def coarse_peaks(mass_KS: Tensor) -> Tensor:
@@ -176,14 +171,15 @@ def coarse_peaks(mass_KS: Tensor) -> Tensor:
     return ((bits + 64) & -128).view(torch.float32).to(mass_KS.dtype)
 
 
-def _edges(orders: Sequence[IntArray], radius: int) -> list[IntArray]:
+def _edges(orders: Sequence[IntArray], length: int, radius: int) -> list[IntArray]:
     """Per rank, the ordinals of its tokens that have a token of another rank within the radius."""
-    owner = np.empty(sum(map(len, orders)), dtype=np.int64)
+    owner = np.full(length, -1)
     for rank, order in enumerate(orders):
         owner[order] = rank
-    near = np.zeros(len(owner), dtype=bool)
-    for distance in range(1, min(radius, len(owner) - 1) + 1):
-        foreign = owner[distance:] != owner[:-distance]
+    near = np.zeros(length, dtype=bool)
+    for distance in range(1, min(radius, length - 1) + 1):
+        one, other = owner[:-distance], owner[distance:]
+        foreign = (one != other) & (one >= 0) & (other >= 0)
         near[distance:] |= foreign
         near[:-distance] |= foreign
     return [order[near[order]] for order in orders]

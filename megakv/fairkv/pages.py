@@ -45,12 +45,8 @@ class Pages:
         """`heads` on the device of the keys."""
         return upload(self.heads, self.k_PSD.device).long()
 
-    def nbytes(self) -> int:
-        """Bytes held, coordinates included."""
-        tensors = self.k_PSD.numel() * self.k_PSD.element_size() + self.v_PSD.numel() * self.v_PSD.element_size()
-        return tensors + self.offsets.nbytes + self.heads.nbytes
 
-
+@dataclass(frozen=True, eq=False)
 class RaggedBody:
     """Tokens that were kept of one sequence in one layer. Never changed once made, so that copies share it.
 
@@ -58,24 +54,23 @@ class RaggedBody:
     order of `PAGE_SIZES`, one at least; `counts` ``[K]`` are the tokens of each head.
     """
 
-    def __init__(self, pages: Sequence[Pages], counts: IntArray, first_row: int, last_row: int):
-        self.pages = tuple(pages)
-        self.counts = counts
-        self.first_row = first_row
-        self.last_row = last_row
+    pages: tuple[Pages, ...]
+    counts: IntArray
+    first_row: int
+    last_row: int
 
     @cached_property
     def runs(self) -> RunTable:
-        """Tokens for `DecodeKernel.attend`, each head as a sequence: a head's pages of one size lie side by side."""
+        """Tokens for `DecodeKernel.ready`, each head as a sequence: a head's pages of one size lie side by side."""
         runs: list[list[Run]] = [[] for _ in self.counts]
         for pages in self.pages:
             assert pages.k_PSD.is_contiguous() and pages.v_PSD.is_contiguous()
-            tokens = pages.k_PSD.shape[1]
+            tokens, strides = pages.k_PSD.shape[1], (0, pages.k_PSD.shape[2], 0, pages.v_PSD.shape[2])
             k, v = pages.k_PSD.data_ptr(), pages.v_PSD.data_ptr()
             k_bytes, v_bytes = (each[0].nbytes for each in (pages.k_PSD, pages.v_PSD))
             owners, firsts, counts = np.unique(pages.heads, return_index=True, return_counts=True)
             for head, first, count in zip(owners.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-                runs[head].append(Run(k + first * k_bytes, v + first * v_bytes, count * tokens))
+                runs[head].append(Run(k + first * k_bytes, v + first * v_bytes, count * tokens, *strides))
         return RunTable.of(runs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,19 +101,15 @@ class RaggedBody:
         """
         if not parts:
             return None
-        heads, found = [], []
-        for part in parts:
-            counts = part["counts"].numpy()
-            if not counts.sum() == len(part["slots"]) == len(part["k"]) == len(part["v"]) or len(counts) != len(
-                parts[0]["counts"]
-            ):
-                raise ValueError("counts, slots, keys and values differ in length")
-            heads.append(np.repeat(np.arange(len(counts)), counts))
-            found.append(part["slots"].numpy())
-        head, slot = np.concatenate(heads), np.concatenate(found)
+        lengths = [[int(part["counts"].sum()), *(len(part[name]) for name in ("slots", "k", "v"))] for part in parts]
+        heads = len(parts[0]["counts"])
+        if any(len(set(each)) > 1 for each in lengths) or any(len(part["counts"]) != heads for part in parts):
+            raise ValueError("counts, slots, keys and values differ in length")
+        head = np.concatenate([np.repeat(np.arange(heads), part["counts"].numpy()) for part in parts])
+        slot = np.concatenate([part["slots"].numpy() for part in parts])
         order = np.lexsort((slot, head))
         order = order[np.isin(slot[order], slots)]
-        counts = np.bincount(head[order], minlength=len(parts[0]["counts"])).astype(np.int64)
+        counts = np.bincount(head[order], minlength=heads).astype(np.int64)
         index = torch.from_numpy(order)
         keys, values = (torch.cat([part[name] for part in parts])[index].to(device) for name in ("k", "v"))
         return cls.packed(keys, values, counts, np.searchsorted(slots, slot[order]) + first_row)
@@ -158,7 +149,7 @@ class RaggedBody:
             order = (starts[heads] + places)[:, None] + np.arange(size)
             where = tuple(upload(part[order], keys.device) for part in index)
             sets.append(Pages(keys[where], values[where], heads, offsets[order]))
-        return cls(sets, counts, first, last)
+        return cls(tuple(sets), counts, first, last)
 
     def pieces(self, head: int) -> Iterator[tuple[Tensor, Tensor, IntArray]]:
         """``[1, n, D]`` keys, ``[1, n, Dv]`` values and ``[n]`` rows of a head, a view for each size of page."""
@@ -193,7 +184,7 @@ class RaggedBody:
 
     def nbytes(self) -> int:
         """Bytes held, coordinates included."""
-        return sum(page.nbytes() for page in self.pages)
+        return sum(part.nbytes for page in self.pages for part in (page.k_PSD, page.v_PSD, page.heads, page.offsets))
 
 
 def _page_starts(counts: IntArray) -> Iterator[tuple[int, npt.NDArray[np.uint8], IntArray]]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
-from megakv.errors import MegaKVError
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping, load_mapping
 from megakv.weights.placement import HeadMap, head_counts
@@ -45,9 +42,8 @@ def place_heads(mapping: HeadMapping, config: PreTrainedConfig) -> HeadMap:
             f"megakv fairkv-profile, megakv fairkv-map"
         )
     if mapping.identity is not None:
-        with _named(mapping):
-            mapping.identity.check_sizes(config)
-    return mapping.head_map(heads, whole=True)
+        _check_model(mapping, mapping.identity.other_sizes(config))
+    return mapping.head_map(heads)
 
 
 def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicator) -> None:
@@ -57,12 +53,7 @@ def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicat
     """
     identity = mapping.identity
     if identity is not None:
-
-        def check() -> None:
-            with _named(mapping):
-                identity.check_weights(model)
-
-        Agreement(comm).together(check)
+        Agreement(comm).together(lambda: _check_model(mapping, identity.other_weights(model)))
     elif comm.mesh.rank == 0:
         logger.warning(
             "%s of %r does not say by more than this name which model it was made for, so nobody can check that it is "
@@ -72,20 +63,9 @@ def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicat
         )
 
 
-@contextmanager
-def _named(mapping: HeadMapping) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
+def _check_model(mapping: HeadMapping, difference: str | None) -> None:
+    if difference is not None:
         raise ValueError(
-            f"{SETTING} is of another model, {mapping.model!r}: {error}; profile and map this model: "
+            f"{SETTING} is of another model, {mapping.model!r}: {difference}; profile and map this model: "
             "megakv fairkv-profile, megakv fairkv-map"
-        ) from None
-
-
-def check_same_mapping(mapping: HeadMapping, comm: Communicator) -> None:
-    """Refuse to go on where ranks have read different files."""
-    digests = comm.gather_objects(mapping.digest())
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise MegaKVError(f"{SETTING}: rank {rank} has read another mapping than rank 0; give all ranks one file")
+        )

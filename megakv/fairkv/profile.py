@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.costmodel.records import Record, load_record
-from megakv.fairkv.identity import ModelIdentity
 from megakv.fairkv.layer import barrier_utilisation, contiguous_layer
 
 if TYPE_CHECKING:
-    from megakv.tracking import RunReport
+    from megakv.tracking.report import RunReport
     from megakv.weights.placement import HeadMap
 
 Budget = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
@@ -30,6 +32,55 @@ Rate = Annotated[float, Field(ge=0, le=1)]
 REMEDY = 'measure it anew, or write {"model": NAME, "budgets": [layer][KV head]}'
 TP_SIZES = (2, 4, 8)
 """Tensor-parallel degrees of Table 2."""
+SIZES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+SAMPLES = 16
+"""Rows, and columns, of the input embeddings that are sampled."""
+TOLERANCE = 0.02
+"""Weights of one model in other types differ by less, relative to the largest sample; those of other models by more."""
+
+
+class ModelIdentity(BaseModel):
+    """What tells the model that something was measured on from others that have as many layers and KV heads: fields of
+    its config, and samples of its input embeddings, which every rank holds whole.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    sizes: dict[str, int | str | None]
+    embeddings: tuple[float, ...]
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> Self:
+        return cls(sizes=_sizes(model.config), embeddings=tuple(_samples(model).tolist()))
+
+    def other_sizes(self, config: PreTrainedConfig) -> str | None:
+        """The first field of its config that differs for another model."""
+        here = _sizes(config)
+        differ = (name for name, value in self.sizes.items() if here.get(name) != value)
+        return next((f"{name} {self.sizes[name]}, but this model has {here.get(name)}" for name in differ), None)
+
+    def other_weights(self, model: PreTrainedModel) -> str | None:
+        """What tells a model of the same sizes with other weights apart."""
+        own, here = torch.tensor(self.embeddings, dtype=torch.float64), _samples(model)
+        other = own.shape != here.shape or (own - here).abs().max() > TOLERANCE * own.abs().max()
+        return "the same sizes, but other weights" if other else None
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, int | str | None]:
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in SIZES}
+    # Some families have a size for each layer.
+    return {name: value if isinstance(value, int | str | None) else str(value) for name, value in found.items()}
+
+
+def _samples(model: PreTrainedModel) -> Tensor:
+    """Some input embeddings, float64: rows and columns all over the table."""
+    weight = model.get_input_embeddings().weight.detach()
+    rows, columns = (torch.linspace(0, count - 1, min(count, SAMPLES)).long() for count in weight.shape)
+    return weight[rows.to(weight.device)][:, columns.to(weight.device)].double().cpu().reshape(-1)
 
 
 class DataSet(BaseModel):

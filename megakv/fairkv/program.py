@@ -78,7 +78,7 @@ def solve(
     split: str,
     *,
     least: Sequence[float],
-    cap: float | None,
+    cap: float | None = None,
     best: float = inf,
     placed: Sequence[LayerMapping] | None = None,
 ) -> tuple[list[LayerMapping] | None, float]:
@@ -88,29 +88,29 @@ def solve(
     With a `cap` of tokens that a rank may keep over all layers, the sum over layers of the slowest rank is minimised,
     which `least` bounds for each layer from below; without one, the largest total of a rank. Only mappings better than
     `best` count: None if there are none, or none were found in time. Where mappings are `placed`, only the shares of
-    their replicas are chosen, for the split "free": a linear program.
+    their replicas are chosen, if the split is "free": a linear program.
     """
-    weights, size = np.array(budgets, dtype=np.float64), limits.tp_size
+    weights, size, copies = np.array(budgets, dtype=np.float64), limits.tp_size, limits.copies
     layers, heads = weights.shape
-    free = split == "free" and limits.copies > 0
-    counts = np.arange(1, 2 if free or not limits.copies else limits.replicas + 1)
+    free = split == "free" and copies > 0
+    counts = np.arange(1, 2 if free else limits.replicas + 1)
     mean = weights.sum() / size
     start = sum(least) if cap is not None else mean
     binaries = weights.size * size * len(counts)
     gap, nodes = (GAP, NODES) if placed is not None or binaries <= EXACT else (COARSE_GAP, COARSE_NODES)
-    if not mean or best <= start * (1 + gap) or placed is None and binaries > MOST_BINARIES:
+    if not mean or best <= start * (1 + gap) or (binaries > MOST_BINARIES if placed is None else not free):
         return None, start
     weights = weights / mean
     program = _Program()
-    # Whether a rank holds one of so many replicas of a head.
     low: ArrayLike = 0.0
     high: ArrayLike = 1.0
     if placed is not None:
         low = high = np.array([[[[r in held for r in range(size)]] for held in layer.ranks] for layer in placed])
+    # Whether a rank holds one of so many replicas of a head.
     held_LHNR = program.columns(layers, heads, len(counts), size, low=low, high=high, whole=placed is None)
     by_head, by_rank = held_LHNR.reshape(layers * heads, -1), held_LHNR.transpose(0, 3, 1, 2)
-    program.row(by_head, low=1, high=limits.replicas if limits.copies else 1)
-    program.row(held_LHNR.reshape(layers, -1), high=heads + limits.copies)
+    program.row(by_head, low=1, high=limits.replicas)
+    program.row(held_LHNR.reshape(layers, -1), high=heads + copies)
     program.row(by_rank.reshape(layers * size, -1), low=1)
     if free:
         # What part of a head's tokens a rank has.
@@ -126,7 +126,7 @@ def solve(
         for index, count in enumerate(counts):
             of_count = np.concatenate([held_LHNR[:, :, index], chosen[:, :, index, None]], axis=-1)
             program.row(of_count.reshape(-1, size + 1), [1] * size + [-count], 0, 0)
-    if limits.copied_heads is not None and limits.copies:
+    if limits.copied_heads is not None and copies:
         copied = program.columns(layers, heads, whole=True)
         with_copied = np.concatenate([by_head, copied.reshape(-1, 1)], axis=1)
         program.row(with_copied, [1] * by_head.shape[1] + [1 - limits.replicas], high=1)
@@ -138,13 +138,8 @@ def solve(
         program.row(with_largest, np.append(factors.ravel(), -1), high=0)
     else:
         objective = program.columns(layers, low=np.array(least) / mean, high=inf)
-        slowest = np.broadcast_to(objective[:, None, None], (layers, size, 1))
-        below = np.concatenate([np.broadcast_to(factors[:, None], loads.shape), np.full(slowest.shape, -1)], axis=-1)
-        program.row(
-            np.concatenate([loads, slowest], axis=-1).reshape(layers * size, -1),
-            below.reshape(layers * size, -1),
-            high=0,
-        )
+        for slowest, of_layer, factor in zip(objective, loads, factors, strict=True):
+            program.row(np.insert(of_layer, 0, slowest, axis=1), np.insert(factor, 0, -1.0), high=0)
         program.row(objective[None], high=best / mean)
         program.row(totals, factors.ravel(), high=cap / mean)
     values, bound = program.solve(objective, gap, nodes)
@@ -154,10 +149,5 @@ def solve(
         return None, max(start, min(best, bound))
     parts = values[shares_LHR] if free else (values[held_LHNR] / counts[:, None]).sum(axis=2)
     held = np.any(values[held_LHNR] > 0.5, axis=2)
-    mappings = [
-        LayerMapping.of(
-            [{r: float(part[r]) for r in np.flatnonzero(at).tolist()} for part, at in zip(*layer, strict=True)]
-        )
-        for layer in zip(parts, held, strict=True)
-    ]
-    return [mapping.with_shares(mapping.shares) for mapping in mappings], max(start, min(bound, best))
+    mappings = [LayerMapping.of_arrays(*layer) for layer in zip(held, parts, strict=True)]
+    return mappings, max(start, min(bound, best))

@@ -85,22 +85,20 @@ class HeadReplicas:
             return list(keep)
         counts = torch.zeros((len(keep), self._heads.n_kv_heads), dtype=torch.int64, device=mesh.device)
         for row, mask in enumerate(keep):
-            counts[row, view.counted_heads] = mask.sum(1).to(counts.device)[view.counted]
-        budgets = self._comm.all_reduce(counts, "tp", operation="compression", layer=layer).tolist()
-        return [self._own(view, mask, row) for mask, row in zip(keep, budgets, strict=True)]
-
-    def _own(self, view: _LayerView, keep_KS: Tensor, budgets: list[int]) -> Tensor:
+            counts[row, view.kv_heads] = mask.sum(1).to(counts.device)
+        budgets = self._comm.all_reduce(counts, "tp", "max", operation="compression", layer=layer).tolist()
         if not view.shared:
-            return keep_KS
-        parts = split_request(view.mapping, budgets, self._comm.mesh.tp_size)
-        mask = keep_KS.clone()
-        for index, head in enumerate(view.shared, start=view.shares.alone):
-            replica = view.mapping.ranks[head].index(self._comm.mesh.tp_rank)
-            first = sum(parts[head][:replica])
-            places = keep_KS[index].nonzero().squeeze(1)
-            mask[index] = False
-            mask[index, places[first : first + parts[head][replica]]] = True
-        return mask
+            return list(keep)
+        own = [mask.clone() for mask in keep]
+        for mask_KS, row in zip(own, budgets, strict=True):
+            parts = split_request(view.mapping, row, mesh.tp_size)
+            for index, head in enumerate(view.shared, start=view.shares.alone):
+                replica = view.mapping.ranks[head].index(mesh.tp_rank)
+                first = sum(parts[head][:replica])
+                places = mask_KS[index].nonzero().squeeze(1)
+                mask_KS[index] = False
+                mask_KS[index, places[first : first + parts[head][replica]]] = True
+        return own
 
 
 class _LayerView:
@@ -112,11 +110,10 @@ class _LayerView:
 
     def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, mesh: Mesh):
         self.mapping, rank = mapping, mesh.tp_rank
-        kv_heads = heads.shard(layer, rank).kv_heads
-        alone = [head for head in kv_heads if len(mapping.ranks[head]) == 1]
-        self.shared = [head for head in kv_heads if len(mapping.ranks[head]) > 1]
-        assert list(kv_heads) == [*alone, *self.shared], "heads of this rank alone come first"
-        self.shares = shares_of_rank(mapping, rank, mesh.tp_size, self.shared, len(alone))
+        self.kv_heads = list(heads.shard(layer, rank).kv_heads)
+        self.shares = shares_of_rank(mapping, rank, mesh.tp_size)
+        self.shared = self.kv_heads[self.shares.alone :]
+        assert all(len(mapping.ranks[head]) > 1 for head in self.shared), "heads of this rank alone come first"
         counts = [len(ranks) if len(ranks) > 1 else 0 for ranks in mapping.ranks]
         starts, self.entries, widest = [0, *accumulate(counts)], sum(counts), max(1, *counts)
         own = [starts[head] + mapping.ranks[head].index(rank) for head in self.shared]
@@ -126,5 +123,3 @@ class _LayerView:
         ]
         self.own_rows = torch.tensor(own, dtype=torch.long, device=mesh.device)
         self.all_rows = torch.tensor(table, dtype=torch.long, device=mesh.device).view(-1, widest)
-        self.counted = [index for index, head in enumerate(kv_heads) if mapping.ranks[head][0] == rank]
-        self.counted_heads = [kv_heads[index] for index in self.counted]

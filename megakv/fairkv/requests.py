@@ -7,6 +7,8 @@ own split (`megakv.fairkv.splitting`) can only use the replicas that there are. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
+from math import inf
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.fair_copying import CopyLimits
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.splitting import RankSets, split_heads
+from megakv.fairkv.splitting import inside_sets, mask_of, split_heads
 
 PROFILE_WEIGHT = 10.0
 """Of the profile's own budgets beside the mean over requests: they stay balanced."""
@@ -31,66 +33,50 @@ def imagined_requests(weights: Sequence[float]) -> NDArray[np.float64]:
     return np.asarray(weights, dtype=np.float64) * np.exp(UNLIKE * noise)
 
 
-class _Placement:
-    """Ranks of every head as a mask, and how slow the slowest is for each request under its own best split."""
+class _Requests:
+    """How slow the slowest rank is for each request under its own best split; placements are a mask of ranks per
+    head.
+    """
 
-    def __init__(self, ranks: Sequence[Sequence[int]], requests: NDArray[np.float64], limits: CopyLimits, first: float):
+    def __init__(self, requests: NDArray[np.float64], limits: CopyLimits, first: float):
         self.limits, self.size = limits, limits.tp_size
-        self.masks = [sum(1 << rank for rank in held) for held in ranks]
         mean = requests.sum(axis=1) / self.size
         # Relative to the mean load, so that a value of 1 is perfect; requests without any tokens do not count.
         self.requests = requests[mean > 0] / mean[mean > 0, None]
         self.importance = np.append(first, np.ones(len(self.requests) - 1))
-        sets = RankSets(self.size)
-        # [masks, sets]: what a head there adds to the bound of every set of ranks, which `held` [sets, requests] sums.
-        self.inside = np.stack([sets.inside(self.members(mask)) for mask in range(1 << self.size)])
-        self.held = np.sum([np.outer(self.inside[m], self.requests[:, h]) for h, m in enumerate(self.masks)], axis=0)
+        # [masks, sets]: what a head there adds to the bound of every set of ranks.
+        self.inside = inside_sets(np.arange(1 << self.size), self.size)
 
-    def members(self, mask: int) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.size) if mask >> rank & 1)
+    def value(self, masks: Sequence[int]) -> float:
+        return float(((self.requests @ self.inside[masks]).max(axis=1) * self.importance).sum())
 
-    @property
-    def value(self) -> float:
-        return float((self.held.max(axis=0) * self.importance).sum())
-
-    def set(self, head: int, mask: int) -> None:
-        self.held = self.held + np.outer(self.inside[mask] - self.inside[self.masks[head]], self.requests[:, head])
-        self.masks[head] = mask
-
-    def best_addition(self, heads: Iterable[int]) -> tuple[float, int, int] | None:
-        """Value, head and mask of the best further replica within the limits."""
-        best: tuple[float, int, int] | None = None
-        counts = [mask.bit_count() for mask in self.masks]
+    def best_addition(self, masks: Sequence[int], heads: Iterable[int]) -> tuple[float, list[int]] | None:
+        """The best placement with one replica more, within the limits, and its value."""
+        best: tuple[float, list[int]] | None = None
+        held, counts = self.requests @ self.inside[masks], [mask.bit_count() for mask in masks]
         for head in heads:
-            if not self.limits.allow([count + (other == head) for other, count in enumerate(counts)]):
+            further = [masks[head] | 1 << rank for rank in range(self.size) if not masks[head] >> rank & 1]
+            if not further or not self.limits.allow([count + (other == head) for other, count in enumerate(counts)]):
                 continue
-            now = self.masks[head]
-            masks = [now | 1 << rank for rank in range(self.size) if not now >> rank & 1]
-            change = self.inside[masks] - self.inside[now]
-            trial = self.held[None] + change[:, :, None] * self.requests[None, None, :, head]
-            values = (trial.max(axis=1) * self.importance).sum(axis=1)
-            if len(values) and (best is None or values.min() < best[0] * (1 - TOLERANCE)):
-                best = (float(values.min()), head, masks[int(values.argmin())])
+            change = self.inside[further] - self.inside[masks[head]]
+            # [masks, requests, sets]
+            trial = held + change[:, None] * self.requests[:, head, None]
+            values = (trial.max(axis=2) * self.importance).sum(axis=1)
+            if best is None or values.min() < best[0] * (1 - TOLERANCE):
+                best = float(values.min()), [*masks[:head], further[int(values.argmin())], *masks[head + 1 :]]
         return best
 
-    def exchange(self) -> bool:
-        """Take the replica away without which, and with another one instead, all is best; False if nothing helps."""
-        best, step = self.value * (1 - TOLERANCE), None
-        for head, mask in enumerate(list(self.masks)):
-            for rank in self.members(mask):
-                left = mask & ~(1 << rank)
-                self.set(head, left)
-                # A head always has a rank, and a rank a head.
-                if any(other >> rank & 1 for other in self.masks):
-                    addition = self.best_addition(range(len(self.masks)) if left else [head])
-                    if addition is not None and addition[0] < best:
-                        best, step = addition[0], (head, left, *addition[1:])
-                self.set(head, mask)
-        if step is None:
-            return False
-        self.set(step[0], step[1])
-        self.set(step[2], step[3])
-        return True
+    def best_exchange(self, masks: Sequence[int]) -> tuple[float, list[int]]:
+        """The best placement with another replica in place of one, and its value."""
+        best = inf, list(masks)
+        for head, rank in product(range(len(masks)), range(self.size)):
+            left = [*masks[:head], masks[head] & ~(1 << rank), *masks[head + 1 :]]
+            # A head always has a rank, and a rank a head.
+            if left[head] != masks[head] and any(mask >> rank & 1 for mask in left):
+                found = self.best_addition(left, range(len(masks)) if left[head] else [head])
+                if found is not None and found[0] < best[0]:
+                    best = found
+        return best
 
 
 def place_for_requests(
@@ -111,16 +97,18 @@ def place_for_requests(
     if size > MOST_RANKS or sum(weights) <= 0:
         return mapping
     rows = np.vstack([np.asarray(weights, dtype=np.float64), np.asarray(requests, dtype=np.float64)])
-    placement = _Placement(mapping.ranks, rows, limits, PROFILE_WEIGHT * len(rows) if keep_profile else 1.0)
+    judge = _Requests(rows, limits, PROFILE_WEIGHT * len(rows) if keep_profile else 1.0)
+    masks = [mask_of(held) for held in mapping.ranks]
     for _ in range(limits.copies - mapping.copies):
-        addition = placement.best_addition(range(len(weights)))
-        if addition is None:
-            break
-        placement.set(*addition[1:])
+        if (addition := judge.best_addition(masks, range(len(masks)))) is not None:
+            masks = addition[1]
+    value = judge.value(masks)
     for _ in range(ROUNDS if len(weights) <= MANY_HEADS else 0):
-        if not placement.exchange():
+        reached, changed = judge.best_exchange(masks)
+        if reached >= value * (1 - TOLERANCE):
             break
-    ranks = list(map(placement.members, placement.masks))
+        value, masks = reached, changed
+    ranks = [[rank for rank in range(size) if mask >> rank & 1] for mask in masks]
     slowest, parts = split_heads(weights, ranks, size)
     if keep_profile and slowest > max(mapping.loads(weights, size)) * (1 + TOLERANCE):
         return mapping

@@ -35,45 +35,6 @@ ROW_BLOCK = 64
 BoolArray = NDArray[np.bool_]
 
 
-class _Flow:
-    """A flow from heads to ranks whose capacity grows until everything passes; integral where all numbers are."""
-
-    def __init__(self, weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, slack: float):
-        self.weights, self.ranks, self.slack = weights, ranks, slack
-        self.flow: list[dict[int, float]] = [dict.fromkeys(held, 0) for held in ranks]
-        self.load: list[float] = [0] * tp_size
-
-    def pour(self, head: int, capacity: float) -> set[int]:
-        """Send what is left of a head; returns an empty set, or the full ranks that stand in its way."""
-        while (left := self.weights[head] - sum(self.flow[head].values())) > self.slack:
-            asked: set[int] = set()
-            if self._send(head, left, capacity, asked) <= self.slack:
-                return asked
-        return set()
-
-    def _send(self, head: int, amount: float, capacity: float, asked: set[int]) -> float:
-        """Put up to an amount of a head on its ranks, where others' parts give way if they can; returns how much."""
-        left, load = amount, self.load
-        ranks = sorted((rank for rank in self.ranks[head] if rank not in asked), key=load.__getitem__)
-        for rank in ranks:
-            left -= self._put(head, rank, max(0, min(left, capacity - load[rank])))
-        for rank in ranks:
-            if left <= self.slack or rank in asked:
-                continue
-            asked.add(rank)
-            for other, flow in enumerate(self.flow):
-                if other != head and (part := min(left, flow.get(rank, 0))) > self.slack:
-                    gone = self._send(other, part, capacity, asked)
-                    self._put(other, rank, -gone)
-                    left -= self._put(head, rank, gone)
-        return amount - left
-
-    def _put(self, head: int, rank: int, amount: float) -> float:
-        self.flow[head][rank] += amount
-        self.load[rank] += amount
-        return amount
-
-
 def split_heads(
     weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, *, whole: bool = False
 ) -> tuple[float, list[list[float]]]:
@@ -84,19 +45,44 @@ def split_heads(
     up.
     """
     total = sum(weights)
-    flow = _Flow(weights, ranks, tp_size, 0 if whole else total * TOLERANCE * 1e-3)
+    slack = 0 if whole else total * TOLERANCE * 1e-3
+    flow: list[dict[int, float]] = [dict.fromkeys(held, 0) for held in ranks]
+    load: list[float] = [0] * tp_size
 
-    def rounded(value: float, count: int) -> float:
+    def shared(value: float, count: int) -> float:
         return -(-value // count) if whole else value / count
 
-    capacity = rounded(total, tp_size)
+    def put(head: int, rank: int, amount: float) -> float:
+        flow[head][rank] += amount
+        load[rank] += amount
+        return amount
+
+    def send(head: int, amount: float, asked: set[int]) -> float:
+        """Put an amount of a head on its ranks, where others' parts give way if they can; returns what is left."""
+        held = sorted((rank for rank in ranks[head] if rank not in asked), key=load.__getitem__)
+        for rank in held:
+            amount -= put(head, rank, max(0, min(amount, capacity - load[rank])))
+        for rank in held:
+            if amount <= slack or rank in asked:
+                continue
+            asked.add(rank)
+            for other, parts in enumerate(flow):
+                if other != head and (part := min(amount, parts.get(rank, 0))) > slack:
+                    gone = part - send(other, part, asked)
+                    put(other, rank, -gone)
+                    amount -= put(head, rank, gone)
+        return amount
+
+    capacity = shared(total, tp_size)
     for head in sorted(range(len(weights)), key=lambda h: len(ranks[h])):
-        while full := flow.pour(head, capacity):
-            held = sum(w for w, r in zip(weights, ranks, strict=True) if full.issuperset(r))
-            raised = rounded(held, len(full))
-            # Rounding of sums can leave the bound where it was.
-            capacity = raised if raised > capacity else capacity * (1 + TOLERANCE)
-    return capacity, [[part[rank] for rank in held] for part, held in zip(flow.flow, ranks, strict=True)]
+        while (left := weights[head] - sum(flow[head].values())) > slack:
+            full: set[int] = set()
+            if left - send(head, left, full) <= slack:
+                # The heads that are on full ranks alone need more.
+                raised = shared(sum(w for w, r in zip(weights, ranks, strict=True) if full.issuperset(r)), len(full))
+                # Rounding of sums can leave the bound where it was.
+                capacity = raised if raised > capacity else capacity * (1 + TOLERANCE)
+    return capacity, [[part[rank] for rank in held] for part, held in zip(flow, ranks, strict=True)]
 
 
 def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -> list[list[int]]:
@@ -118,18 +104,18 @@ def _moved(parts: Sequence[float], step: int) -> list[int]:
     return [end - start for start, end in pairwise([0, *cuts])]
 
 
-class RankSets:
-    """Hall's bound of a placement on at most 12 ranks, for many requests at once."""
+def mask_of(ranks: Sequence[int]) -> int:
+    """A bit for each rank."""
+    return sum(1 << rank for rank in ranks)
 
-    def __init__(self, tp_size: int):
-        assert 1 << tp_size <= MOST_SETS
-        self.sets: NDArray[np.int64] = np.arange(1, 1 << tp_size)
-        self.sizes: NDArray[np.int64] = sum((self.sets >> rank) & 1 for rank in range(tp_size))  # type: ignore[assignment]
 
-    def inside(self, held: Sequence[int]) -> NDArray[np.float64]:
-        """[sets]: 1 / size where a head on ranks `held` lies in that set of ranks alone, else 0."""
-        mask = sum(1 << rank for rank in held)
-        return ((self.sets & mask) == mask) / self.sizes
+def inside_sets(masks: ArrayLike, tp_size: int) -> NDArray[np.float64]:
+    """``[masks, sets]`` of Hall's bound, on at most 12 ranks: over all sets of ranks, 1 / size where a head on the
+    ranks of a mask lies in that set alone, else 0.
+    """
+    sets, masks = np.arange(1, 1 << tp_size), np.asarray(masks)[:, None]
+    sizes = (sets[:, None] >> np.arange(tp_size) & 1).sum(axis=1)
+    return ((sets & masks) == masks) / sizes
 
 
 def slowest_loads(ranks: Sequence[Sequence[int]], budgets: ArrayLike, tp_size: int) -> NDArray[np.float64]:
@@ -137,9 +123,7 @@ def slowest_loads(ranks: Sequence[Sequence[int]], budgets: ArrayLike, tp_size: i
     rows = np.asarray(budgets, dtype=np.float64)
     if 1 << tp_size > MOST_SETS:
         return np.array([split_heads(row.tolist(), ranks, tp_size)[0] for row in rows])
-    sets = RankSets(tp_size)
-    inside = np.stack([sets.inside(held) for held in ranks])
-    highest: NDArray[np.float64] = (rows @ inside).max(axis=1)
+    highest: NDArray[np.float64] = (rows @ inside_sets([mask_of(held) for held in ranks], tp_size)).max(axis=1)
     return highest
 
 
@@ -182,13 +166,9 @@ def interleaved(counts: Sequence[int]) -> IntArray:
     return owners
 
 
-def shares_of_rank(mapping: LayerMapping, rank: int, tp_size: int, shared: Sequence[int], alone: int) -> HeadShares:
-    """The shares of one rank in tokens that all heads keep alike: generated ones, and those of uncompressed prompts.
-
-    `shared` are those of the rank's KV heads that other ranks hold too, in the order of its tensors; `alone` is the
-    number of its other heads.
-    """
+def shares_of_rank(mapping: LayerMapping, rank: int, tp_size: int) -> HeadShares:
+    """The shares of one rank in tokens that all heads keep alike: generated ones, and those of uncompressed prompts."""
     _, parts = split_heads([PERIOD] * len(mapping.ranks), mapping.ranks, tp_size, whole=True)
-    owners = [interleaved([int(part) for part in parts[head]]) for head in shared]
-    own = (found == mapping.ranks[head].index(rank) for head, found in zip(shared, owners, strict=True))
-    return HeadShares(alone, tuple(own))
+    own = [(part, held.index(rank)) for part, held in zip(parts, mapping.ranks, strict=True) if rank in held]
+    shared = [interleaved([int(count) for count in part]) == place for part, place in own if len(part) > 1]
+    return HeadShares(len(own) - len(shared), tuple(shared))

@@ -28,18 +28,11 @@ REFUSED_INPUTS = {
 
 
 class ForwardHooks:
-    """The pre-forward and forward hooks of one model; caches are in its device's memory, unless others are made."""
+    """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        runtime: Runtime,
-        layers: int,
-        make_cache: Callable[[int], ShardedCache] | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, new_cache: Callable[[], ShardedCache]):
         self._runtime = runtime
-        self._make_cache = make_cache
-        self._layers = layers
+        self.new_cache = new_cache
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._positions = Positions(model)
@@ -55,10 +48,6 @@ class ForwardHooks:
         self._before_handle.remove()
         self._after_handle.remove()
 
-    def new_cache(self) -> ShardedCache:
-        """An empty cache of this model on this mesh."""
-        return (self._make_cache or self._runtime.new_cache)(self._layers)
-
     # Before
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
@@ -68,7 +57,7 @@ class ForwardHooks:
         if source is None or (ids is not None and embeds is not None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         batch, length = source.shape[:2]
-        cache = self._cache(inputs, length)
+        cache = self._cache(inputs)
         past = cache.length
         generation = self._runtime.generation
         if length == 1 and generation is not None and generation.made(cache):
@@ -105,7 +94,7 @@ class ForwardHooks:
                 raise ValueError(f"{name} is not supported with MegaKV: {reason}")
         return inputs
 
-    def _cache(self, inputs: dict[str, Any], length: int) -> ShardedCache:
+    def _cache(self, inputs: dict[str, Any]) -> ShardedCache:
         given = inputs.get("past_key_values")
         if given is not None and not isinstance(given, ShardedCache):
             raise ValueError(

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
 
 ATTENTION_NAME = "megakv"
-RUNTIME_ATTRIBUTE = "megakv_runtime"
+ATTEND_ATTRIBUTE = "megakv_attend"
 REFUSED_ARGUMENTS = ("position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices")
 
 
@@ -71,24 +70,19 @@ def described_mask(module: nn.Module, attention_mask: Any) -> CausalMask:
     return attention_mask
 
 
-class AttentionRuntime(Protocol):
-    """What hangs on every attention module of an engine's model."""
-
-    def attend(
-        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
-    ) -> Tensor:
-        """``[1, L, H, Dv]`` attention output of this rank's packed tokens."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, Scoring, Tensor | None], Tensor]
+"""What hangs on every attention module of an engine's model: as `Runtime.attend`."""
 
 
-def runtime_of(module: nn.Module) -> AttentionRuntime:
-    """The engine's runtime that was attached to an attention module."""
-    runtime: AttentionRuntime | None = getattr(module, RUNTIME_ATTRIBUTE, None)
-    if runtime is None:
+def attend_of(module: nn.Module) -> Attend:
+    """How an attention module attends in the engine that it was attached to."""
+    attend: Attend | None = getattr(module, ATTEND_ATTRIBUTE, None)
+    if attend is None:
         raise MegaKVError(
             f"{type(module).__name__} uses attention implementation {ATTENTION_NAME!r} outside a MegaKV engine; "
             "pass the model through megakv.init_inference"
         )
-    return runtime
+    return attend
 
 
 def attention_function(
@@ -123,13 +117,7 @@ def attention_function(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=mask.window, softcap=softcap
     )
     layer: Any = module.layer_idx
-    return runtime_of(module).attend(layer, query, key, value, scoring, s_aux), None
-
-
-def register() -> None:
-    """Add MegaKV's entries to transformers' interfaces, under names that are its own."""
-    AttentionInterface.register(ATTENTION_NAME, attention_function)
-    AttentionMaskInterface.register(ATTENTION_NAME, describe_mask)
+    return attend_of(module)(layer, query, key, value, scoring, s_aux), None
 
 
 def attention_modules(model: nn.Module) -> list[Any]:

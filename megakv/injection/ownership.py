@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from megakv.injection.families import restore_attention, substitute_attention
 from megakv.injection.interface import (
+    ATTEND_ATTRIBUTE,
     ATTENTION_NAME,
-    RUNTIME_ATTRIBUTE,
-    AttentionRuntime,
+    Attend,
+    attention_function,
     attention_modules,
-    register,
+    describe_mask,
 )
 from megakv.injection.policy import policy_for
-from megakv.injection.substitution import SubstitutedAttention, substitute_attention
 
 SPENT_ATTRIBUTE = "megakv_spent"
 """On a model of which no other engine, nor anybody else, can make use: the setting that changed its weights."""
@@ -26,7 +27,7 @@ SPENT_ATTRIBUTE = "megakv_spent"
 
 def check_unused(model: PreTrainedModel) -> None:
     """Refuse a model that an engine has, or whose weights one has changed."""
-    if any(hasattr(module, RUNTIME_ATTRIBUTE) for module in model.modules()):
+    if any(hasattr(module, ATTEND_ATTRIBUTE) for module in model.modules()):
         raise ValueError(
             f"the model given ({type(model).__name__}) belongs to another engine: call destroy() of that one first, or "
             "load the model a second time"
@@ -57,13 +58,14 @@ def own_config(model: PreTrainedModel) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
+def attach(model: PreTrainedModel, attend: Attend) -> int:
     """Switch a model instance to MegaKV's attention; returns how many attention layers it has.
 
     Its weights must be there, and cut for tensor parallelism.
     """
-    register()
-    kind = policy_for(model.config.model_type).substitute
+    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    AttentionMaskInterface.register(ATTENTION_NAME, describe_mask)
+    kind = policy_for(model.config.model_type).substitution()
     if kind is None:
         model.set_attn_implementation(ATTENTION_NAME)
     else:
@@ -72,16 +74,13 @@ def attach(model: PreTrainedModel, runtime: AttentionRuntime) -> int:
         model.config._attn_implementation = ATTENTION_NAME
     modules = attention_modules(model)
     for module in modules:
-        setattr(module, RUNTIME_ATTRIBUTE, runtime)
+        setattr(module, ATTEND_ATTRIBUTE, attend)
     return max((module.layer_idx + 1 for module in modules), default=0)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Take back what `attach` did to a model's modules."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, SubstitutedAttention):
-                setattr(parent, name, child.original)
-                child = child.original
-            if hasattr(child, RUNTIME_ATTRIBUTE):
-                delattr(child, RUNTIME_ATTRIBUTE)
+    for module in model.modules():
+        restore_attention(module)
+        if hasattr(module, ATTEND_ATTRIBUTE):
+            delattr(module, ATTEND_ATTRIBUTE)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.injection.families import (
-    ShardedBloomAttention,
-    ShardedFalconAttention,
-    ShardedGPTJAttention,
-    ShardedMptAttention,
-)
-from megakv.injection.substitution import SubstitutedAttention
+if TYPE_CHECKING:
+    from megakv.injection.families import SubstitutedForward
 
 
 @dataclass(frozen=True)
@@ -28,8 +23,16 @@ class Policy:
     """Whether the model, given no `position_ids`, counts positions along the mask. Others number the slots."""
     learned_positions: bool = False
     """Whether positions index a table, so that none beyond its end can be computed."""
-    substitute: type[SubstitutedAttention] | None = None
+    substitute: str | None = None
     """For families that bypass the attention interface: what takes the place of their attention modules."""
+
+    def substitution(self) -> type[SubstitutedForward] | None:
+        """The class named `substitute`. Its file imports the families' own, which others need not wait for."""
+        if self.substitute is None:
+            return None
+        from megakv.injection import families
+
+        return getattr(families, self.substitute)
 
 
 DEFAULT = Policy()
@@ -38,10 +41,10 @@ POLICIES: dict[str, Policy] = {
     "biogpt": Policy(learned_positions=True),
     "gpt2": Policy(learned_positions=True),
     "gpt_bigcode": Policy(learned_positions=True),
-    "gptj": Policy(learned_positions=True, substitute=ShardedGPTJAttention),
-    "falcon": Policy(substitute=ShardedFalconAttention),
-    "bloom": Policy(positions_from_mask=True, substitute=ShardedBloomAttention),
-    "mpt": Policy(substitute=ShardedMptAttention),
+    "gptj": Policy(learned_positions=True, substitute="GPTJForward"),
+    "falcon": Policy(substitute="FalconForward"),
+    "bloom": Policy(positions_from_mask=True, substitute="BloomForward"),
+    "mpt": Policy(substitute="MptForward"),
 }
 
 

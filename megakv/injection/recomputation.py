@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.forward_pass import ForwardPass
-from megakv.injection.interface import RUNTIME_ATTRIBUTE
+from megakv.injection.interface import ATTEND_ATTRIBUTE
 
 QUERY_PROJECTION = "q_proj"
 HIDDEN = "hidden_states"
@@ -38,11 +38,9 @@ class _Reached(Exception):  # noqa: N818
         self.found = k_BKSD[0], v_BKSD[0]
 
 
-class _Stop:
-    """In the place of the engine's runtime while keys and values are recomputed: its attention leaves the forward."""
-
-    def attend(self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
-        raise _Reached(k_BKSD, v_BKSD)
+def _stop(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
+    """In the place of the engine's attention while keys and values are recomputed: leaves the forward."""
+    raise _Reached(k_BKSD, v_BKSD)
 
 
 class _NoQueries(nn.Module):
@@ -97,7 +95,7 @@ class Recomputation:
         self._tables: dict[int, _RotaryTable] = {}
         self._handles = []
         for module in model.modules():
-            if getattr(module, RUNTIME_ATTRIBUTE, None) is not None:
+            if getattr(module, ATTEND_ATTRIBUTE, None) is not None:
                 layer: Any = module.layer_idx
                 self._modules[layer] = module
                 self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -160,15 +158,15 @@ class Recomputation:
 
     @contextmanager
     def _stopping(self, module: nn.Module) -> Any:
-        runtime = getattr(module, RUNTIME_ATTRIBUTE)
+        attend = getattr(module, ATTEND_ATTRIBUTE)
         queries: Any = module._modules.get(QUERY_PROJECTION)
         queries = queries if hasattr(queries, "weight") else None
-        setattr(module, RUNTIME_ATTRIBUTE, _Stop())
+        setattr(module, ATTEND_ATTRIBUTE, _stop)
         if queries is not None:
             module._modules[QUERY_PROJECTION] = _NoQueries(queries.weight.shape[0])
         try:
             yield
         finally:
-            setattr(module, RUNTIME_ATTRIBUTE, runtime)
+            setattr(module, ATTEND_ATTRIBUTE, attend)
             if queries is not None:
                 module._modules[QUERY_PROJECTION] = queries

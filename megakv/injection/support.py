@@ -1,42 +1,37 @@
-"""What MegaKV can serve: checked on a model without weights, before any are read."""
+"""What MegaKV can serve: checked on a model without weights, before any are read, in a pass over shapes.
+
+In it, on the meta device, every layer's own code runs, and only shapes come out.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from megakv.attention.reference import Scoring
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
-from megakv.injection.interface import attention_modules
+from megakv.injection.interface import Attend, attention_modules
+from megakv.injection.ownership import attach
 from megakv.injection.policy import policy_for, takes_positions
-from megakv.injection.shape_pass import shape_pass
+from megakv.weights.placement.plan import is_experts
 
 INPUTS = ("input_ids", "attention_mask", "past_key_values")
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
 """Modules that carry something from one token to the next."""
 STATES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments through which modules are given what earlier tokens left."""
-
-
-class _Calls:
-    """Attention that counts how often each layer calls it."""
-
-    def __init__(self) -> None:
-        self.of: Counter[int] = Counter()
-
-    def attend(
-        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
-    ) -> Tensor:
-        """``[1, L, H, Dv]`` without values."""
-        self.of[layer] += 1
-        return q_BHSD.new_empty((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
 
 
 def check_support(family: type[PreTrainedModel], config: PreTrainedConfig) -> None:
@@ -88,10 +83,14 @@ def _other_mixers(model: PreTrainedModel) -> str | None:
 
 def _uncounted(model: PreTrainedModel) -> str | None:
     """Why the layers do not attend exactly once each, as MegaKV attends."""
-    calls = _Calls()
-    expected = range(_count(model))
+    calls, expected = Counter[int](), range(_count(model))
+
+    def attend(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
+        calls[layer] += 1
+        return q_BHSD.new_empty((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
+
     try:
-        shape_pass(model, calls, tokens=5)
+        shape_pass(model, attend, tokens=5)
     except MegaKVError as error:
         return str(error)
     except Exception as error:
@@ -99,13 +98,74 @@ def _uncounted(model: PreTrainedModel) -> str | None:
             return f"its forward pass fails with MegaKV's attention and cache ({type(error).__name__}: {error})"
         # It ended for want of values only, by which some experts are chosen. Layers of a class that called are alike.
         modules = attention_modules(model)
-        seen = {type(module) for module in modules if calls.of[module.layer_idx]}
-        for layer in {module.layer_idx for module in modules if type(module) in seen} - calls.of.keys():
-            calls.of[layer] = 1
-    silent = [layer for layer in expected if not calls.of[layer]]
+        seen = {type(module) for module in modules if calls[module.layer_idx]}
+        for layer in {module.layer_idx for module in modules if type(module) in seen} - calls.keys():
+            calls[layer] = 1
+    silent = [layer for layer in expected if not calls[layer]]
     if silent:
         listed = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
         return f"decoder layers {listed} of {len(expected)} do not use transformers' attention interface"
-    if calls.of.keys() - set(expected) or max(calls.of.values()) > 1:
-        return f"attention is called {calls.of.total()} times for {len(expected)} decoder layers"
+    if calls.keys() - set(expected) or max(calls.values()) > 1:
+        return f"attention is called {calls.total()} times for {len(expected)} decoder layers"
     return None
+
+
+def shape_pass(model: PreTrainedModel, attend: Attend, tokens: int) -> tuple[int, Tensor]:
+    """Run a model over one packed row; returns how many attention layers a cache has for it, and its logits.
+
+    The model's parameters are on the meta device. Its buffers follow them there, and it is switched to this attention,
+    which is called with tensors that have no values.
+    """
+    for module in model.modules():
+        # The code of rotary embeddings looks at values.
+        if not hasattr(module, "rope_type"):
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to("meta")
+    if any(is_experts(module) for module in model.modules()):
+        # Of the ways to compute experts the one that asks for no tokens' values and no alignment.
+        model.set_experts_implementation("batched_mm")
+    # Some models look for padding among the tokens, to warn of it; not every config takes None for an answer.
+    vars(model.config)["pad_token_id"] = None
+    layers = attach(model, attend)
+    cache = ShardedCache(layers, size=1, rank=0)
+    slots = np.arange(tokens, dtype=np.int64)
+    cache.begin(balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), 1), 1)
+    row = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    inputs: dict[str, Any] = {
+        "input_ids": row,
+        "position_ids": row,
+        "past_key_values": cache,
+        "use_cache": True,
+        "return_dict": True,
+        "logits_to_keep": row[0, :1],
+    }
+    known = {*inspect.signature(type(model).forward).parameters, *(["position_ids"] if takes_positions(model) else [])}
+    with torch.no_grad(), _rotary_on_cpu(model, tokens):
+        return layers, model(**{name: value for name, value in inputs.items() if name in known}).logits
+
+
+@contextmanager
+def _rotary_on_cpu(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Let rotary embeddings compute real angles of real positions, of which only shapes go on."""
+    positions = torch.arange(tokens).unsqueeze(0)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return positions if value.dtype == torch.int64 else torch.empty(0, dtype=value.dtype)
+
+        return tuple(map(real, args)), {name: real(value) for name, value in kwargs.items()}
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return tuple(part.to("meta") for part in output) if isinstance(output, tuple) else output.to("meta")
+
+    handles = []
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            handles += [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

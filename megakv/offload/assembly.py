@@ -1,4 +1,4 @@
-"""The offload engine of a model, put together from the JSON; what cannot fit is refused here, with the numbers."""
+"""The offload engine of a model as the JSON asks for it; what cannot fit is refused here, with the numbers."""
 
 from __future__ import annotations
 
@@ -6,38 +6,18 @@ import math
 import os
 from contextlib import ExitStack
 
-import torch
 from transformers import PreTrainedModel
 
 from megakv.distributed.agreement import Agreement
 from megakv.injection.policy import depends_on_length
-from megakv.offload.config import OffloadConfig
-from megakv.offload.cuda_link import CudaStreams, StreamLink
-from megakv.offload.disk import DiskTier
-from megakv.offload.emulated_link import EmulatedLink
-from megakv.offload.host_memory import HostTier, available_memory, check_host_budget, in_units
-from megakv.offload.link import Link
+from megakv.offload.config import GIB, OffloadConfig
+from megakv.offload.host_memory import available_memory, check_host_budget, in_units
 from megakv.offload.methods import AUTO
-from megakv.offload.pool import PagePool, Tier
+from megakv.offload.pages import PagePool
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
-from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
 from megakv.runtime import Runtime
-from megakv.weights.placement.plan import decoder_layers
-
-GIB = 1 << 30
-
-
-def make_link(device: torch.device, emulated_bytes_s: float | None) -> Link:
-    """The link of a device."""
-    if device.type == "cuda":
-        if emulated_bytes_s is not None:
-            raise ValueError(
-                "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
-            )
-        return StreamLink(CudaStreams(device))
-    return EmulatedLink(emulated_bytes_s)
 
 
 def make_offloader(
@@ -56,11 +36,16 @@ def make_offloader(
     with ExitStack() as made:
 
         def build() -> Offloader:
-            _check_budgets(config)
-            _check_cores(config)
+            _check_settings(config)
             held = 0 if weights is None else weights.nbytes
             check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
-            return _offloader(model, config, runtime, layers, weights, made)
+            recomputes = _recomputes(config, model)
+            # One of another machine is refused before any work.
+            read_profile(config, model.dtype)
+            offloader = Offloader(config, runtime, model, layers=layers, recomputes=recomputes, host_weights=weights)
+            made.callback(offloader.close)
+            _check_pages(config, offloader.pool, layers)
+            return offloader
 
         # One rank without its budgets is the end for all.
         offloader = Agreement(runtime.comm).together(build)
@@ -75,8 +60,8 @@ def _gigabytes(nbytes: int) -> str:
     return f"{math.ceil(size / unit - 1e-9) * unit:.3g}"
 
 
-def _check_budgets(config: OffloadConfig) -> None:
-    """Refuse a budget in which not even one page has room."""
+def _check_settings(config: OffloadConfig) -> None:
+    """Refuse a budget in which no page has room, and more threads than cores: they would only wait for each other."""
     page = config.page_kib << 10
     for name, gigabytes in (("host_gb", config.host_gb), ("disk_gb", config.disk_gb)):
         if gigabytes and int(gigabytes * GIB) < page:
@@ -86,10 +71,6 @@ def _check_budgets(config: OffloadConfig) -> None:
                 f"megakv.offload.page_kib = {config.page_kib}; make it {_gigabytes(page)} or more, or lower "
                 f"page_kib{otherwise}"
             )
-
-
-def _check_cores(config: OffloadConfig) -> None:
-    """Refuse more threads than there are cores: they would only wait for each other."""
     cores = len(os.sched_getaffinity(0))
     if config.cpu_threads is not None and config.cpu_threads > cores:
         raise ValueError(
@@ -109,50 +90,14 @@ def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
         )
 
 
-def _offloader(
-    model: PreTrainedModel,
-    config: OffloadConfig,
-    runtime: Runtime,
-    layers: int,
-    weights: HostWeights | None,
-    made: ExitStack,
-) -> Offloader:
-    """The engine; what is `made` is closed with the stack."""
-    device = runtime.comm.mesh.device
-    recomputes = config.recomputes
-    if recomputes and depends_on_length(model):
-        if config.method != AUTO:
-            raise ValueError(
-                f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
-                "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed; "
-                "use 'stream' or 'auto'"
-            )
-        recomputes = False
-    # Whether its rows are these is known in the first layer of a prompt (`OffloadCosts.check`).
-    read_profile(config, model.dtype, model.config.model_type)
-    bandwidth = None if config.emulated_link_gb_s is None else config.emulated_link_gb_s * 1e9
-    link = make_link(device, bandwidth)
-    made.callback(link.close)
-    held = 0 if weights is None else weights.nbytes
-    memory = HostTier(config.host_bytes - held, pin=device.type == "cuda")
-    made.callback(memory.close)
-    link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
-    tiers: list[Tier] = [memory]
-    if config.disk_gb:
-        disk = DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io)
-        made.callback(disk.close)
-        tiers.append(disk)
-    pool = PagePool(tiers, config.page_kib << 10, layers=layers)
-    _check_pages(config, pool, layers)
-    stream = None
-    if weights is not None:
-        _, decoder = decoder_layers(model)
-        stream = WeightStream(model, decoder, weights, link=link, device=device, groups=config.num_gpu_batches)
-        made.callback(stream.close)
-    offloader = Offloader(
-        config, runtime, model, layers=layers, link=link, pool=pool, recomputes=recomputes, weights=stream
-    )
-    # Which closes them from now on.
-    made.pop_all()
-    made.callback(offloader.close)
-    return offloader
+def _recomputes(config: OffloadConfig, model: PreTrainedModel) -> bool:
+    """Whether the method recomputes; refused where it must and the model does not allow it."""
+    if not config.recomputes or not depends_on_length(model):
+        return config.recomputes
+    if config.method != AUTO:
+        raise ValueError(
+            f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
+            "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed; "
+            "use 'stream' or 'auto'"
+        )
+    return False

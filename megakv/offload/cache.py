@@ -12,11 +12,10 @@ from itertools import pairwise
 from typing import Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
-from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
+from megakv.distributed.sharding import Layout, chunk_bounds
 from megakv.offload.store import StoreEngine, TieredStore
 
 
@@ -70,36 +69,12 @@ def groups_of(layout: Layout, count: int) -> list[range]:
     return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if single else 1).tolist())]
 
 
-class _GroupTable(TokenTable):
-    """A table in which only some sequences have tokens."""
-
-    def __init__(self, whole: TokenTable, group: range):
-        super().__init__(whole.size, 0)
-        self.batch = whole.batch
-        self._whole = whole
-        self._group = group
-
-    def slots(self, rank: int, sequence: int) -> IntArray:
-        return self._whole.slots(rank, sequence)[: None if sequence in self._group else 0]
-
-    def positions(self, rank: int, sequence: int) -> IntArray:
-        return self._whole.positions(rank, sequence)[: None if sequence in self._group else 0]
-
-    def counts(self) -> NDArray[np.int64]:
-        counts = self._whole.counts()
-        counts[:, : self._group.start] = 0
-        counts[:, self._group.stop :] = 0
-        return counts
-
-
-def _of_group(block: TokenBlock, group: range) -> TokenBlock:
-    return block.take(np.arange(block.bounds[group.start], block.bounds[group.stop]))
-
-
 def group_call(call: AttentionCall, group: range) -> AttentionCall:
     """The part of a layer's attention that belongs to some consecutive sequences; all others seem to have no tokens."""
-    tokens = tuple(_of_group(block, group) for block in call.layout.tokens)
-    stored = tuple(_of_group(block, group) for block in call.layout.stored)
+    tokens, stored = (
+        tuple(block.take(np.arange(block.bounds[group.start], block.bounds[group.stop])) for block in blocks)
+        for blocks in (call.layout.tokens, call.layout.stored)
+    )
     rows = slice(int(call.tokens.bounds[group.start]), int(call.tokens.bounds[group.stop]))
     return replace(
         call,
@@ -107,5 +82,5 @@ def group_call(call: AttentionCall, group: range) -> AttentionCall:
         k_KLD=call.k_KLD[:, rows],
         v_KLD=call.v_KLD[:, rows],
         layout=replace(call.layout, tokens=tokens, stored=stored),
-        table=_GroupTable(call.table, group),
+        table=call.table.only(group),
     )

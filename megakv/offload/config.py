@@ -10,6 +10,7 @@ from megakv.costmodel.offload import may_pay
 from megakv.offload.methods import AUTO, METHODS, methods_of
 from megakv.sections import OneOf, Section
 
+GIB = 1 << 30
 MOST = 1e9
 """Of any budget, bandwidth or size."""
 
@@ -65,12 +66,12 @@ class OffloadConfig(Section):
     """Without an accelerator: bandwidth of the emulated link, in GB/s each way; as fast as memory if left out."""
 
     profile: str | None = None
-    """File that the measured speeds of this machine and model are kept in; measured anew where it is missing."""
+    """File that the measured speeds of this machine are kept in; what it lacks is measured."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory of each rank, in bytes."""
-        return int(self.host_gb * (1 << 30))
+        return int(self.host_gb * GIB)
 
     @property
     def host_attends(self) -> bool:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from megakv.costmodel.hardware import HostProfile
 from megakv.costmodel.offload import (
     GroupCosts,
     LayerCosts,
     WeightTimes,
     disk_seconds,
-    sending_seconds,
-    shared_attend_seconds,
     shown_parts,
     shown_rates,
 )
 from megakv.costmodel.offload_pipeline import layer_times, step_seconds
 from megakv.offload.host_rank import HostRank
-from megakv.offload.profile import OffloadProfile, Profiler
+from megakv.offload.method import Split
+from megakv.offload.profile import Profiler, recompute_operations
 from megakv.offload.record import StepRecord
-from megakv.offload.split import Split
 
 if TYPE_CHECKING:
     from megakv.injection.recomputation import Recomputation
@@ -64,19 +63,71 @@ class _Shown:
         return {name: self.get(name) for name in self._samples}
 
 
+@dataclass(frozen=True)
+class LayerSpeeds:
+    """A profile for the rows of one engine's layers; 0 stands for what was not measured, as no method needed it.
+
+    `row_bytes` and `input_bytes` are those of a token's keys and values, and of its activations. `transfer_s` is what a
+    transfer costs whatever its size, `launch_s` a recomputation beside `recompute_s` for each token, and the host's
+    attention `host_fixed_s` for each sequence, and `host_call_s` at all, beside `host_attend_s` for each token.
+    """
+
+    row_bytes: int
+    input_bytes: int
+    link_bytes_s: float
+    transfer_s: float
+    recompute_s: float
+    launch_s: float
+    host_attend_s: float
+    host_fixed_s: float
+    host_call_s: float
+    disk_read_bytes_s: float
+
+    @classmethod
+    def of(cls, profile: HostProfile, store: TieredStore, *, sharers: int) -> LayerSpeeds:
+        """`sharers` ranks of a host divide the bandwidth of its disk, and that of its memory where they attend."""
+        link, flops, attention = profile.host_link, profile.recompute_flops, profile.host_attention_bandwidth
+        assert link is not None
+        return cls(
+            row_bytes=store.row_bytes,
+            input_bytes=store.input_bytes,
+            link_bytes_s=link.bandwidth,
+            transfer_s=link.latency,
+            recompute_s=recompute_operations(store) / flops if flops else 0.0,
+            launch_s=profile.recompute_call_s,
+            host_attend_s=sharers * store.row_bytes / attention if attention else 0.0,
+            host_fixed_s=profile.host_sequence_s,
+            host_call_s=profile.host_call_s,
+            disk_read_bytes_s=(profile.disk_bandwidth or 0.0) / sharers,
+        )
+
+    def costs(self, sequences: float) -> LayerCosts:
+        """What each token costs, and the host's part whatever its tokens, beside the accelerator's other work."""
+        link, disk = self.link_bytes_s, self.disk_read_bytes_s
+        return LayerCosts(
+            kv_s=self.row_bytes / link,
+            activation_s=self.input_bytes / link,
+            recompute_s=self.recompute_s,
+            transfer_s=self.transfer_s,
+            launch_s=self.launch_s,
+            host_attend_s=self.host_attend_s,
+            host_fixed_s=self.host_call_s + self.host_fixed_s * sequences,
+            disk_kv_s=disk_seconds(self.row_bytes, link, disk),
+            disk_activation_s=disk_seconds(self.input_bytes, link, disk),
+        )
+
+
 class OffloadCosts:
     """Costs of a layer of an engine's model.
 
     What a layer computes beside recomputing differs by plan: transfers and the host's attention slow it in their own
-    ways. So that is learned for every plan by itself. `sharers` ranks of a host share the bandwidth of its memory when
-    they attend there.
+    ways. So that is learned for every plan by itself.
     """
 
-    def __init__(self, profiler: Profiler, *, sharers: int = 1):
+    def __init__(self, profiler: Profiler):
         self._profiler = profiler
-        self._sharers = sharers
-        self.profile: OffloadProfile | None = None
-        self.measured: OffloadProfile | None = None
+        self.profile: LayerSpeeds | None = None
+        self.measured: LayerSpeeds | None = None
         """As it was measured, or read; None before the first call of `layer`."""
         self._shown = _Shown()
         self._plans: dict[str, _Shown] = {}
@@ -87,32 +138,13 @@ class OffloadCosts:
     ) -> LayerCosts:
         """Costs of a layer that holds cached tokens, but for `device_s`, for one of `groups` groups of sequences.
 
-        The first call measures, or reads the profile; a ValueError says that it is of another machine or model.
+        The first call measures, or reads the profile; a ValueError says that it is of another machine.
         """
         known = self.profile
         if known is None or (host is not None and not known.host_attend_s) or store.input_bytes > known.input_bytes:
-            self.measured = self.profile = known = self._profiler.profile(store, recomputation, host, known)
-        return replace(self._layer(known, len(store.lengths()) / groups), transfer_s=known.transfer_s)
-
-    def check(self, store: TieredStore) -> None:
-        """Refuse a profile of other rows than a store's, before a prompt is computed; raises as `layer`."""
-        if self.profile is None:
-            self._profiler.load(store)
-
-    def _layer(self, profile: OffloadProfile, sequences: float) -> LayerCosts:
-        """What each token costs by a profile, and the host's part whatever its tokens."""
-        link, disk = profile.link_bytes_s, profile.disk_read_bytes_s
-        return LayerCosts(
-            kv_s=sending_seconds(profile.row_bytes, link),
-            activation_s=sending_seconds(profile.input_bytes, link),
-            recompute_s=profile.recompute_s,
-            launch_s=profile.launch_s,
-            host_attend_s=shared_attend_seconds(profile.host_attend_s, self._sharers),
-            host_fixed_s=profile.host_call_s + profile.host_fixed_s * sequences,
-            attend_s=self._shown.get("attend_s"),
-            disk_kv_s=disk_seconds(profile.row_bytes, link, disk),
-            disk_activation_s=disk_seconds(profile.input_bytes, link, disk),
-        )
+            found = self._profiler.profile(store, recomputation, host)
+            self.measured = self.profile = known = LayerSpeeds.of(found, store, sharers=self._profiler.sharers)
+        return replace(known.costs(len(store.lengths()) / groups), attend_s=self._shown.get("attend_s"))
 
     def of_plan(self, plan: str, costs: LayerCosts) -> LayerCosts:
         """Costs as the latest steps of a plan showed them; without any, with the other work of the least hampered plan.
@@ -156,7 +188,8 @@ class OffloadCosts:
         self._steps += 1
         early, shown = self._steps <= STEADY, self._speeds(record, layers)
         self._shown.add(early, **shown)
-        self.profile = self.profile.model_copy(update={name: self._shown.get(name) for name in shown})
+        shown_lately: dict[str, Any] = {name: self._shown.get(name) for name in shown}
+        self.profile = replace(self.profile, **shown_lately)
         tokens = record.split.tokens
         attended = tokens - record.split.on_host
         # Other ranks are waited for in the midst of attention.
@@ -167,20 +200,19 @@ class OffloadCosts:
         device_s = max(0.0, busy_s / layers - attend_s * attended)
         self._shown.add(early, device_s=device_s, outside_s=record.gap_s)
         if record.steady:
-            costs = self._layer(self.profile.model_copy(update=shown), record.sequences)
+            costs = replace(self.profile, **shown).costs(record.sequences)
             own = {name: getattr(costs, name) for name in OF_A_PLAN}
             self._plans.setdefault(record.plan.name, _Shown()).add(early, **own, device_s=device_s, attend_s=attend_s)
 
-    def _speeds(self, record: StepRecord, layers: int) -> dict[str, float]:
+    def _speeds(self, record: StepRecord, layers: int) -> dict[str, Any]:
         """Of the profile, what a step showed."""
         profile, measured, split = self.profile, self.measured, record.split
         assert profile is not None and measured is not None
-        found: dict[str, float] = {}
+        found: dict[str, Any] = {}
         if split.on_host >= FEW * split.tokens and record.host_s:
-            known = shared_attend_seconds(measured.host_attend_s, self._sharers)
             calls = layers * sum(each.on_host > 0 for each in record.plan.splits)
             fixed = calls * (measured.host_call_s + measured.host_fixed_s * record.sequences)
-            by_token, whatever = shown_parts(record.host_s, layers * split.on_host * known, fixed)
+            by_token, whatever = shown_parts(record.host_s, layers * split.on_host * measured.host_attend_s, fixed)
             found["host_attend_s"] = by_token * measured.host_attend_s
             found |= {name: whatever * getattr(measured, name) for name in ("host_fixed_s", "host_call_s")}
         if split.recomputed >= FEW * split.tokens and record.recompute_s:

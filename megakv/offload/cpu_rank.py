@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megakv.costmodel.offload import GroupCosts
-from megakv.offload.method import steady_split
-from megakv.offload.split import Split
+from megakv.offload.method import Split, steady_split
 
 
 class CPURank:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megakv.offload.async_io import ALIGNMENT, AsyncReader, find_async_io
 from megakv.offload.host_memory import available_memory, in_units
-from megakv.offload.link import as_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +30,9 @@ ENOUGH_S, REPEATS = 0.3, 2
 """Once measuring has taken so long, no more follow: a slow disk shows its speed with few bytes."""
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return as_bytes(tensor).numpy().data
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, of any type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _blocks(offset: int, count: int) -> Iterator[tuple[int, slice, slice]]:
@@ -45,19 +45,20 @@ def _blocks(offset: int, count: int) -> Iterator[tuple[int, slice, slice]]:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows in the file of a tier, from a byte on."""
+    """Rows in the file of a tier, from a byte on; they are copied from and to contiguous host memory of their shape."""
 
     tier: DiskTier
     offset: int
     nbytes: int
 
     def read_into(self, target: Tensor) -> None:
-        self.tier.read(self.offset, _bytes_of(target))
+        self.tier.read(self.offset, as_bytes(target).numpy().data)
 
     def write_from(self, source: Tensor) -> None:
-        self.tier.write(self.offset, _bytes_of(source))
+        self.tier.write(self.offset, as_bytes(source).numpy().data)
 
     def part(self, first: int, nbytes: int) -> FileRows:
+        """So many of their bytes from one on."""
         return FileRows(self.tier, self.offset + first, nbytes)
 
 
@@ -105,11 +106,6 @@ class DiskTier:
     def place(self) -> str:
         """Which disk it is, and how it is read."""
         return f"{Path(self._folder).resolve()} ({self.io})"
-
-    @property
-    def rescued(self) -> int:
-        """Bytes that lie in host memory as the disk refused some of them."""
-        return sum(min(BLOCK_BYTES, self.budget - index * BLOCK_BYTES) for index in self._refused or ())
 
     def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> FileRows:
         return FileRows(self, offset, count * width * dtype.itemsize)

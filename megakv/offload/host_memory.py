@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,6 @@ PIN_BYTES = 1 << 30
 LARGE_PAGE_BYTES = 2 << 20
 PIECE_BYTES = 256 << 20
 """Memory is taken in pieces of that size: before each, whether the rest is still to be had."""
-PAGE_BYTES = mmap.PAGESIZE
 PROGRESS_S = 5.0
 """Seconds between two messages about memory that is being taken."""
 CONTROL_GROUPS = {
@@ -46,45 +45,28 @@ def available_memory(system: Path = Path("/")) -> int | None:
 
     None where neither says; `system` is where the system's own folders ``proc`` and ``sys`` are.
     """
-    found = [_free_of_system(system), *(_free_of_group(folder, *names) for folder, names in _groups(system))]
-    return min((free for free in found if free is not None), default=None)
-
-
-def _free_of_system(system: Path) -> int | None:
-    try:
-        lines = Path(system, "proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
-    return sizes.get("MemAvailable")
-
-
-def _groups(system: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of the control groups that this process is in, those around them too, with the names of files."""
-    try:
-        lines = Path(system, "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for controller, (mount, *names) in CONTROL_GROUPS.items():
-        paths = [path for _, kinds, path in (line.split(":", 2) for line in lines) if controller in kinds.split(",")]
+    found = [line.split()[1] for line in _lines(system / "proc/meminfo") if line.startswith("MemAvailable:")]
+    free = [int(kilobytes) << 10 for kilobytes in found]
+    groups = [line.split(":", 2) for line in _lines(system / "proc/self/cgroup")]
+    for controller, (mount, limit, used, reclaimable) in CONTROL_GROUPS.items():
         # In a container the group's path may be that of the host: its own limits are at the top.
-        root = Path(system, mount)
-        for path in paths or ["/"]:
+        root = system / mount
+        for path in [path for _, kinds, path in groups if controller in kinds.split(",")] or ["/"]:
             folder = root / path.strip("/")
             for group in (folder, *(each for each in folder.parents if each.is_relative_to(root))):
-                yield group, (names[0], names[1], names[2])
+                # Without a limit there is no number. File pages that nobody needs count as free.
+                with suppress(ValueError):
+                    allowed, taken = (int("".join(_lines(group / name))) for name in (limit, used))
+                    kinds = dict(line.split() for line in _lines(group / "memory.stat"))
+                    free.append(max(0, allowed - taken + int(kinds.get(reclaimable, 0))))
+    return min(free, default=None)
 
 
-def _free_of_group(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    """Bytes that a control group still allows; file pages that nobody needs count as free."""
-    try:
-        allowed, taken = (int(Path(folder, name).read_text(encoding="ascii")) for name in (limit, used))
-        lines = Path(folder, "memory.stat").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):
-        # Without a limit there is no number.
-        return None
-    kinds = dict(line.split() for line in lines)
-    return max(0, allowed - taken + int(kinds.get(reclaimable, 0)))
+def _lines(path: Path) -> list[str]:
+    """Of a file; none where it cannot be read."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8").splitlines()
+    return []
 
 
 def check_host_budget(budget: int, free: int | None, *, ranks: int = 1) -> None:
@@ -133,7 +115,7 @@ def take_memory(memory: Tensor, free: Callable[[], int | None] = available_memor
 
 def _touch(piece: Tensor) -> int:
     """Write to every page; torch lets other threads of Python work meanwhile."""
-    piece[::PAGE_BYTES].zero_()
+    piece[:: mmap.PAGESIZE].zero_()
     piece[-1:].zero_()
     return piece.numel()
 

@@ -68,12 +68,7 @@ class HostRank:
     def __init__(self, threads: int | None = None, clock: Clock | None = None):
         self.queries: Queries | None = None
         self._clock = clock or HostClock()
-        self._pool = ThreadPoolExecutor(1, "host-rank", initializer=self._prepare, initargs=(threads,))
-
-    @staticmethod
-    def _prepare(threads: int | None) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
+        self._pool = ThreadPoolExecutor(1, "host-rank", torch.set_num_threads, (threads or torch.get_num_threads(),))
 
     def start(
         self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: RowFormat, rows: HostRows

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from megakv.costmodel.offload import Counts, GroupCosts
-from megakv.offload.method import lowest
-from megakv.offload.split import Split
+from megakv.offload.method import Split, lowest
 
 
 def split_seconds(costs: GroupCosts, recomputed: Counts) -> Any:

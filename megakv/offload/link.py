@@ -1,56 +1,59 @@
 """The link between host and accelerator: transfers of rows that run beside computation, in order in each direction.
 
-`cuda_link.py` uses a stream for each direction, `emulated_link.py` emulates a link where there is no accelerator. Both
-have a thread of each direction, from its first transfer on that needs one: all of them, or those that touch files.
+`cuda_link.py` uses a stream for each direction. Where there is no accelerator a link is emulated: real copies in a
+thread of each direction, paced to a bandwidth. Whatever is measured on it must say so.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megakv.device import Clock
+from megakv.device import Clock, HostClock
 from megakv.errors import MegaKVError
+from megakv.offload.disk import FileRows, as_bytes
 
 Direction = Literal["in", "out"]
 """To the accelerator, or from it."""
+PIECE_BYTES = 1 << 20
+"""An emulated link copies that much before it looks at the clock."""
+LEAST_SLEEP_S = 2e-4
+"""Within a transfer an emulated link sleeps no less: each sleep disturbs the thread that computes."""
 
 
-class StoredRows(Protocol):
-    """Rows that lie in a file."""
+@dataclass
+class Place:
+    """Host memory, or a part of a file: the last transfers into it and out of it, for which whoever reads it, or writes
+    to it, next waits."""
+
+    written: Transfer | None = None
+    read: Transfer | None = None
 
     @property
-    def nbytes(self) -> int: ...
-
-    def read_into(self, target: Tensor) -> None:
-        """Copy them to contiguous host memory of their shape."""
-
-    def write_from(self, source: Tensor) -> None:
-        """Copy them from contiguous host memory of their shape."""
-
-    def part(self, first: int, nbytes: int) -> StoredRows:
-        """So many of their bytes from one on."""
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, of any type."""
-    return tensor.view(-1).view(torch.uint8)
+    def busy(self) -> list[Transfer]:
+        """Those that have not ended."""
+        return [transfer for transfer in (self.written, self.read) if transfer is not None and not transfer.done]
 
 
 @dataclass(frozen=True)
 class Move:
-    """One copy between rows ``[n, W]`` on the host, in memory or in a file, and such on the accelerator; contiguous."""
+    """One copy between rows ``[n, W]`` on the host, in memory or in a file, and such on the accelerator; contiguous.
 
-    host: Tensor | StoredRows
+    `places` are those that the rows on the host lie in, where others may read them or write to them.
+    """
+
+    host: Tensor | FileRows
     device: Tensor
+    places: Sequence[Place] = ()
 
     @property
     def nbytes(self) -> int:
@@ -79,25 +82,34 @@ class Move:
 
 
 class Transfer:
-    """Copies under way; it holds its moves, and what it comes after, until it is made.
+    """Copies under way, behind what was computed until the moment `begun`; it holds its moves, and what it comes after,
+    until it is made. Whoever waits for a transfer that failed gets a MegaKVError.
 
-    Whoever waits for a transfer that failed gets a MegaKVError.
+    Where an accelerator has `streams`, a transfer is made when all of it is queued there and all files are written;
+    what it copies goes from the event `first` in its stream to `ended`.
     """
 
-    def __init__(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]):
-        self.direction = direction
+    def __init__(
+        self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer], begun: Any, streams: Any = None
+    ):
+        self.direction, self.begun = direction, begun
         self.moves, self.after = tuple(moves), tuple(after)
         self.nbytes = sum(move.nbytes for move in moves)
         self.file_bytes = sum(move.nbytes for move in moves if not move.in_memory)
         self.error: Exception | None = None
-        self._made = threading.Event()
+        self.first: Any = None
+        self.ended: Any = None
+        self._streams = streams
+        self._made, self._done = threading.Event(), False
 
     @property
     def made(self) -> bool:
         """Whether the thread has done its part, well or badly."""
         return self._made.is_set()
 
-    def make(self, copy: Callable[[Any], None]) -> None:
+    # Threads have modes of their own: outside of this one, tensors of a caller who is in it may not be written to.
+    @torch.inference_mode()
+    def make(self, copy: Callable[[Transfer], None]) -> None:
         """Have it copied; an error belongs to whoever waits for the transfer."""
         try:
             copy(self)
@@ -115,14 +127,23 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
-        return self.made
+        # Asked for again and again, for every page that it wrote to.
+        if not self._done and self.made:
+            self._done = self.ended is None or bool(self.ended.query())
+        return self._done
 
     def wait(self) -> None:
         """Let what this thread computes next come after the transfer."""
+        self._made.wait()
+        if self.ended is not None:
+            self.ended.wait(self._streams.current())
         self.join()
 
     def settle(self) -> None:
         """Block until it has ended: its memory on the host may be read, or given to others."""
+        self._made.wait()
+        if self.ended is not None and not self.done:
+            self.ended.synchronize()
         self.join()
 
 
@@ -147,10 +168,6 @@ class Traffic:
         """What came after another moment."""
         return Traffic(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
-    def begin(self, transfer: Transfer) -> None:
-        self.nbytes += transfer.nbytes
-        self.file_bytes += transfer.file_bytes
-
     def end(self, transfer: Transfer, seconds: float) -> None:
         self.timed_bytes += transfer.nbytes
         self.busy_s += seconds
@@ -158,12 +175,6 @@ class Traffic:
             self.mixed_bytes += transfer.nbytes
             self.timed_file_bytes += transfer.file_bytes
             self.mixed_s += seconds
-
-
-# Threads have modes of their own: outside of this one, tensors of a caller who is in it may not be written to.
-@torch.inference_mode()
-def _make(transfer: Transfer, copy: Callable[[Any], None]) -> None:
-    transfer.make(copy)
 
 
 class Link(ABC):
@@ -177,31 +188,91 @@ class Link(ABC):
         self.seams: list[int] = []
         self._traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
         self._threads = {name: ThreadPoolExecutor(1, f"link-{name}", prepare) for name in self._traffic}
-        self._queued: dict[Direction, Transfer] = {}
 
     @property
     def traffic(self) -> dict[Direction, Traffic]:
         """What went each way; what transfers took comes in when they have ended, and nobody waits for that."""
         return self._traffic
 
-    @abstractmethod
-    def start(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer] = ()) -> Transfer:
-        """Begin copies, behind all earlier ones of the direction, behind the transfers `after`, which usually go the
-        other way, and behind what this thread has computed so far."""
+    def start(self, direction: Direction, moves: Sequence[Move]) -> Transfer:
+        """Begin copies, behind all earlier ones of the direction, behind what was to be written to their places before
+        it is read, or read before it is written to, and behind what this thread has computed so far."""
+        places = [place for move in moves for place in move.places]
+        # Each once: a transfer may go to many places. What could not be written cannot be read, ever.
+        after = {
+            id(other): other
+            for place in places
+            if (other := place.written if direction == "in" else place.read) is not None
+            if not other.done or (direction == "in" and other.error is not None)
+        }
+        transfer = self._begin(direction, moves, list(after.values()))
+        for place in places:
+            if direction == "in":
+                place.read = transfer
+            else:
+                place.written = transfer
+        self._traffic[direction].nbytes += transfer.nbytes
+        self._traffic[direction].file_bytes += transfer.file_bytes
+        return transfer
 
     @abstractmethod
-    def _copy(self, transfer: Any) -> None:
+    def _begin(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]) -> Transfer:
+        """Begin copies behind other transfers."""
+
+    @abstractmethod
+    def _copy(self, transfer: Transfer) -> None:
         """Copy what a transfer moves."""
 
-    def _idle(self, direction: Direction) -> bool:
-        """Whether the thread has done its part of all that was queued."""
-        return direction not in self._queued or self._queued[direction].made
-
     def _queue(self, transfer: Transfer) -> None:
-        self._queued[transfer.direction] = transfer
-        self._threads[transfer.direction].submit(_make, transfer, self._copy)
+        self._threads[transfer.direction].submit(transfer.make, self._copy)
 
     def close(self) -> None:
         """End all transfers and give back threads or streams."""
         for thread in self._threads.values():
             thread.shutdown()
+
+
+class EmulatedLink(Link):
+    """A link whose threads, one for each direction, make real copies and keep to a bandwidth, if any is given."""
+
+    def __init__(self, bytes_s: float | None = None):
+        if bytes_s is not None and bytes_s <= 0:
+            raise ValueError(f"a link of {bytes_s} bytes per second: allowed: more than 0")
+        self.bytes_s = bytes_s
+        super().__init__(HostClock())
+        # The moment from which each emulated wire is free: oversleeping is made good by what follows at once.
+        self._free: dict[Direction, float] = {"in": 0.0, "out": 0.0}
+
+    def _begin(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]) -> Transfer:
+        transfer = Transfer(direction, moves, after, self.clock.mark())
+        self._queue(transfer)
+        return transfer
+
+    def _copy(self, transfer: Transfer) -> None:
+        direction = transfer.direction
+        held_up = not all(other.done for other in transfer.after)
+        for other in transfer.after:
+            other.settle()
+        begun = time.perf_counter()
+        wire = free = max(self._free[direction], begun if held_up else transfer.begun)
+        for move in transfer.moves:
+            paced = self.bytes_s is not None and move.in_memory and move.nbytes > PIECE_BYTES
+            for piece in move.parts(range(0, move.nbytes, PIECE_BYTES)) if paced else (move,):
+                started = time.perf_counter()
+                piece.run(direction)
+                if self.bytes_s is not None:
+                    # Where memory or the disk is slower than the wire, it sets the pace.
+                    free += max(piece.nbytes / self.bytes_s, time.perf_counter() - started)
+                    _sleep_until(free, LEAST_SLEEP_S)
+        _sleep_until(free)
+        self._free[direction] = free
+        # A thread that wakes up late is no slow wire: it makes that good with what follows.
+        seconds = time.perf_counter() - begun if self.bytes_s is None else free - wire
+        self._traffic[direction].end(transfer, seconds)
+
+
+def _sleep_until(moment: float, least: float = 0.0) -> None:
+    """Sleep if the moment is further away than `least`."""
+    ahead = moment - time.perf_counter()
+    if ahead > least:
+        time.sleep(ahead)

@@ -1,15 +1,15 @@
-"""What a way to treat offloaded tokens is, and the search that most of them share."""
+"""What becomes of a layer's cached tokens; what a way to decide that is, and the search that most of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakv.costmodel.offload import GroupCosts
-from megakv.offload.split import Split
 
 EQUAL = 1e-12
 """Times closer than this, relatively, count as equal; then fewer tokens are treated specially."""
@@ -19,6 +19,77 @@ TINY = 1e-300
 """Seconds per token of what would be divided by otherwise."""
 
 IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What becomes of `tokens` cached tokens, s'.
+
+    The first `recomputed` ones (the split point l) come from their activations, in chunks of `chunk` tokens; the host
+    attends to `on_host` where they lie; `resident` ones never leave the accelerator.
+    """
+
+    tokens: int
+    recomputed: int = 0
+    on_host: int = 0
+    resident: int = 0
+    chunk: int = 0
+
+    @property
+    def streamed(self) -> int:
+        """Tokens whose keys and values are sent."""
+        return self.tokens - self.recomputed - self.on_host - self.resident
+
+    @property
+    def chunks(self) -> int:
+        """Transfers that activations come in."""
+        return -(-self.recomputed // self.chunk) if self.recomputed else 0
+
+    def of_tokens(self, tokens: int) -> Split:
+        """The same parts of another number of tokens, in a layer that sees more or fewer of them."""
+        part = tokens / self.tokens if self.tokens else 0.0
+        counts = {name: round(part * getattr(self, name)) for name in ("recomputed", "on_host", "resident")}
+        return replace(self, tokens=tokens, **counts)
+
+
+class Plan(NamedTuple):
+    """A method's split for each group of sequences that a layer attends to, and how long a step takes that way.
+
+    `seconds` is what the costs say, from step to step; `predicted_s` the same, corrected by what steps of it took.
+    """
+
+    name: str
+    splits: tuple[Split, ...]
+    seconds: float
+    predicted_s: float
+
+    def differs(self, other: Plan) -> bool:
+        """Whether it treats tokens otherwise than another plan.
+
+        With the freedom to do what does not pay, a plan is no other plan: it divides tokens in the same ways, only by
+        costs that other steps showed. Recomputing in chunks is another way than recomputing all at once.
+        """
+
+        def counts(plan: Plan) -> list[tuple[int, int, int]]:
+            return [(each.recomputed, each.chunks, each.on_host) for each in plan.splits]
+
+        def ways(plan: Plan) -> tuple[bool, bool, bool]:
+            recomputes = any(each.recomputed for each in plan.splits)
+            return recomputes, any(each.on_host for each in plan.splits), recomputes and plan.name == "kvpr"
+
+        return counts(self) != counts(other) and ways(self) != ways(other)
+
+
+def spread(total: int, limits: Sequence[int]) -> list[int]:
+    """Shares with a given sum, as equal as each one's limit allows; `total` is at most the sum of the limits."""
+    assert 0 <= total <= sum(limits)
+    shares = [0] * len(limits)
+    left = total
+    order = sorted(range(len(limits)), key=lambda index: limits[index])
+    for place, index in enumerate(order):
+        shares[index] = min(limits[index], -(-left // (len(order) - place)))
+        left -= shares[index]
+    return shares
 
 
 class OffloadMethod(Protocol):

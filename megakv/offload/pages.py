@@ -1,19 +1,158 @@
-"""Rows of one sequence and layer, spread over pages of the tiers, and new rows on their way there."""
+"""The pages that host memory and the disk are cut into, and the rows of one sequence and layer, spread over some.
+
+Pages are of one size, so they leave no gaps that cannot be used again. Those taken one after the other lie one behind
+the other, so that a prompt's rows move in few large copies.
+"""
 
 from __future__ import annotations
 
+import gc
+import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
+from megakv.offload.disk import DiskTier, FileRows
 from megakv.offload.host_memory import HostTier, in_units
-from megakv.offload.link import Link, Move, StoredRows, Transfer
-from megakv.offload.pool import Page, PagePool
+from megakv.offload.link import Move, Place
 
+Tier = HostTier | DiskTier
 Runs = list[tuple[int, Tensor]]
 """Rows where they lie on the host: runs ``[n, W]`` in ascending order, each with the index of its first row."""
+
+
+@dataclass(kw_only=True)
+class Page(Place):
+    """A page from a byte of its tier on; transfers into it and out of it may be its user's before.
+
+    `users` are sequences that share it: one with several is copied before it is written to. It is counted in a layer's
+    share of the tier.
+    """
+
+    tier: Tier
+    offset: int
+    layer: int
+    users: int = 1
+
+
+@dataclass
+class _TierPages:
+    """A tier's pages: how many there are, how many each layer holds, and those given back, which go first.
+
+    From number `fresh` on none was ever used.
+    """
+
+    tier: Tier
+    capacity: int
+    held: list[int]
+    returned: list[tuple[int, Page]] = field(default_factory=list)
+    fresh: int = 0
+
+    def over_share(self, layer: int) -> bool:
+        """Whether a layer has all of its share, as equal as whole pages allow."""
+        return self.held[layer] >= (self.capacity + len(self.held) - 1 - layer) // len(self.held)
+
+    def take(self, layer: int, page_bytes: int) -> Page | None:
+        if self.returned:
+            _, page = heapq.heappop(self.returned)
+            page.users, page.layer = 1, layer
+        elif self.fresh < self.capacity:
+            page = Page(tier=self.tier, offset=self.fresh * page_bytes, layer=layer)
+            self.fresh += 1
+        else:
+            return None
+        self.held[layer] += 1
+        return page
+
+
+class PagePool:
+    """The pages of all tiers, the fastest first, taken from the first tier that has any.
+
+    Layers share every tier but the last one evenly: each has its first rows in memory, and what one brings from the
+    disk is brought while another computes.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], page_bytes: int, *, layers: int = 1):
+        self.tiers = tuple(tiers)
+        self.page_bytes = page_bytes
+        self._pages = [_TierPages(tier, tier.budget // page_bytes, [0] * layers) for tier in tiers]
+
+    @property
+    def capacity(self) -> int:
+        """Pages of all tiers."""
+        return sum(pages.capacity for pages in self._pages)
+
+    def used(self) -> dict[str, int]:
+        """Bytes in use by tier."""
+        return {pages.tier.name: sum(pages.held) * self.page_bytes for pages in self._pages}
+
+    @property
+    def disk(self) -> DiskTier | None:
+        return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
+
+    @property
+    def disk_io(self) -> str | None:
+        """How the disk is read; None without one."""
+        return None if self.disk is None else self.disk.io
+
+    def free_bytes(self, only: Tier | None = None) -> int:
+        """Bytes of the pages that nobody uses, of all tiers or of one."""
+        free = (each.capacity - sum(each.held) for each in self._pages if only is None or each.tier is only)
+        return sum(free) * self.page_bytes
+
+    def check_capacity(self, needed: int, held: int, tokens: str) -> None:
+        """Refuse a generation that needs more bytes, some of which it holds already, than are free for it."""
+        if needed - held > self.free_bytes():
+            # Caches that nobody holds any more may still wait for the garbage collector.
+            gc.collect()
+        free = self.free_bytes() + held
+        if needed > free:
+            raise MegaKVError(
+                f"this generation needs {in_units(needed)} for offloaded keys and values on a rank ({tokens}), but "
+                f"{self.budgets()}, of which {in_units(free)} can be used; raise megakv.offload.host_gb or disk_gb, "
+                f"lower megakv.offload.page_kib = {self.page_bytes >> 10} if sequences are short, or ask for fewer "
+                "tokens"
+            )
+
+    def budgets(self) -> str:
+        """The settings and their sizes, for messages."""
+        return ", ".join(f"megakv.offload.{tier.name}_gb holds {in_units(tier.budget)}" for tier in self.tiers)
+
+    def take(self, layer: int = 0) -> Page:
+        """A page for a layer; a MegaKVError where all budgets are used up."""
+        page = self._take(layer)
+        if page is None:
+            # Caches that nobody holds any more may still wait for the garbage collector.
+            gc.collect()
+            page = self._take(layer)
+        if page is None:
+            raise MegaKVError(
+                f"the offloaded keys and values outgrow their budgets: {self.budgets()}, all of it is in use"
+            )
+        return page
+
+    def give(self, page: Page) -> None:
+        """One user less; without any, the page is free. Its next user waits for what is still copied to or from it."""
+        page.users -= 1
+        if page.users == 0:
+            pages = next(each for each in self._pages if each.tier is page.tier)
+            pages.held[page.layer] -= 1
+            if not page.busy:
+                page.written = page.read = None
+            heapq.heappush(pages.returned, (page.offset, page))
+
+    def _take(self, layer: int) -> Page | None:
+        # Once the last tier is full, shares count no more.
+        for fair in (True, False):
+            for pages in self._pages:
+                limited = fair and pages is not self._pages[-1] and pages.over_share(layer)
+                page = None if limited else pages.take(layer, self.page_bytes)
+                if page is not None:
+                    return page
+        return None
 
 
 def page_bytes(count: int, row_bytes: int, size: int) -> int:
@@ -49,11 +188,8 @@ class PagedRows:
         """Bytes of the pages, room in the last one included."""
         return len(self._pages) * self._pool.page_bytes
 
-    def _rows(self, page: Page, offset: int, count: int) -> Tensor | StoredRows:
+    def _rows(self, page: Page, offset: int, count: int) -> Tensor | FileRows:
         return page.tier.rows(offset, count, self.width, self._dtype)
-
-    def _pages_of(self, first: int, count: int) -> list[Page]:
-        return self._pages[first // self._per_page : -(-(first + count) // self._per_page)]
 
     def extend(self, count: int) -> int:
         """Make room for rows behind the present ones, which stay as they were where the budgets are used up.
@@ -90,38 +226,39 @@ class PagedRows:
         self._leading = min(self._leading, index)
         self._pool.give(shared)
 
-    def moves(self, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
-        """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow; and the pages."""
+    def append(self, rows: Tensor) -> list[Move]:
+        """Copies of rows ``[n, W]`` to their place behind the present ones."""
+        return self.moves(self.extend(len(rows)), rows.contiguous())
+
+    def moves(self, first: int, device: Tensor) -> list[Move]:
+        """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow."""
         count = device.shape[0]
         if count == 1:
             # Each step of decoding writes single rows: in little time.
             index, inner = divmod(first, self._per_page)
             page = self._pages[index]
-            return [Move(self._rows(page, page.offset + inner * self._row_bytes, 1), device)], [page]
-        found = [
-            Move(self._rows(page, offset, size), device[start : start + size] if size < count else device)
-            for page, offset, start, size in self._spans(first, count)
+            return [Move(self._rows(page, page.offset + inner * self._row_bytes, 1), device, (page,))]
+        return [
+            Move(self._rows(pages[0], offset, last - start), device[start - first : last - first], pages)
+            for pages, offset, start, last in self._runs(first, first + count)
         ]
-        return found, self._pages_of(first, count)
 
-    def _spans(self, first: int, count: int) -> Iterator[tuple[Page, int, int, int]]:
-        """Runs of rows that lie one behind the other: page, byte offset, row of the request, number of rows."""
-        held: tuple[Page, int, int, int] | None = None
-        done = 0
-        while done < count:
-            index, inner = divmod(first + done, self._per_page)
-            page = self._pages[index]
-            size = min(self._per_page - inner, count - done)
-            offset = page.offset + inner * self._row_bytes
-            if held is not None and held[0].tier is page.tier and held[1] + held[3] * self._row_bytes == offset:
-                held = (held[0], held[1], held[2], held[3] + size)
-            else:
-                if held is not None:
-                    yield held
-                held = (page, offset, done, size)
-            done += size
-        if held is not None:
-            yield held
+    def _runs(self, first: int, last: int) -> Iterator[tuple[list[Page], int, int, int]]:
+        """Rows that lie one behind the other: their pages, the byte that they begin at, the first one, and the end."""
+        pages: list[Page] = []
+        offset = start = first
+        while first < last:
+            index, inner = divmod(first, self._per_page)
+            page, begin = self._pages[index], self._pages[index].offset + inner * self._row_bytes
+            if pages and (page.tier is not pages[0].tier or offset + (first - start) * self._row_bytes != begin):
+                yield pages, offset, start, first
+                pages = []
+            if not pages:
+                offset, start = begin, first
+            pages.append(page)
+            first = min(last, first - inner + self._per_page)
+        if pages:
+            yield pages, offset, start, last
 
     def in_memory(self) -> int:
         """Leading rows that lie in memory, or are on the way there."""
@@ -130,20 +267,21 @@ class PagedRows:
             self._leading += 1
         return self.length if self._leading == len(pages) else self._leading * self._per_page
 
-    def runs_in_memory(self, count: int, first: int = 0) -> Runs:
-        """Rows from `first` up to `count`; waits for those that are on the way there."""
-        for page in self._pages_of(first, count - first):
+    def runs_in_memory(self, last: int, first: int = 0) -> Runs:
+        """Rows from `first` up to `last`; waits for those that are on the way there."""
+        runs = list(self._runs(first, last))
+        for page in (page for pages, *_ in runs for page in pages):
             if page.written is not None:
                 page.written.settle()
         found = []
-        for page, offset, start, size in self._spans(first, count - first):
-            rows = self._rows(page, offset, size)
+        for pages, offset, start, end in runs:
+            rows = self._rows(pages[0], offset, end - start)
             if not isinstance(rows, Tensor):
                 # A shared page that was in memory may have been copied to disk since these rows were counted.
-                copied = torch.empty(size, self.width, dtype=self._dtype)
+                copied = torch.empty(end - start, self.width, dtype=self._dtype)
                 rows.read_into(copied)
                 rows = copied
-            found.append((first + start, rows))
+            found.append((start, rows))
         return found
 
     def truncate(self, length: int) -> None:
@@ -163,50 +301,3 @@ class PagedRows:
         for page in twin._pages:
             page.users += 1
         return twin
-
-
-def mark_written(pages: Sequence[Page], transfer: Transfer) -> None:
-    """Note the transfer that writes to pages, so that whoever reads them waits for it."""
-    for page in pages:
-        page.written = transfer
-
-
-def start_reading(link: Link, moves: Sequence[Move], pages: Sequence[Page]) -> Transfer:
-    """Begin to bring rows of pages, behind what is on its way there; whoever writes to them next waits for it."""
-    transfer = link.start("in", moves, after=unwritten(pages))
-    for page in pages:
-        page.read = transfer
-    return transfer
-
-
-def unwritten(pages: Sequence[Page]) -> list[Transfer]:
-    """Transfers into pages that have not ended yet."""
-    transfers: dict[int, Transfer] = {}
-    for page in pages:
-        if page.written is not None and not page.written.done:
-            transfers[id(page.written)] = page.written
-    return list(transfers.values())
-
-
-class OutgoingRows:
-    """Rows that have their place in a tier and are sent there together."""
-
-    def __init__(self) -> None:
-        self._moves: list[Move] = []
-        self._pages: list[Page] = []
-
-    def add(self, paged: PagedRows, rows: Tensor) -> None:
-        """Give rows ``[n, W]`` their place behind the present ones."""
-        moves, pages = paged.moves(paged.extend(len(rows)), rows.contiguous())
-        self._moves += moves
-        self._pages += pages
-
-    def send(self, link: Link) -> Transfer | None:
-        """Begin to send what was added, once nobody reads their pages any more; None where nothing was."""
-        if not self._moves:
-            return None
-        reads = {id(page.read): page.read for page in self._pages if page.read is not None and not page.read.done}
-        transfer = link.start("out", self._moves, after=list(reads.values()))
-        mark_written(self._pages, transfer)
-        self._moves, self._pages = [], []
-        return transfer

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, Placement, WeightTimes, placed
+from megakv.injection.recomputation import Recomputation
 from megakv.offload.auto import Auto
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_rank import HostRank
+from megakv.offload.method import Plan, Split
 from megakv.offload.methods import AUTO, METHODS, methods_of
-from megakv.offload.split import Plan, Split
+from megakv.offload.record import StepRecord
+from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
-
-if TYPE_CHECKING:
-    from megakv.injection.recomputation import Recomputation
-    from megakv.offload.record import StepRecord
-    from megakv.offload.store import TieredStore
 
 PLAIN = "stream"
 UNLIKELY = 1.5
@@ -85,7 +82,9 @@ class Planner:
 
         lengths = seen(store.cached_before_step())
         # Some layers have this step's tokens already: those that count are the same in all.
-        resident, inputs = ([*map(min, lengths, each)] for each in (store.residents(), seen(store.with_inputs())))
+        resident, inputs = (
+            [*map(min, lengths, each)] for each in (store.residents.counts(), seen(store.with_inputs()))
+        )
         # A rank may have the same tokens in several steps.
         key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
@@ -95,7 +94,11 @@ class Planner:
                 for length, kept, given, rows, own in zip(lengths, resident, inputs, memory, held, strict=True)
             ]
             attends = self._host_rank is not None and stays
-            costs = self._layer(store, len(groups)) if any(lengths) else LayerCosts(0.0, 0.0, 0.0)
+            costs = LayerCosts(0.0, 0.0, 0.0)
+            if any(lengths):
+                host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
+                costs = self._costs.layer(store, self._recomputation, host, groups=len(groups))
+                costs = costs.with_weights(self._weight_times(), len(groups))
             found = [
                 GroupCosts(
                     costs,
@@ -231,8 +234,3 @@ class Planner:
         if self._weights is None:
             return RESIDENT
         return WeightTimes(*(nbytes / self._costs.link_bytes_s for nbytes in self._weights.layer_bytes))
-
-    def _layer(self, store: TieredStore, groups: int) -> LayerCosts:
-        host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
-        costs = self._costs.layer(store, self._recomputation, host, groups=groups)
-        return costs.with_weights(self._weight_times(), groups)

@@ -1,30 +1,69 @@
-"""Which groups of which layers are in the buffers on the accelerator, or on their way there."""
+"""Which groups of which layers are in the buffers on the accelerator, or on their way there.
+
+In layers with a sliding window, cached tokens that no query of a pass sees need not be brought.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import cache
 
 import numpy as np
 import torch
 
+from megakv.distributed.sharding import Layout, TokenTable
 from megakv.errors import MegaKVError
 from megakv.offload.cache import OffloadedCache, groups_of
 from megakv.offload.link import Link, Move
-from megakv.offload.pages import start_reading
-from megakv.offload.pool import Page
-from megakv.offload.split import Split, spread
+from megakv.offload.method import Plan, Split, spread
+from megakv.offload.planner import Planner
 from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
 from megakv.offload.store import TieredStore
-from megakv.offload.windows import OutOfWindow, Windows
-
-if TYPE_CHECKING:
-    from megakv.distributed.sharding import Layout
-    from megakv.offload.planner import Planner
-    from megakv.offload.split import Plan
 
 BUFFERS = 2
+Windows = list[int | None]
+"""Of each layer, as its attention showed it; None where queries see all that comes before them."""
+
+
+class OutOfWindow:
+    """First tokens of each sequence on a rank that lie before every query's window, in a pass and the one after it.
+
+    Queries of a pass come behind all that was cached before it, so the first slot behind that is the least they have.
+    The table has the tokens of the pass, of which `new` counts those of each rank and sequence.
+    """
+
+    def __init__(self, windows: Windows, table: TokenTable, rank: int, new: Sequence[Sequence[int]]):
+        self._windows, self._table, self._rank, self._new = windows, table, rank, new
+        self._behind = cache(self._count)
+
+    def in_layer(self, layer: int, *, beyond: bool = False) -> list[int]:
+        """Per sequence, in one layer; with `beyond`, in the pass after this one."""
+        return self._behind(self._windows[layer], beyond)
+
+    def in_the_mean(self, *, beyond: bool = False) -> list[int]:
+        """Per sequence, in the mean of all layers, rounded down."""
+        counts = Counter(self._windows)
+        if set(counts) <= {None}:
+            return [0] * self._table.batch
+        layers = sum(counts.values())
+        return [
+            sum(counts[window] * own for window, own in zip(counts, each, strict=True)) // layers
+            for each in zip(*(self._behind(window, beyond) for window in counts), strict=True)
+        ]
+
+    def _count(self, window: int | None, beyond: bool) -> list[int]:
+        if window is None:
+            return [0] * self._table.batch
+        found = []
+        for sequence in range(self._table.batch):
+            slots = [self._table.slots(rank, sequence) for rank in range(self._table.size)]
+            if not beyond:
+                slots = [own[: len(own) - new[sequence]] for own, new in zip(slots, self._new, strict=True)]
+            first = max((int(own[-1]) + 1 for own in slots if len(own)), default=0)
+            found.append(int(np.searchsorted(slots[self._rank], first - window, side="right")))
+        return found
 
 
 class Prefetch:
@@ -52,10 +91,6 @@ class Prefetch:
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(b.nbytes for b in self._free) + sum(staged.buffer.nbytes for staged in self._staged.values())
-
-    def get(self, layer: int, index: int) -> StagedLayer | None:
-        """A group of a layer, if it was brought."""
-        return self._staged.get((layer, index))
 
     def enter(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> bool:
         """A pass over a cache begins, its new tokens in the table; whether what was brought ahead is of use, if any.
@@ -121,7 +156,7 @@ class Prefetch:
         new, out_of_window = [1] * len(self.new) if beyond else self.new, self._hidden.in_layer(layer, beyond=beyond)
         staged = _placed(store, group, self._free.pop(), plan.splits[index], new, out_of_window)
         self._staged[layer, index] = staged
-        _bring_inputs(store, staged, self._link, plan.chunk)
+        _bring_inputs(store, staged, self._link, plan.splits[index].chunk)
         _bring_rows(store, staged, self._link)
 
     def ensure(self, layer: int, index: int) -> StagedLayer | None:
@@ -132,7 +167,7 @@ class Prefetch:
             if any(self._cache.store(layer).cached_before_step()[group.start : group.stop]):
                 self.drop_all()
                 self._stage(layer, index)
-        return self.get(layer, index)
+        return self._staged.get((layer, index))
 
     def drop_all(self) -> None:
         """Forget what was brought, whether or not it came."""
@@ -185,11 +220,10 @@ def _bring_rows(store: TieredStore, staged: StagedLayer, link: Link) -> None:
         streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
         packed = staged.buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
     moves: list[Move] = []
-    read: list[Page] = []
     for sequence, count in enumerate(cached):
         begin = staged.away[sequence] + staged.splits[sequence]
         spans = [(begin, count)]
-        resident = store.resident(sequence) if count else None
+        resident = store.residents.rows[sequence] if count else None
         if resident is not None and begin < resident.end:
             kept = max(begin, resident.first)
             spans = [(begin, kept), (resident.end, count)]
@@ -202,11 +236,9 @@ def _bring_rows(store: TieredStore, staged: StagedLayer, link: Link) -> None:
                 if packed is not None:
                     staged.packed.append((packed[filled : filled + last - first], target))
                     target, filled = staged.packed[-1][0], filled + last - first
-                found, pages = store.row_moves(sequence, first, target)
-                moves += found
-                read += pages
+                moves += store.moves(sequence, first, target)
     if moves:
-        staged.streamed = start_reading(link, moves, read)
+        staged.streamed = link.start("in", moves)
 
 
 def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int) -> None:
@@ -217,19 +249,15 @@ def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int
     inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
     pieces: list[Piece] = []
     moves: list[Move] = []
-    read: list[Page] = []
     filled = begun = 0
     for sequence, split in enumerate(staged.splits):
         first = staged.away[sequence]
         last = first + split
         while first < last:
             count = min(last - first, size - (filled - begun))
-            found, pages = store.input_moves(sequence, first, inputs[filled : filled + count])
+            moves += store.moves(sequence, first, inputs[filled : filled + count], inputs=True)
             pieces.append(Piece(sequence, first, count))
-            moves += found
-            read += pages
             first, filled = first + count, filled + count
             if filled - begun == size or filled == total:
-                transfer = start_reading(link, moves, read)
-                staged.chunks.append(Chunk(inputs[begun:filled], tuple(pieces), transfer))
-                pieces, moves, read, begun = [], [], [], filled
+                staged.chunks.append(Chunk(inputs[begun:filled], tuple(pieces), link.start("in", moves)))
+                pieces, moves, begun = [], [], filled

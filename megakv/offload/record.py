@@ -11,7 +11,7 @@ from megakv.device import Clock, HostClock
 from megakv.distributed.ledger import Ledger
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link, Traffic
-from megakv.offload.split import Plan, Split
+from megakv.offload.method import Plan, Split
 from megakv.offload.weight_stream import WeightStream
 from megakv.tracking.measurements import OffloadStep
 
@@ -19,7 +19,8 @@ from megakv.tracking.measurements import OffloadStep
 class StepRecord:
     """What one pass over `cached` tokens, and `new` ones, did.
 
-    It is told of moments (`Clock`) of the accelerator; seconds are there once it has been `read`.
+    It is told of moments (`Clock`) of the accelerator, as that at which it began `attending` to a layer; seconds are
+    there once it has been `read`.
 
     `elapsed_s` is the model's forward pass, `gap_s` the time between the pass before and it; `waited_s`, `recompute_s`,
     `attend_s`, `host_s` and `peers_s` go to transfers, recomputing, attending here and on the host, and other ranks.
@@ -40,22 +41,17 @@ class StepRecord:
         self.before: Any = None
         self.begun: Any = None
         self.ended: Any = None
-        self._attending: Any = None
+        self.attending: Any = None
         self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._layers: set[int] = set()
         self._done: Counter[str] = Counter()
-
-    @property
-    def attending(self) -> bool:
-        """Whether attention to a layer's rows has begun."""
-        return self._attending is not None
 
     def arrived(self, begun: Any) -> None:
         """A layer's rows are there, waited for since `begun`: attention to them begins."""
         now = self.clock.mark()
         self.waited([(begun, now)])
-        if self._attending is None:
-            self._attending = now
+        if self.attending is None:
+            self.attending = now
 
     def waited(self, spans: Sequence[tuple[Any, Any]]) -> None:
         self._spans["waited"] += spans
@@ -67,23 +63,18 @@ class StepRecord:
         waits = [part.waited for part in parts if part.waited is not None]
         self.host_s += sum(part.seconds for part in parts)
         self.waited(waits)
-        if self._attending is not None:
-            self._spans["attended"].append((self._attending, self.clock.mark()))
+        if self.attending is not None:
+            self._spans["attended"].append((self.attending, self.clock.mark()))
             self._spans["beside"] += waits
-        self._attending = None
+        self.attending = None
 
     def recomputed(self, begun: Any, landed: Any, ended: Any) -> None:
         """Activations were waited for and recomputed from."""
         self.waited([(begun, landed)])
         self._spans["recomputed"].append((landed, ended))
 
-    @property
-    def known(self) -> bool:
-        """Whether the accelerator has come to the end of the step."""
-        return self.ended is not None and self.clock.passed(self.ended)
-
     def read(self) -> None:
-        """Take the seconds of a step that is `known`."""
+        """Take the seconds of a step to whose end the accelerator has come."""
         self.elapsed_s = self.clock.seconds(self.begun, self.ended)
         self.gap_s = 0.0 if self.before is None else self.clock.seconds(self.before, self.begun)
         kinds = ("waited", "recomputed", "attended", "beside")
@@ -128,11 +119,8 @@ class StepRecord:
 
     def report(self) -> OffloadStep:
         """As it stands in the report of a run."""
-        carried = [rate * self.measured_s for rate in self.rates]
-        link, disk = (
-            nbytes / most if most else 0.0
-            for nbytes, most in zip((self.bytes_in, self.disk_bytes), carried, strict=True)
-        )
+        carried = zip((self.bytes_in, self.disk_bytes), self.rates, strict=True)
+        link, disk = (nbytes / most if (most := rate * self.measured_s) else 0.0 for nbytes, rate in carried)
         alike = ("cached", "predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "kv_bits")
         found: dict[str, Any] = {name: getattr(self, name) for name in (*alike, "disk_bytes", "profiled")}
         found |= {name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window")}
@@ -201,7 +189,7 @@ class StepLog:
 
     def read(self) -> None:
         """Learn from steps whose end the accelerator has come to."""
-        while self._unread and self._unread[0].known:
+        while self._unread and self._link.clock.passed(self._unread[0].ended):
             record = self._unread.popleft()
             record.read()
             if record.decoding:

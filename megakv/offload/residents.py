@@ -10,28 +10,22 @@ from torch import Tensor
 
 
 class ResidentBudget:
-    """Accelerator memory for rows that stay there; an engine's attention layers share it evenly."""
+    """Accelerator memory for rows that stay there; an engine's attention layers share it evenly.
+
+    `used` are the bytes in use in each.
+    """
 
     def __init__(self, nbytes: int, layers: int):
         self._share = nbytes // layers
-        self._used = [0] * layers
-
-    @property
-    def used(self) -> int:
-        """Bytes in use."""
-        return sum(self._used)
+        self.used = [0] * layers
 
     def tokens(self, layer: int, row_bytes: int, batch: int, *, shared: bool = False) -> int:
         """Tokens that one of a batch's sequences may keep in a layer; with `shared`, a copy keeps some of them."""
         fair = self._share // batch
-        if fair > self._share - self._used[layer] and not shared:
+        if fair > self._share - self.used[layer] and not shared:
             # Caches that nobody holds any more may still wait for the garbage collector.
             gc.collect()
-        return max(0, min(fair, self._share - self._used[layer]) // row_bytes)
-
-    def take(self, layer: int, nbytes: int) -> None:
-        """Count bytes of a layer; fewer than none where they are given back."""
-        self._used[layer] += nbytes
+        return max(0, min(fair, self._share - self.used[layer]) // row_bytes)
 
 
 class ResidentRows:
@@ -43,23 +37,15 @@ class ResidentRows:
     def __init__(self, budget: ResidentBudget, layer: int, first: int, rows: Tensor):
         self.first, self.rows = first, rows
         self._budget, self._layer = budget, layer
-        budget.take(layer, rows.nbytes)
+        budget.used[layer] += rows.nbytes
 
     def __del__(self) -> None:
-        self._budget.take(self._layer, -self.rows.nbytes)
+        self._budget.used[self._layer] -= self.rows.nbytes
 
     @property
     def end(self) -> int:
         """Index behind the last one."""
         return self.first + len(self.rows)
-
-    def cut(self, length: int) -> ResidentRows | None:
-        """What is left where a sequence is cut back to a length."""
-        if length >= self.end:
-            return self
-        if length <= self.first:
-            return None
-        return ResidentRows(self._budget, self._layer, self.first, self.rows[: length - self.first].clone())
 
 
 class LayerResidents:
@@ -84,6 +70,14 @@ class LayerResidents:
             held is not None and first + 1 - max(held.end, self._moved.get(sequence, 0)) > len(held.rows)
         ):
             self._grown.add(sequence)
+
+    def counts(self) -> list[int]:
+        """Tokens of every sequence that stay."""
+        return [0 if held is None else len(held.rows) for held in self.rows]
+
+    def before(self, counts: Sequence[int]) -> list[int]:
+        """Of so many leading tokens of each sequence, those before the ones that stay."""
+        return [min(count, held.first) if held else count for count, held in zip(counts, self.rows, strict=True)]
 
     def take_grown(self, group: range) -> list[int]:
         """Sequences of a group whose rows are to be moved now, with `move`."""
@@ -117,7 +111,9 @@ class LayerResidents:
 
     def crop(self, sequence: int, length: int) -> None:
         held = self.rows[sequence]
-        self.rows[sequence] = held and held.cut(length)
+        if held is not None and length < held.end:
+            kept = held.rows[: max(0, length - held.first)].clone()
+            self.rows[sequence] = ResidentRows(self._budget, self._layer, held.first, kept) if len(kept) else None
         self._grown.discard(sequence)
         self._moved.pop(sequence, None)
 

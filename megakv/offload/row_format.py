@@ -1,14 +1,69 @@
-"""What a token's row in one layer is made of, on the accelerator and off it: keys of all heads, then their values."""
+"""What a token's row in one layer is made of: keys of all heads, then their values; off the accelerator, in four bits.
+
+Four bits (KVPR, Section 4.4; FlexGen) are lossy, and off unless asked for. Each head's key, and each head's value, is
+cut along the head dimension into groups, as in FlexGen. A group keeps its smallest value and a step, of which there are
+fifteen up to its largest; every element becomes the nearest of sixteen.
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
-from megakv.offload.quantization import GroupQuantiser, group_size
+
+LEVELS = 15
+
+
+def group_size(key_dim: int, value_dim: int, asked: int) -> int:
+    """The largest size up to `asked` that cuts keys and values of these dimensions into equal groups."""
+    whole = gcd(key_dim, value_dim)
+    return max(size for size in range(1, min(asked, whole) + 1) if whole % size == 0)
+
+
+def packed_bytes(width: int, group: int, dtype: torch.dtype) -> int:
+    """Bytes of a row of so many elements of a type once it is packed, in groups of some size."""
+    if width % 2:
+        raise MegaKVError(f"megakv.offload.kv_bits = 4 needs an even number of elements in a token's row, not {width}")
+    return width // 2 + 2 * (width // group) * (2 if dtype == torch.float16 else 4)
+
+
+class GroupQuantiser:
+    """Rows of an even width and a type, in four bits with a step and a smallest value for each group of elements.
+
+    Steps and smallest values are float16 for rows in float16, and float32 otherwise. A value differs from what comes
+    back for it by at most half a step, and by what rounding those two to their type costs.
+    """
+
+    def __init__(self, width: int, group: int, dtype: torch.dtype):
+        self.nbytes = packed_bytes(width, group, dtype)
+        self._width, self._group = width, group
+        self._scale_dtype = torch.float16 if dtype == torch.float16 else torch.float32
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """``[n, W]`` rows as ``[n, nbytes]`` bytes: two elements in each, then steps, then smallest values."""
+        groups = rows.float().unflatten(1, (-1, self._group))
+        low, high = groups.aminmax(dim=2)
+        low = low.to(self._scale_dtype)
+        step = ((high - low.float()) / LEVELS).to(self._scale_dtype)
+        inverse = torch.where(step > 0, step.float().reciprocal(), 0.0)
+        levels = (groups - low.float().unsqueeze(2)).mul_(inverse.unsqueeze(2)).round_().clamp_(0, LEVELS)
+        levels = levels.to(torch.uint8).flatten(1)
+        pairs = levels[:, 0::2] | levels[:, 1::2] << 4
+        return torch.cat((pairs, torch.cat((step, low), dim=1).view(torch.uint8)), dim=1)
+
+    def unpack(self, packed: Tensor, rows: Tensor) -> None:
+        """Write the rows that ``[n, nbytes]`` bytes stand for into ``[n, W]``."""
+        half = self._width // 2
+        pairs, scales = packed[:, :half], packed[:, half:].contiguous().view(self._scale_dtype)
+        step, low = scales.float().chunk(2, dim=1)
+        levels = torch.stack((pairs & LEVELS, pairs >> 4), dim=2).flatten(1).unflatten(1, (-1, self._group))
+        rows.copy_(torch.addcmul(low.unsqueeze(2), levels.float(), step.unsqueeze(2)).flatten(1))
 
 
 class HeadShape(NamedTuple):
@@ -34,51 +89,35 @@ class HeadShape(NamedTuple):
 
 
 class RowFormat:
-    """The format of a layer's rows: known from the first ones on."""
+    """The format of a layer's rows: `head_shape` and `dtype` are known from the first ones on."""
+
+    head_shape: HeadShape
+    dtype: torch.dtype
 
     def __init__(self, config: OffloadConfig):
         self._config = config
-        self._shape: HeadShape | None = None
-        self._dtype: torch.dtype | None = None
-        self._quantiser: GroupQuantiser | None = None
 
     def rows_of(self, k_KSD: Tensor, v_KSD: Tensor) -> Tensor:
         """Keys and values as rows ``[n, W]``; their format is that of all rows."""
-        self._shape = HeadShape(k_KSD.shape[0], k_KSD.shape[2], v_KSD.shape[2])
-        self._dtype = k_KSD.dtype
+        self.head_shape, self.dtype = HeadShape(k_KSD.shape[0], k_KSD.shape[2], v_KSD.shape[2]), k_KSD.dtype
         return torch.cat((k_KSD.transpose(0, 1).flatten(1), v_KSD.transpose(0, 1).flatten(1)), dim=1)
-
-    def take_format(self, other: RowFormat) -> None:
-        self._shape, self._dtype = other._shape, other._dtype
-
-    @property
-    def head_shape(self) -> HeadShape:
-        assert self._shape is not None
-        return self._shape
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""
         return self.head_shape.split(rows)
 
     @property
-    def dtype(self) -> torch.dtype:
-        assert self._dtype is not None
-        return self._dtype
-
-    @property
     def row_width(self) -> int:
         """Elements of a token's keys and values."""
         return self.head_shape.width
 
-    @property
+    @cached_property
     def quantiser(self) -> GroupQuantiser | None:
         """What rows are packed with off the accelerator; None where they keep their type."""
         if self._config.kv_bits is None:
             return None
-        if self._quantiser is None:
-            group = group_size(self.head_shape.key_dim, self.head_shape.value_dim, self._config.kv_group)
-            self._quantiser = GroupQuantiser(self.row_width, group, self.dtype)
-        return self._quantiser
+        group = group_size(self.head_shape.key_dim, self.head_shape.value_dim, self._config.kv_group)
+        return GroupQuantiser(self.row_width, group, self.dtype)
 
     def unpacked(self, stored: Tensor) -> Tensor:
         """Rows ``[n, W]`` of rows as they lie off the accelerator."""

@@ -4,41 +4,56 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from megakv.attention.method import AttentionCall
+from megakv.distributed.sharding import Layout, TokenBlock
+from megakv.forward_pass import ForwardPass
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
-from megakv.offload.config import OffloadConfig
-from megakv.offload.costs import OffloadCosts
+from megakv.offload.config import GIB, OffloadConfig
+from megakv.offload.costs import LayerSpeeds, OffloadCosts
+from megakv.offload.cuda_link import CudaStreams, StreamLink
+from megakv.offload.disk import DiskTier
+from megakv.offload.host_memory import HostTier
 from megakv.offload.host_rank import HostPart, HostRank, Queries
-from megakv.offload.link import Link, Transfer
+from megakv.offload.link import EmulatedLink, Link, Transfer
+from megakv.offload.pages import PagePool, Tier
 from megakv.offload.planner import Planner
-from megakv.offload.pool import PagePool
 from megakv.offload.prefetch import Prefetch
-from megakv.offload.profile import OffloadProfile, Profiler
+from megakv.offload.profile import Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
-from megakv.offload.staging import StagedLayer
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from megakv.attention.method import AttentionCall
-    from megakv.distributed.sharding import Layout, TokenBlock
-    from megakv.forward_pass import ForwardPass
-    from megakv.runtime import Runtime
+from megakv.offload.weights import HostWeights
+from megakv.runtime import Runtime
 
 OUTGOING = 4
 """Transfers back to the host that may be under way: each holds its rows on the accelerator."""
 
 
+def make_link(device: torch.device, emulated_gb_s: float | None) -> Link:
+    """The link of a device."""
+    if device.type != "cuda":
+        return EmulatedLink(None if emulated_gb_s is None else emulated_gb_s * 1e9)
+    if emulated_gb_s is not None:
+        raise ValueError(
+            "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
+        )
+    return StreamLink(CudaStreams(device))
+
+
 class Offloader:
-    """One engine's offloaded keys and values, and its decoder layers' weights where they come over the link too."""
+    """One engine's offloaded keys and values, and its decoder layers' weights where they come over the link too.
+
+    `host_weights` have taken their part of the host's budget; `recomputes` says whether activations are kept.
+    """
 
     def __init__(
         self,
@@ -47,54 +62,68 @@ class Offloader:
         model: PreTrainedModel,
         *,
         layers: int,
-        link: Link,
-        pool: PagePool,
         recomputes: bool,
-        weights: WeightStream | None = None,
+        host_weights: HostWeights | None = None,
     ):
         comm = runtime.comm
-        self.config, self.link, self.pool, self.weights, self.device = config, link, pool, weights, comm.mesh.device
-        self.residents = ResidentBudget(int(config.device_gb * (1 << 30)), layers)
-        profiler = Profiler(config, link, pool.disk, self.device, model.config.model_type)
-        self.costs = OffloadCosts(profiler, sharers=comm.watch.neighbours)
-        self._log = StepLog(link, comm.ledger, self._learn)
+        self.config, self.device = config, comm.mesh.device
         self._recomputes, self._runtime, self._layers = recomputes, runtime, layers
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
-        self._outgoing: deque[Transfer] = deque()
-        self._current: int | None = None
-        self._decoding, self._keeps, self._group = False, True, 0
+        self.outgoing: deque[Transfer] = deque()
+        self._decoding, self._keeps = False, True
         self._announced: tuple[int, int] | None = None
-        self._measured: OffloadProfile | None = None
-        self._host_rank = HostRank(config.cpu_threads, link.clock) if config.host_attends else None
-        self._host_parts: list[HostPart] = []
+        self._measured: LayerSpeeds | None = None
+        self._host_rank: HostRank | None = None
+        self.weights: WeightStream | None = None
 
         def current() -> ForwardPass:
             assert runtime.current is not None
             return runtime.current
 
-        self._recomputation = Recomputation(model, entered=self.enter, current=current)
-        self._planner = Planner(
-            config,
-            self.costs,
-            layers=layers,
-            recomputation=self._recomputation,
-            host_rank=self._host_rank,
-            leads=comm.mesh.rank == 0 if comm.mesh.world_size > 1 else None,
-            weights=weights,
-        )
-        self._prefetch = Prefetch(self._planner, link, layers=layers, groups=config.num_gpu_batches, device=self.device)
+        with ExitStack() as made:
+            held = 0 if host_weights is None else host_weights.nbytes
+            memory = HostTier(config.host_bytes - held, pin=self.device.type == "cuda")
+            made.callback(memory.close)
+            tiers: list[Tier] = [memory]
+            if config.disk_gb:
+                tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
+                made.callback(tiers[1].close)
+            self.pool = PagePool(tiers, config.page_kib << 10, layers=layers)
+            self.link = make_link(self.device, config.emulated_link_gb_s)
+            made.callback(self.link.close)
+            self.link.seams = sorted([*memory.seams, *([] if host_weights is None else host_weights.tier.seams)])
+            if config.host_attends:
+                self._host_rank = HostRank(config.cpu_threads, self.link.clock)
+                made.callback(self._host_rank.close)
+            self._recomputation = Recomputation(model, entered=self.enter, current=current)
+            made.callback(self._recomputation.remove)
+            if host_weights is not None:
+                groups = config.num_gpu_batches
+                self.weights = WeightStream(model, host_weights, link=self.link, device=self.device, groups=groups)
+                made.callback(self.weights.close)
+            self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
+            sharers = comm.watch.neighbours
+            self.costs = OffloadCosts(Profiler(config, self.link, self.pool.disk, self.device, sharers=sharers))
+            self._log = StepLog(self.link, comm.ledger, self._learn)
+            self._planner = Planner(
+                config,
+                self.costs,
+                layers=layers,
+                recomputation=self._recomputation,
+                host_rank=self._host_rank,
+                leads=comm.mesh.rank == 0 if comm.mesh.world_size > 1 else None,
+                weights=self.weights,
+            )
+            self._prefetch = Prefetch(
+                self._planner, self.link, layers=layers, groups=config.num_gpu_batches, device=self.device
+            )
+            made.callback(self._prefetch.drop_all)
+            self._made = made.pop_all()
 
     def close(self) -> None:
         """End all transfers and give the tiers back."""
-        self._prefetch.drop_all()
-        if self.weights is not None:
-            self.weights.close()
-        self._recomputation.remove()
-        if self._host_rank is not None:
-            self._host_rank.close()
-        self.link.close()
-        self.pool.close()
+        self._made.close()
 
     def new_cache(self, layers: int) -> OffloadedCache:
         """An empty cache of the engine."""
@@ -119,8 +148,8 @@ class Offloader:
         if not self._prefetch.enter(cache, layout, stays=stays):
             # Beams have changed places, say.
             self._planner.ahead = False
-        self._cache, self._layout, self._current, new = cache, layout, None, self._prefetch.new
-        self._decoding, self._group = all(count <= 1 for count in new), 0
+        self._cache, self._layout, new = cache, layout, self._prefetch.new
+        self._decoding = all(count <= 1 for count in new)
         cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
         self._keeps = self._planner.wants_inputs or not self._decoding
@@ -142,11 +171,11 @@ class Offloader:
         cache, layout = self._cache, self._layout
         if cache is None or layout is None:
             return
-        self._current = layer
         store = cache.store(layer)
+        store.enter()
         if self._recomputes and self._keeps and store.keeps_inputs:
-            store.offer(layout.stored[cache.rank], hidden_LE, self._runtime.kept_rows())
-        self._prepare(layer, 0)
+            store.offer(layout.stored[cache.rank], hidden_LE, layout.kept_rows(cache.rank))
+        self._prepare(store, 0)
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
         """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
@@ -157,11 +186,10 @@ class Offloader:
         store = cache.store(call.layer)
         for index, group in enumerate(self._prefetch.groups):
             if index:
-                self._prepare(call.layer, index)
-            store.put_late(group, self._prefetch.get(call.layer, index))
+                self._pass_on(store, index - 1)
+                self._prepare(store, index)
+                store.put_new()
             yield group_call(call, group)
-            if index + 1 < len(self._prefetch.groups):
-                self._pass_on(call.layer, index)
 
     def expect(self, store: TieredStore) -> None:
         """A layer's first rows of a generation come: refuse it if not all that will be held has room."""
@@ -181,24 +209,20 @@ class Offloader:
         )
         tokens = f"{sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences"
         self.pool.check_capacity(needed, self._layers * store.nbytes(), tokens)
-        self.costs.check(store)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
-        if self._layout is None or not self.at_work(store):
-            return
-        store.flush()
-        while len(self._outgoing) > OUTGOING:
-            self._outgoing.popleft().settle()
+        while len(self.outgoing) > OUTGOING:
+            self.outgoing.popleft().settle()
         if self.weights is not None:
             self.weights.attended()
-        self._pass_on(store.layer, len(self._prefetch.groups) - 1)
+        self._pass_on(store, len(self._prefetch.groups) - 1)
 
     def end(self, cache: OffloadedCache) -> None:
         """A pass has succeeded."""
         if cache is not self._cache:
             return
-        self._current = self._layout = None
+        self._layout = None
         costs, profiled = self.costs, self.costs.measured is not self._measured
         rates = costs.link_bytes_s, costs.disk_bytes_s
         self._log.end(self.weights, decoding=self._decoding, profiled=profiled, rates=rates)
@@ -207,7 +231,7 @@ class Offloader:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
         if cache is self._cache:
             self._prefetch.drop_all()
-            self._current = self._layout = None
+            self._layout = None
             self._log.abandon()
 
     @property
@@ -215,34 +239,11 @@ class Offloader:
         """What the passes over cached tokens of the latest generation did."""
         return self._log.steps
 
-    # For stores
-
-    def staged(self, store: TieredStore) -> StagedLayer | None:
-        """What was brought of a store's layer for the pass under way, once the layer has begun."""
-        return self._prefetch.get(store.layer, self._group) if self.at_work(store) else None
-
-    def at_work(self, store: TieredStore) -> bool:
-        """Whether a store's layer is the one under way."""
-        return self._cache is not None and self._current == store.layer and self._cache.store(store.layer) is store
-
-    def await_streamed(self, staged: StagedLayer) -> None:
-        """Let attention come after all rows of a layer."""
-        record = self._log.current
-        if staged.streamed is None and (record is None or record.attending):
-            return
-        begun = self.link.clock.mark()
-        if staged.streamed is not None:
-            staged.streamed.wait()
-            staged.streamed = None
-            staged.unpack()
-        if record is not None:
-            record.arrived(begun)
-
     def attend_on_host(
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> HostPart | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
-        host, staged = self._host_rank, self.staged(store)
+        host, staged = self._host_rank, store.staged
         if host is None:
             return None
         if host.queries is None:
@@ -254,17 +255,14 @@ class Offloader:
         if staged.on_host is None:
             spans = enumerate(zip(staged.out_of_window, staged.away, strict=True))
             staged.on_host = [store.rows_in_memory(sequence, end, first) for sequence, (first, end) in spans]
-        self._host_parts.append(host.start(call, q_HLD, tokens, store, staged.on_host))
-        return self._host_parts[-1]
-
-    def sent(self, transfer: Transfer) -> None:
-        """New rows are on their way to a tier."""
-        self._outgoing.append(transfer)
+        part = host.start(call, q_HLD, tokens, store, staged.on_host)
+        staged.host_parts.append(part)
+        return part
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the buffers on the accelerator, and of what stays there."""
-        return self.residents.used + self._prefetch.nbytes + (0 if self.weights is None else self.weights.nbytes)
+        return sum(self.residents.used) + self._prefetch.nbytes + (0 if self.weights is None else self.weights.nbytes)
 
     # Inside
 
@@ -272,26 +270,25 @@ class Offloader:
         self.costs.learn(record, self._layers)
         self._planner.observe(record)
 
-    def _prepare(self, layer: int, index: int) -> None:
+    def _prepare(self, store: TieredStore, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""
         cache = self._cache
         assert cache is not None
-        self._group = index
-        staged = self._prefetch.ensure(layer, index)
-        if staged is not None and staged.chunks:
-            assert self._log.current is not None
-            staged.recompute(layer, cache.table, cache.rank, self._recomputation, self._log.current)
-
-    def _pass_on(self, layer: int, index: int) -> None:
-        """A group of a layer was attended to: its buffer is free for the group after the next."""
-        cache = self._cache
-        assert cache is not None
-        staged, record = self._prefetch.get(layer, index), self._log.current
+        store.staged = staged = self._prefetch.ensure(store.layer, index)
         if staged is not None:
-            cache.store(layer).move_residents(staged)
-        if record is not None:
-            record.attended(layer, self._host_parts, {} if staged is None else staged.counts())
-        self._host_parts.clear()
-        self._prefetch.follow(layer, index, beyond=self._decoding and self._planner.ahead)
+            assert self._log.current is not None
+            staged.record = self._log.current
+            staged.recompute(store.layer, cache.table, cache.rank, self._recomputation)
+
+    def _pass_on(self, store: TieredStore, index: int) -> None:
+        """A group of a layer was attended to: its buffer is free for the group after the next."""
+        assert self._log.current is not None
+        parts, counts = [], {}
+        if (staged := store.staged) is not None:
+            store.move_residents(staged)
+            parts, counts = staged.host_parts, staged.counts()
+        self._log.current.attended(store.layer, parts, counts)
+        store.staged = None
+        self._prefetch.follow(store.layer, index, beyond=self._decoding and self._planner.ahead)
         if self.weights is not None:
             self.weights.next_piece()

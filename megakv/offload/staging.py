@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +15,13 @@ from megakv.attention.together import alike, stacked
 from megakv.costmodel.memory import grown_bytes
 from megakv.device import upload
 from megakv.distributed.sharding import TokenTable
+from megakv.injection.recomputation import Recomputation
 from megakv.offload.host_memory import host_memory
+from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Transfer
+from megakv.offload.pages import Runs
 from megakv.offload.record import StepRecord
 from megakv.offload.row_format import RowFormat
-
-if TYPE_CHECKING:
-    from megakv.injection.recomputation import Recomputation
 
 
 class StagingBuffer:
@@ -45,13 +45,12 @@ class StagingBuffer:
         return sum(memory.numel() for memory in self._memory.values())
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive tokens of one sequence in a chunk of activations."""
 
     sequence: int
     first: int
-    count: int
+    tokens: int
 
 
 class Chunk(NamedTuple):
@@ -94,8 +93,12 @@ class StagedLayer:
     """Where rows are quantised: what comes, and the rows that it stands for."""
     resident: int = 0
     """Tokens of all sequences that were on the accelerator already."""
-    on_host: list[list[tuple[int, Tensor]]] | None = None
+    on_host: list[Runs] | None = None
     """The host's rows, where they lie; found once, before further ones are on their way to their pages."""
+    host_parts: list[HostPart] = field(default_factory=list)
+    """The host's attention to them, under way or over."""
+    record: StepRecord | None = None
+    """Of the pass that it is of use in, once its layer has begun."""
 
     @property
     def host_attends(self) -> bool:
@@ -116,16 +119,33 @@ class StagedLayer:
         for transfer in reversed(transfers):
             transfer.wait()
 
-    def recompute(
-        self, layer: int, table: TokenTable, rank: int, recomputation: Recomputation, record: StepRecord
-    ) -> None:
+    def await_streamed(self) -> None:
+        """Let attention come after all rows."""
+        record = self.record
+        if record is None or (self.streamed is None and record.attending is not None):
+            return
+        begun = record.clock.mark()
+        if self.streamed is not None:
+            self.streamed.wait()
+            self.streamed = None
+            for packed, rows in self.packed:
+                assert self.store.quantiser is not None
+                self.store.quantiser.unpack(packed, rows)
+            self.packed = []
+        record.arrived(begun)
+
+    def recompute(self, layer: int, table: TokenTable, rank: int, recomputation: Recomputation) -> None:
         """Make keys and values of activations, chunk by chunk as they land."""
+        record = self.record
+        if record is None or not self.chunks:
+            return
         begun = record.clock.mark()
         for chunk in self.chunks:
             chunk.transfer.wait()
             landed = record.clock.mark()
             positions = [
-                table.positions(rank, piece.sequence)[piece.first : piece.first + piece.count] for piece in chunk.pieces
+                table.positions(rank, piece.sequence)[piece.first : piece.first + piece.tokens]
+                for piece in chunk.pieces
             ]
             self._put_pieces(chunk.pieces, recomputation.recompute(layer, chunk.inputs, np.concatenate(positions)))
             ended = record.clock.mark()
@@ -135,7 +155,7 @@ class StagedLayer:
 
     def _put_pieces(self, pieces: Sequence[Piece], found: tuple[Tensor, Tensor]) -> None:
         """Write the keys ``[K, L, D]`` and values of pieces of sequences, in few copies."""
-        first, count = [self.row(piece.sequence, piece.first) for piece in pieces], [piece.count for piece in pieces]
+        first, count = [self.row(piece.sequence, piece.first) for piece in pieces], [piece.tokens for piece in pieces]
         bounds = [0, *accumulate(count)]
         for begin, end in alike(first, count):
             span = slice(bounds[begin], bounds[end])
@@ -143,31 +163,18 @@ class StagedLayer:
                 target_BKSD = stacked(buffer, first[begin:end], count[begin])
                 target_BKSD.copy_(rows_KLD[:, span].unflatten(1, (end - begin, -1)).transpose(0, 1))
 
-    def unpack(self) -> None:
-        """Make rows of what has come in four bits."""
-        for packed, rows in self.packed:
-            assert self.store.quantiser is not None
-            self.store.quantiser.unpack(packed, rows)
-        self.packed = []
-
     def row(self, sequence: int, token: int) -> int:
         """Where a token of a sequence lies."""
         return self.starts[sequence] + token - self.away[sequence]
 
-    def put(self, sequence: int, first: int, rows: Tensor) -> None:
-        """Write rows of tokens from `first` on."""
-        at, count = self.row(sequence, first), rows.shape[0]
-        assert first + count <= self.cached[sequence] + self.capacity[sequence]
-        self.rows[at : at + count] = rows
-
-    def put_each(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
-        """Write one row ``[n, W]`` of each of some sequences: the tokens of these indices."""
+    def put(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
+        """Write rows ``[n, W]`` of one sequence, or one of each of several: tokens from these indices on."""
         at = [self.row(sequence, first) for sequence, first in zip(sequences, firsts, strict=True)]
-        assert all(
-            first < self.cached[each] + self.capacity[each] for each, first in zip(sequences, firsts, strict=True)
-        )
-        steps = {after - before for before, after in pairwise(at)}
+        count = len(rows) // len(at)
+        ends = [self.cached[sequence] + self.capacity[sequence] for sequence in sequences]
+        assert all(first + count <= end for first, end in zip(firsts, ends, strict=True))
+        steps = {after - before for before, after in pairwise(at)} or {1}
         if len(steps) == 1 and (step := steps.pop()) > 0:
-            self.rows[at[0] : at[-1] + 1 : step] = rows
+            self.rows[at[0] : at[-1] + count : step] = rows
         else:
             self.rows[upload(np.array(at), self.rows.device)] = rows

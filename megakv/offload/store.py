@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megakv.attention.method import AttentionCall
 from megakv.cache.store import KVStore
 from megakv.device import upload
-from megakv.distributed.sharding import IntArray
+from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.config import OffloadConfig
+from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link, Move, Transfer
-from megakv.offload.pages import OutgoingRows, PagedRows, Runs, page_bytes, start_reading
-from megakv.offload.pool import Page, PagePool
-from megakv.offload.residents import LayerResidents, ResidentBudget, ResidentRows
+from megakv.offload.pages import PagedRows, PagePool, Runs, page_bytes
+from megakv.offload.residents import LayerResidents, ResidentBudget
 from megakv.offload.row_format import RowFormat
 from megakv.offload.staging import StagedLayer
 from megakv.tensor_files import StreamedTensor
-
-if TYPE_CHECKING:
-    from megakv.attention.method import AttentionCall
-    from megakv.distributed.sharding import TokenBlock
-    from megakv.offload.host_rank import HostPart
 
 
 class StoreEngine(Protocol):
@@ -35,15 +32,12 @@ class StoreEngine(Protocol):
     pool: PagePool
     device: torch.device
     residents: ResidentBudget
+    outgoing: deque[Transfer]
 
     def expect(self, store: TieredStore) -> None: ...
-    def at_work(self, store: TieredStore) -> bool: ...
-    def staged(self, store: TieredStore) -> StagedLayer | None: ...
-    def await_streamed(self, staged: StagedLayer) -> None: ...
     def attend_on_host(
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> HostPart | None: ...
-    def sent(self, transfer: Transfer) -> None: ...
     def leave(self, store: TieredStore) -> None: ...
 
 
@@ -51,52 +45,52 @@ class TieredStore(RowFormat, KVStore):
     """Keys, values and activations of one layer on this rank, per sequence, off the accelerator.
 
     A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory. `version` goes up
-    when rows are cut or change places; `keeps_inputs` says whether activations are wanted, as far as is known.
+    when rows are cut or change places; `keeps_inputs` says whether activations are wanted, as far as is known. While
+    its layer is at work, `staged` is what was brought of the group of sequences that is attended to.
     """
 
     def __init__(self, layer: int, batch: int, engine: StoreEngine):
         super().__init__(engine.config)
         self.layer, self.version, self.keeps_inputs = layer, 0, True
+        self.staged: StagedLayer | None = None
         self._engine = engine
         self._rows: list[PagedRows | None] = [None] * batch
         self._inputs: list[PagedRows | None] = [None] * batch
-        self._outgoing = OutgoingRows()
-        self._residents = LayerResidents(engine.residents, layer, [None] * batch)
-        # By sequence: activations of the tokens that come next; a prompt's rows while its layer is at work.
+        self._outgoing: list[Move] = []
+        self.residents = LayerResidents(engine.residents, layer, [None] * batch)
+        # By sequence, activations of the tokens that come next.
         self._offered: dict[int, Tensor] = {}
-        self._fresh: dict[int, Tensor] = {}
-        # Of the pass under way: rows that no buffer has yet, and tokens that were there when the layer began.
-        self._late: dict[int, tuple[int, Tensor]] = {}
-        self._began: dict[int, int] = {}
+        # While the layer is at work: tokens of every sequence when it began, and what has come since, with the
+        # sequences that equal parts of it belong to, and the index of each one's first row.
+        self._before: list[int] | None = None
+        self._new: list[tuple[Sequence[int], list[int], Tensor]] = []
 
     # As a KVStore
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
-        self._append([sequence], k_KSD, v_KSD)
+        self.append_each([sequence], k_KSD, v_KSD)
 
     def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        self._append(sequences, k_KLD, v_KLD)
-
-    def _append(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        """Rows of one sequence, or one row of each of several."""
+        """Also several rows of one sequence."""
         rows, firsts = self.rows_of(k_KLD, v_KLD), [self.rows(sequence) for sequence in sequences]
-        stored = rows if self.quantiser is None else self.quantiser.pack(rows)
-        pieces = stored.split(1 if len(sequences) > 1 else len(stored))
+        pieces = rows.split(len(rows) // len(sequences))
+        stored = pieces if self.quantiser is None else self.quantiser.pack(rows).split(len(pieces[0]))
         offered = self._offered.get(sequences[0])
         if offered is not None:
             # No larger activations can pay, on any machine.
-            self.keeps_inputs = self._config.keeps_inputs(offered.nbytes, pieces[0].nbytes)
+            self.keeps_inputs = self._config.keeps_inputs(offered.nbytes, stored[0].nbytes)
         self._engine.expect(self)
-        if offered is not None:
+        if offered is not None and offered.nbytes < stored[0].nbytes:
             # What is smaller is the better use of memory. Activations of all sequences are there already.
-            smaller = offered.nbytes < pieces[0].nbytes
-            self._keep_inputs({each: self.rows(each) for each in self._offered if smaller})
-        for sequence, piece in zip(sequences, pieces, strict=True):
-            self._write(self._rows, sequence, piece)
+            self._keep_inputs({each: self.rows(each) for each in self._offered})
+        for sequence, own in zip(sequences, stored, strict=True):
+            self._write(self._rows, sequence, own)
         self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
-        for sequence, first, own in zip(sequences, firsts, rows.split(len(rows) // len(sequences)), strict=True):
-            self._residents.append(sequence, first, own)
-        self._pass_on(sequences, firsts, rows)
+        for sequence, first, own in zip(sequences, firsts, pieces, strict=True):
+            self.residents.append(sequence, first, own)
+        if self._before is not None:
+            self._new.append((sequences, firsts, rows))
+            self.put_new(self._new[-1:])
 
     def _keep_inputs(self, firsts: dict[int, int]) -> None:
         for sequence, first in firsts.items():
@@ -109,49 +103,29 @@ class TieredStore(RowFormat, KVStore):
         paged = column[sequence]
         if paged is None:
             paged = column[sequence] = PagedRows(self._engine.pool, rows.shape[1], rows.dtype, layer=self.layer)
-        self._outgoing.add(paged, rows)
-
-    def _pass_on(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
-        """New rows ``[n, W]`` to where attention reads them in the pass under way."""
-        at_work, staged = self._engine.at_work(self), self._engine.staged(self)
-        if at_work:
-            for sequence, first in zip(sequences, firsts, strict=True):
-                self._began.setdefault(sequence, first)
-        if staged is not None and len(sequences) > 1 and all(each in staged.group for each in sequences):
-            staged.put_each(sequences, firsts, rows)
-            return
-        for sequence, first, own in zip(sequences, firsts, rows.split(len(rows) // len(sequences)), strict=True):
-            if staged is not None and sequence in staged.group:
-                staged.put(sequence, first, own)
-                continue
-            if at_work:
-                self._late[sequence] = first, own
-            self._fresh.pop(sequence, None)
-            if first == 0:
-                self._fresh[sequence] = own
+        self._outgoing += paged.append(rows)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
-        paged = self._rows[sequence]
+        paged, staged = self._rows[sequence], self.staged
         assert paged is not None
-        staged = self._engine.staged(self)
         if staged is not None:
-            self._engine.await_streamed(staged)
+            staged.await_streamed()
             at = staged.starts[sequence]
             return self.heads_of(staged.rows[at : staged.row(sequence, paged.length)])
-        fresh = self._fresh.get(sequence)
-        if fresh is not None and len(fresh) == paged.length:
-            return self.heads_of(fresh)
+        for sequences, firsts, rows in self._new:
+            if sequence in sequences and not firsts[index := sequences.index(sequence)]:
+                return self.heads_of(rows.chunk(len(sequences))[index])
         device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._engine.device)
-        start_reading(self._engine.link, *paged.moves(0, device)).wait()
+        self._engine.link.start("in", paged.moves(0, device)).wait()
         return self.heads_of(self.unpacked(device))
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
-        staged = self._engine.staged(self)
+        staged = self.staged
         if staged is None:
             return None
         self.flush()
-        self._engine.await_streamed(staged)
+        staged.await_streamed()
         counts = [
             length - away if sequence in staged.group else 0
             for sequence, (length, away) in enumerate(zip(self.lengths(), staged.away, strict=True))
@@ -190,39 +164,48 @@ class TieredStore(RowFormat, KVStore):
         for paged in (self._rows[sequence], self._inputs[sequence]):
             if paged is not None:
                 paged.truncate(length)
-        self._residents.crop(sequence, length)
-        for under_way in (self._fresh, self._late, self._began, self._offered):
-            under_way.pop(sequence, None)
+        self.residents.crop(sequence, length)
+        self._offered.pop(sequence, None)
+        self.staged = None
+        self._leave()
 
     def reorder(self, index: list[int]) -> None:
         if index == list(range(len(self._rows))):
             return
         self.flush()
         self.version += 1
-        self._fresh.clear()
-        self._residents.reorder(index)
-        for rows in (self._rows, self._inputs):
-            present = list(rows)
-            rows[:] = [None if (row := present[source]) is None else row.fork() for source in index]
+        self.residents.reorder(index)
+        for column in (self._rows, self._inputs):
+            column[:] = [(rows := column[source]) and rows.fork() for source in index]
 
     def fork(self) -> TieredStore:
         self.flush()
         twin = TieredStore(self.layer, len(self._rows), self._engine)
-        twin.take_format(self)
-        twin._residents = self._residents.fork()
+        if self.nbytes():
+            twin.head_shape, twin.dtype = self.head_shape, self.dtype
+        twin.residents = self.residents.fork()
         twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
 
     def finish(self) -> None:
         self.flush()
-        for rows in (self._fresh, self._late, self._began):
-            rows.clear()
-        self._engine.leave(self)
+        if self._leave():
+            self._engine.leave(self)
+
+    def _leave(self) -> bool:
+        """The layer is not at work any more; whether it was."""
+        working, self._before = self._before is not None, None
+        self._new.clear()
+        return working
 
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
 
     # For the engine
+
+    def enter(self) -> None:
+        """The store's layer is at work from now on."""
+        self._before = self.lengths()
 
     def offer(self, stored: TokenBlock, hidden_LE: Tensor, kept: IntArray | None) -> None:
         """Take the activations ``[L, h]`` of the tokens that are appended next: those at `kept`, or all."""
@@ -235,9 +218,9 @@ class TieredStore(RowFormat, KVStore):
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
-        transfer = self._outgoing.send(self._engine.link)
-        if transfer is not None:
-            self._engine.sent(transfer)
+        if self._outgoing:
+            self._engine.outgoing.append(self._engine.link.start("out", self._outgoing))
+            self._outgoing = []
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
@@ -245,40 +228,30 @@ class TieredStore(RowFormat, KVStore):
 
     def cached_before_step(self) -> list[int]:
         """Tokens of every sequence, without those of the pass under way while its layer is at work."""
-        return [self._began.get(sequence, count) for sequence, count in enumerate(self.lengths())]
+        return self.lengths() if self._before is None else self._before
 
-    def put_late(self, group: range, staged: StagedLayer | None) -> None:
-        """Write rows of the pass under way into a group's buffer, if it has one."""
-        for sequence in group:
-            late = self._late.pop(sequence, None)
-            if late is not None and staged is not None:
-                staged.put(sequence, *late)
+    def put_new(self, new: Sequence[tuple[Sequence[int], list[int], Tensor]] | None = None) -> None:
+        """Write rows of the pass under way, all or some, into the buffer of the group that is attended to, if any."""
+        staged = self.staged
+        for sequences, firsts, rows in () if staged is None else self._new if new is None else new:
+            assert staged is not None
+            inside = [index for index, sequence in enumerate(sequences) if sequence in staged.group]
+            if inside:
+                span, each = slice(inside[0], inside[-1] + 1), len(rows) // len(sequences)
+                staged.put(sequences[span], firsts[span], rows[each * span.start : each * span.stop])
 
     def move_residents(self, staged: StagedLayer) -> None:
         """Move the resident rows of sequences that have grown: all behind those that stay away are in the buffer."""
-        for sequence in self._residents.take_grown(staged.group):
+        for sequence in self.residents.take_grown(staged.group):
             if staged.streamed is not None:
-                self._engine.await_streamed(staged)
+                staged.await_streamed()
             first = staged.away[sequence]
             rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, self.rows(sequence))]
-            self._residents.move(sequence, first, rows)
+            self.residents.move(sequence, first, rows)
 
     def with_inputs(self) -> list[int]:
         """Leading tokens of every sequence whose activations are kept, up to those that are resident."""
-        return self._before_residents([0 if row is None else row.length for row in self._inputs])
-
-    def resident(self, sequence: int) -> ResidentRows | None:
-        """Rows of a sequence that stay on the accelerator."""
-        return self._residents.rows[sequence]
-
-    def residents(self) -> list[int]:
-        """Tokens of every sequence that stay on the accelerator."""
-        return [0 if rows is None else len(rows.rows) for rows in self._residents.rows]
-
-    def _before_residents(self, counts: list[int]) -> list[int]:
-        return [
-            min(count, rows.first) if rows else count for count, rows in zip(counts, self._residents.rows, strict=True)
-        ]
+        return self.residents.before([0 if row is None else row.length for row in self._inputs])
 
     @property
     def input_width(self) -> int:
@@ -291,20 +264,15 @@ class TieredStore(RowFormat, KVStore):
         width = self.input_width
         return width * self.dtype.itemsize if width else 0
 
-    def row_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
-        """Copies of keys and values of tokens from `first` on to device memory ``[n, stored_width]``."""
-        paged = self._rows[sequence]
-        return ([], []) if paged is None else paged.moves(first, device)
-
-    def input_moves(self, sequence: int, first: int, device: Tensor) -> tuple[list[Move], list[Page]]:
-        """Copies of activations of tokens from `first` on to device memory ``[n, h]``."""
-        paged = self._inputs[sequence]
-        return ([], []) if paged is None else paged.moves(first, device)
+    def moves(self, sequence: int, first: int, device: Tensor, *, inputs: bool = False) -> list[Move]:
+        """Copies of keys and values, or activations, of tokens from `first` on to ``[n, W]``, as they are stored."""
+        paged = (self._inputs if inputs else self._rows)[sequence]
+        return [] if paged is None else paged.moves(first, device)
 
     def in_memory(self, *, inputs: bool = False) -> list[int]:
         """Leading tokens whose keys and values, or activations, lie in host memory, up to those that are resident."""
         column = self._inputs if inputs else self._rows
-        return self._before_residents([row.in_memory() if row else 0 for row in column])
+        return self.residents.before([row.in_memory() if row else 0 for row in column])
 
     def rows_in_memory(self, sequence: int, count: int, first: int = 0) -> Runs:
         """Keys and values of tokens from `first` up to `count` where they lie."""

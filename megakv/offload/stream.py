@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megakv.costmodel.offload import GroupCosts
-from megakv.offload.split import Split
+from megakv.offload.method import Split
 
 
 class Stream:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.weights import ALIGNMENT, HostWeights, LayerPlaces
+from megakv.weights.placement.plan import decoder_layers
 
 BUFFERS = 2
 
@@ -49,16 +51,7 @@ class WeightStream:
     layer begins then comes at once. `waited` are moments between which modules waited for their weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: nn.ModuleList,
-        weights: HostWeights,
-        *,
-        link: Link,
-        device: torch.device,
-        groups: int,
-    ):
+    def __init__(self, model: PreTrainedModel, weights: HostWeights, *, link: Link, device: torch.device, groups: int):
         self.spread = False
         self.waited: list[tuple[Any, Any]] = []
         self._weights, self._link, self._device = weights, link, device
@@ -71,7 +64,7 @@ class WeightStream:
         self._queue: deque[_BufferedLayer] = deque()
         self._active: _BufferedLayer | None = None
         self._handles: list[Any] = []
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(decoder_layers(model)[1]):
             self._watch(index, layer)
         self._restart(0)
 
@@ -95,7 +88,7 @@ class WeightStream:
     def attended(self) -> None:
         """The layer at work has attended: the weights for keys and values of the layer after the next may come."""
         if self._active is not None:
-            following = self._following(self._active)
+            following = self._queue[-1]
             fits = self._cuts[following.layer][1] <= self._weights.layers[self._active.layer].keys_rows
             if fits and not following.transfers:
                 self._start_piece(following)
@@ -110,9 +103,9 @@ class WeightStream:
         for handle in self._handles:
             handle.remove()
         self._settle()
-        for index, pairs in enumerate(self._parameters):
+        for memory, pairs in zip(self._weights.memory, self._parameters, strict=True):
             for parameter, place in pairs:
-                parameter.data = place.within(self._weights.memory(index)).clone()
+                parameter.data = place.within(memory).clone()
         self._weights.close()
 
     # Hooks
@@ -129,13 +122,14 @@ class WeightStream:
                 self._handles.append(module.register_forward_pre_hook(partial(self._await, index, pieces)))
 
     def _begin(self, layer: int) -> None:
-        if self._active is not None or not self._queue or self._queue[0].layer != layer:
+        if self._active is not None or self._queue[0].layer != layer:
             # The first pass, or one after a pass that broke off.
             self._restart(layer)
-        self._active = self._queue.popleft()
-        self._start_all(self._active)
+        active = self._active = self._queue.popleft()
+        self._queue.append(_BufferedLayer((layer + BUFFERS) % len(self._parameters), active.buffer))
+        self._start_all(active)
         for parameter, place in self._parameters[layer]:
-            parameter.data = place.within(self._buffers[self._active.buffer])
+            parameter.data = place.within(self._buffers[active.buffer])
 
     def _await(self, layer: int, pieces: int, *_: Any) -> None:
         if self._active is None or self._active.layer != layer:
@@ -152,9 +146,7 @@ class WeightStream:
         for transfer in active.transfers:
             # A layer may leave a module out (an expert): its memory is about to be written to again.
             transfer.wait()
-        self._leave(active)
-        self._following(active)
-        self._active = None
+        self._leave()
         if not self.spread:
             self._start_all(*self._open())
 
@@ -171,29 +163,22 @@ class WeightStream:
         for each in (*self._queue, *([] if self._active is None else [self._active])):
             for transfer in each.transfers:
                 transfer.settle()
-        if self._active is not None:
-            self._leave(self._active)
+        self._leave()
         self._queue.clear()
-        self._active = None
 
-    def _leave(self, active: _BufferedLayer) -> None:
+    def _leave(self) -> None:
         """No parameter refers to a buffer any more."""
-        for parameter, place in self._parameters[active.layer]:
+        for parameter, place in () if self._active is None else self._parameters[self._active.layer]:
             parameter.data = place.without_memory(self._device)
-
-    def _following(self, active: _BufferedLayer) -> _BufferedLayer:
-        """What comes into the active layer's buffer next."""
-        if all(coming.buffer != active.buffer for coming in self._queue):
-            self._queue.append(_BufferedLayer((active.layer + BUFFERS) % len(self._parameters), active.buffer))
-        return next(coming for coming in self._queue if coming.buffer == active.buffer)
+        self._active = None
 
     def _lacks(self, coming: _BufferedLayer) -> bool:
         return len(coming.transfers) < len(self._cuts[coming.layer]) - 1
 
     def _open(self) -> list[_BufferedLayer]:
-        """What may be brought whole, and is not yet."""
-        taken = None if self._active is None else self._active.buffer
-        return [coming for coming in self._queue if coming.buffer != taken and self._lacks(coming)]
+        """What may be brought whole, and is not yet: the last one follows the active one in its buffer."""
+        free = BUFFERS - (self._active is not None)
+        return [coming for coming in list(self._queue)[:free] if self._lacks(coming)]
 
     def _start_all(self, *layers: _BufferedLayer) -> None:
         for coming in layers:
@@ -202,6 +187,6 @@ class WeightStream:
 
     def _start_piece(self, coming: _BufferedLayer) -> None:
         first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]
-        host = self._weights.memory(coming.layer)[first:last]
+        host = self._weights.memory[coming.layer][first:last]
         device = self._buffers[coming.buffer][first:last]
         coming.transfers.append(self._link.start("in", [Move(host, device)]))

@@ -74,19 +74,6 @@ def _turn(path: str, layer: nn.Module) -> int:
     return 0 if KEYS_AND_VALUES & set(names[attention[0] + 1 :]) else 1
 
 
-def _places(
-    prefix: str, layer: nn.Module, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
-) -> LayerPlaces:
-    ends, places, rows = [0, 0, 0], [], 0
-    for turn, path in sorted((_turn(path, layer), path) for path in parameters):
-        name = f"{prefix}.{path}"
-        place = Place(name, rows * ALIGNMENT, parameters[path].shape, dtypes[name])
-        places.append(place)
-        rows = -(-place.stop // ALIGNMENT)
-        ends[turn] = rows
-    return LayerPlaces(tuple(places), ends[0], max(ends[:2]), rows)
-
-
 def layer_places(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> list[LayerPlaces]:
     """What of each decoder layer can lie in host memory.
 
@@ -97,19 +84,22 @@ def layer_places(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> l
     users = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     layers = []
     for index, layer in enumerate(modules):
-        own = {
-            path: parameter
-            for path, parameter in layer.named_parameters()
-            if users[id(parameter)] == 1 and parameter.ndim > 1
-        }
-        layers.append(_places(f"{prefix}.{index}", layer, own, dtypes))
+        ends, places, rows = [0, 0, 0], [], 0
+        own = dict(layer.named_parameters())
+        for turn, path in sorted((_turn(path, layer), path) for path in own):
+            if users[id(own[path])] == 1 and own[path].ndim > 1:
+                name = f"{prefix}.{index}.{path}"
+                places.append(Place(name, rows * ALIGNMENT, own[path].shape, dtypes[name]))
+                ends[turn] = rows = -(-places[-1].stop // ALIGNMENT)
+        layers.append(LayerPlaces(tuple(places), ends[0], max(ends[:2]), rows))
     return layers
 
 
 class HostWeights:
     """The weights of all decoder layers (see `layer_places`), in host memory of their own, page-locked with `pin`.
 
-    Refused where they do not fit the budget, or the machine's memory, with the numbers.
+    Each layer has ``[n, ALIGNMENT]`` bytes of `memory`. Refused where they do not fit the budget, or the machine's
+    memory, with the numbers.
     """
 
     def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], *, budget: int, pin: bool):
@@ -120,29 +110,18 @@ class HostWeights:
                 f"megakv.offload.weights = true needs {in_units(self.nbytes)} of host memory for this rank's decoder "
                 f"layers, and keys and values come on top; megakv.offload.host_gb holds {in_units(budget)}: raise it"
             )
-        self._tier = HostTier(self.nbytes, pin=pin)
-        self._memory: list[Tensor] = []
-        first = 0
-        for places in self.layers:
-            self._memory.append(self._tier.rows(first * ALIGNMENT, places.rows, ALIGNMENT, torch.uint8))
-            first += places.rows
-        self._homes = {place.name: (index, place) for index, layer in enumerate(self.layers) for place in layer.places}
-
-    def memory(self, layer: int) -> Tensor:
-        """``[n, ALIGNMENT]`` bytes of a layer, on the host."""
-        return self._memory[layer]
-
-    @property
-    def seams(self) -> list[int]:
-        """As those of `HostTier`."""
-        return self._tier.seams
+        self.tier = HostTier(self.nbytes, pin=pin)
+        whole = self.tier.rows(0, self.nbytes // ALIGNMENT, ALIGNMENT, torch.uint8)
+        self.memory = list(whole.split([layer.rows for layer in self.layers]))
+        self._homes = {
+            place.name: place.within(memory)
+            for layer, memory in zip(self.layers, self.memory, strict=True)
+            for place in layer.places
+        }
 
     def home(self, name: str) -> Tensor | None:
         """Memory of a parameter on the host; None for one that stays on the accelerator."""
-        if name not in self._homes:
-            return None
-        index, place = self._homes[name]
-        return place.within(self._memory[index])
+        return self._homes.get(name)
 
     def withdraw(self, model: nn.Module, device: torch.device) -> None:
         """Leave the parameters their shapes and types, on the device, without memory."""
@@ -151,5 +130,6 @@ class HostWeights:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._memory.clear()
-        self._tier.close()
+        self.memory.clear()
+        self._homes.clear()
+        self.tier.close()

@@ -8,10 +8,10 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megakv.costmodel.records import Record
+from megakv.costmodel.records import Record, load_record
 from megakv.runahead.partition import Partition
 from megakv.runahead.search import Trial
-from megakv.runahead.table import ChainIdentity, load_short_record
+from megakv.runahead.table import ChainIdentity
 
 
 class ContextTrials(BaseModel):
@@ -51,7 +51,7 @@ class JournalFile:
         if not self.path.exists():
             return
         setting, remedy = "the journal of a stopped search", "delete it to begin anew"
-        journal = load_short_record(Journal, self.path, setting=setting, remedy=remedy)
+        journal = load_record(Journal, self.path, setting=setting, remedy=remedy)
         if differences := journal.chain.differences(chain):
             raise ValueError(f"{setting} = {str(self.path)!r} is of another: {'; '.join(differences)}; {remedy}")
         self._contexts = {entry.context: entry for entry in journal.contexts}

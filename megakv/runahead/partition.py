@@ -60,13 +60,13 @@ def check_partition(partition: Sequence[float], size: int, *, setting: str = SET
     )
 
 
-def explicit(partition: Sequence[float], tokens: int, size: int, *, setting: str = SETTING) -> Partition:
+def explicit(partition: Sequence[float], tokens: int, size: int) -> Partition:
     """A user's partition of so many new tokens: fractions that sum to 1, or whole counts that sum to the tokens."""
-    if check_partition(partition, size, setting=setting):
+    if check_partition(partition, size):
         return from_fractions(partition, tokens)
     if sum(partition) != tokens:
         raise ValueError(
-            f"{setting} = {list(partition)} sums to {sum(partition)} tokens, but a sequence of the prompt has {tokens} "
+            f"{SETTING} = {list(partition)} sums to {sum(partition)} tokens, but a sequence of the prompt has {tokens} "
             "new ones: allowed: counts that sum to it, or fractions that sum to 1, which fit every prompt"
         )
     return tuple(int(part) for part in partition)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
@@ -16,7 +16,6 @@ from megakv.runahead.table import SETTING, ChainIdentity, LookupTable, load_tabl
 
 logger = logging.getLogger(__name__)
 
-Origin = Literal["given", "even", "searched", "interpolated", "predicted", "nearest"]
 KEPT = 1024
 
 
@@ -30,8 +29,10 @@ class PartitionSource:
     # For ``auto``: the cost model's partition of so many new tokens behind so many cached ones.
     predict: Callable[[int, int], Partition] | None = None
     speaks: bool = False  # Whether this rank logs.
-    _found: dict[tuple[int, int], tuple[Partition, Origin]] = field(default_factory=dict)
     _warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._once = lru_cache(KEPT)(self._auto)
 
     @classmethod
     def from_config(
@@ -42,12 +43,10 @@ class PartitionSource:
         model: ModelShape | None,
     ) -> PartitionSource:
         """Read what the section ``megakv.runahead`` names. Every rank must call it."""
-        size = comm.mesh.cp_size
-        source = cls(size, settings.partition, speaks=comm.mesh.rank == 0)
-        if not isinstance(settings.partition, str):
-            check_partition(settings.partition, size)
-        elif settings.partition == "auto" and settings.table is not None:
-            source.table = shared_table(settings.table, comm)
+        source = cls(comm.mesh.cp_size, speaks=comm.mesh.rank == 0)
+        source.use(settings.partition)
+        if settings.partition == "auto" and settings.table is not None:
+            source.table = Agreement(comm).same_file(SETTING, partial(load_table, settings.table))
             check_chain(source.table, settings, comm, model)
         return source
 
@@ -56,38 +55,26 @@ class PartitionSource:
         if not isinstance(partition, str):
             check_partition(partition, self.size)
         self.given = partition
-        self._found.clear()
 
     def sizes(self, new: int, cached: int = 0) -> Partition:
         """Each rank's part of a sequence's new tokens, behind those that the ranks hold of it already."""
-        return self.find(new, cached)[0]
-
-    def find(self, new: int, cached: int = 0) -> tuple[Partition, Origin]:
-        """`sizes`, and where they come from."""
         if not isinstance(self.given, str):
-            return explicit(self.given, new, self.size), "given"
-        if self.given == "even" or self.size == 1:
-            return even(new, self.size), "even"
-        if (new, cached) not in self._found:
-            if len(self._found) >= KEPT:
-                self._found.clear()
-            self._found[new, cached] = self._auto(new, cached)
-        return self._found[new, cached]
+            return explicit(self.given, new, self.size)
+        return even(new, self.size) if self.given == "even" or self.size == 1 else self._once(new, cached)
 
-    def _auto(self, new: int, cached: int) -> tuple[Partition, Origin]:
+    def _auto(self, new: int, cached: int) -> Partition:
         """KVR-S where the table has the prompt, KVR-P between its entries (Section 4.2), else the cost model."""
         # Tables are of prompts without a past: cached tokens make every new one dearer, which calls for evener parts.
         if self.table is not None and not (cached and self.predict):
             fractions = self.table.fractions(new)
             if fractions is not None:
-                searched = any(entry.context == new for entry in self.table.entries)
-                return from_fractions(fractions, new), "searched" if searched else "interpolated"
+                return from_fractions(fractions, new)
             self._warn(self.table, new)
         if self.predict is not None:
-            return self.predict(new, cached), "predicted"
+            return self.predict(new, cached)
         if self.table is not None:
-            return from_fractions(self.table.nearest(new).fractions, new), "nearest"
-        return even(new, self.size), "even"
+            return from_fractions(self.table.nearest(new).fractions, new)
+        return even(new, self.size)
 
     def _warn(self, table: LookupTable, new: int) -> None:
         if self.speaks and not self._warned:
@@ -99,16 +86,6 @@ class PartitionSource:
                 SETTING, shortest, longest, new, instead, new,
             )  # fmt: skip
         self._warned = True
-
-
-def shared_table(path: str, comm: Communicator) -> LookupTable:
-    """The table of ``megakv.runahead.table``, the same on all ranks. Every rank must call it."""
-    table = Agreement(comm).together(lambda: load_table(path))
-    digests = comm.gather_objects(table.digest())
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
-        raise ValueError(f"{SETTING}: the file of rank {odd[0]} differs from that of rank 0; copy one to every host")
-    return table
 
 
 def check_chain(table: LookupTable, settings: RunaheadConfig, comm: Communicator, model: ModelShape | None) -> None:

@@ -12,15 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.curves import Positive
 from megakv.costmodel.hardware import Fingerprint, Share, fingerprint
-from megakv.costmodel.records import R, Record, load_record
+from megakv.costmodel.records import Record, load_record
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.runahead.partition import TOLERANCE
 
 SETTING = "megakv.runahead.table"
 REMEDY = "write a new one with megakv search-partition --table FILE"
-MOST_BYTES = 1 << 24
-"""A table of thousands of contexts stays far below."""
 
 KVEnd = Literal["sharded", "last"]
 
@@ -83,15 +81,11 @@ class ChainIdentity(BaseModel):
 
     def differences(self, here: ChainIdentity) -> list[str]:
         """What another chain has otherwise, in words."""
-        found = []
-        for name in ("ranks", "tp", "kv", "chunk_tokens"):
-            mine, theirs = getattr(self, name), getattr(here, name)
-            if mine != theirs:
-                found.append(f"{name} {mine!r}, here {theirs!r}")
-        model, other = self.model.model_dump(), here.model.model_dump()
-        found += [
-            f"model's {name} {model[name]!r}, here {other[name]!r}" for name in model if model[name] != other[name]
-        ]
+        own, other = (chain.model_dump(exclude={"fingerprint"}) for chain in (self, here))
+        model, others = own.pop("model"), other.pop("model")
+        own |= {f"model's {name}": value for name, value in model.items()}
+        other |= {f"model's {name}": value for name, value in others.items()}
+        found = [f"{name} {own[name]!r}, here {other[name]!r}" for name in own if own[name] != other[name]]
         return found + self.fingerprint.differences(here.fingerprint)
 
 
@@ -160,19 +154,4 @@ class LookupTable(Record):
 
 def load_table(path: str | Path, *, setting: str = SETTING) -> LookupTable:
     """Read and check a table."""
-    return load_short_record(LookupTable, path, setting=setting, remedy=REMEDY)
-
-
-def load_short_record(kind: type[R], path: str | Path, *, setting: str, remedy: str) -> R:
-    """As `load_record`, which a huge or deeply nested file would keep busy or break."""
-    source = f"{setting} = {str(path)!r}"
-    try:
-        length = Path(path).stat().st_size
-    except OSError:
-        length = 0  # the reader says why
-    if length > MOST_BYTES:
-        raise ValueError(f"{source} has {length} bytes, more than the {MOST_BYTES} that it may have; {remedy}")
-    try:
-        return load_record(kind, path, setting=setting, remedy=remedy)
-    except RecursionError as error:
-        raise ValueError(f"{source} is nested too deeply; {remedy}") from error
+    return load_record(LookupTable, path, setting=setting, remedy=REMEDY)

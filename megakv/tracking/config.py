@@ -8,7 +8,7 @@ from megakv.sections import Section
 
 
 class WandbTrackingConfig(Section):
-    """Weights & Biases, through deepspeed's monitor; offline unless the user is logged in.
+    """Weights & Biases; offline unless the user is logged in.
 
     Needs the package ``wandb`` on every rank's machine. `team` is W&B's entity; ``None`` leaves the choice to W&B.
     """
@@ -21,7 +21,7 @@ class WandbTrackingConfig(Section):
 
 
 class CSVTrackingConfig(Section):
-    """One CSV file per metric in ``output_path/job_name``, written by deepspeed's monitor.
+    """One CSV file per metric in ``output_path/job_name``, named as by deepspeed's monitor.
 
     A second run with the same folder appends to the same files.
     """
@@ -34,7 +34,7 @@ class CSVTrackingConfig(Section):
 class TrackingConfig(Section):
     """Where a run's metrics go. Everything is off by default; only rank 0 writes.
 
-    The file ``"json"`` gets the run's whole report, see `megakv.tracking.load_report`; `timeline` is a PNG.
+    The file ``"json"`` gets the run's whole report, see `megakv.tracking.report.load_report`; `timeline` is a PNG.
     """
 
     # Only "json" is a key of the file: the Python name would be a second spelling of it.

@@ -5,11 +5,11 @@ import platform
 import re
 import resource
 import socket
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -19,14 +19,13 @@ _PROC = Path("/proc/self")
 def machine_info() -> dict[str, Any]:
     """This machine: its name, system, processor, cores that this process may use, memory and accelerators."""
     name = get_accelerator().device_name()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = _matched(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cpu": cpu.strip() if cpu else platform.processor() or platform.machine(),
-        "cores": cores,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
         "accelerator": name,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if name == "cuda" else [],
     }
@@ -54,11 +53,8 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
     device = torch.device(device)
     if device.type != "cpu":
         return int(get_accelerator().max_memory_allocated(device.index))
-    peak = _high_water_mark()
-    if peak is not None:
-        return int(peak) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = _matched(_PROC / "status", r"^VmHWM:\s+(\d+) kB$")
+    return int(peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 def reset_peak_memory(device: torch.device | str = "cpu") -> bool:
@@ -67,18 +63,12 @@ def reset_peak_memory(device: torch.device | str = "cpu") -> bool:
     if device.type != "cpu":
         get_accelerator().reset_peak_memory_stats(device.index)
         return True
-    if _high_water_mark() is None:
-        return False
     try:
         # 5 sets the high-water mark to the present resident set (proc(5)).
         (_PROC / "clear_refs").write_text("5")
     except OSError:
         return False
     return True
-
-
-def _high_water_mark() -> str | None:
-    return _matched(_PROC / "status", r"^VmHWM:\s+(\d+) kB$")
 
 
 def _matched(path: Path, pattern: str) -> str | None:

@@ -114,16 +114,12 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
     steps = [step for rank in ranks for step in rank]
     if not steps:
         return {}
-    values = {
-        "offload/bytes_in": float(sum(step.bytes_in for step in steps)),
-        "offload/bytes_out": float(sum(step.bytes_out for step in steps)),
-        "offload/link_utilisation": statistics.median(step.link_utilisation for step in steps),
-    }
-    if any(step.disk_bytes for step in steps):
-        values["offload/disk_bytes"] = float(sum(step.disk_bytes for step in steps))
-        values["offload/disk_utilisation"] = statistics.median(step.disk_utilisation for step in steps)
-    windows = ["out_of_window"] if any(step.out_of_window for step in steps) else []
-    for share in ("resident", "recomputed", "on_host", *windows):
+    disk = any(step.disk_bytes for step in steps)
+    sums = ["bytes_in", "bytes_out", *["disk_bytes"] * disk]
+    values = {f"offload/{name}": float(sum(getattr(step, name) for step in steps)) for name in sums}
+    for name in ("link_utilisation", *["disk_utilisation"] * disk):
+        values[f"offload/{name}"] = statistics.median(getattr(step, name) for step in steps)
+    for share in ("resident", "recomputed", "on_host", *["out_of_window"] * any(step.out_of_window for step in steps)):
         shares = (getattr(step, share) / max(1, step.cached) for step in steps)
         values[f"offload/{share}_share"] = statistics.median(shares)
     errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s and not step.profiled]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
-import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from itertools import count
 from pathlib import Path
 
+from megakv.tracking.files import drawn
 from megakv.tracking.offload_figure import draw_offload
-from megakv.tracking.report import RunReport, load_report
+from megakv.tracking.report import RunReport, latency, load_report
 from megakv.tracking.tables import Cell, Table, comparison, report_tables
-from megakv.tracking.timeline import draw_beside, draw_timeline
+from megakv.tracking.timeline import draw_timelines
 
 MOST_RUNS = 16
 MOST_BYTES = 256 << 20
@@ -62,13 +64,11 @@ def page(runs: Sequence[tuple[str, RunReport]]) -> str:
     """The HTML of one run or several; ratios are to the first."""
     names, reports = [name for name, _ in runs], [report for _, report in runs]
     head = "Runs of MegaKV" if len(runs) > 1 else f"Run {names[0]} of MegaKV"
-    table = comparison(reports, names)
-    parts = [f"<h1>{escape(head)}</h1>", _overview(runs)]
+    parts = [f"<h1>{escape(head)}</h1>", _table(Table.of(_overview(name, report) for name, report in runs))]
     if len(runs) > 1:
         order = f"<p>From the top: {escape(', '.join(names))}.</p>"
-        picture = _picture(lambda path: draw_beside(reports, path), TIMELINE)
-        parts += ["<h3>Timelines on one axis of time</h3>", order, picture]
-    parts.append(f"<h3>Metrics</h3>{_table(table)}")
+        parts += ["<h3>Timelines on one axis of time</h3>", order, _timelines(reports)]
+    parts.append(f"<h3>Metrics</h3>{_table(comparison(reports, names))}")
     parts += [_run(name, report) for name, report in runs]
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(head)}</title>'
@@ -77,31 +77,25 @@ def page(runs: Sequence[tuple[str, RunReport]]) -> str:
     )
 
 
-def _overview(runs: Sequence[tuple[str, RunReport]]) -> str:
-    columns = ("run", "model", "mesh", "prompt tokens", "new tokens", "prefill", "TTFT", "TTIT")
-    rows: list[list[Cell]] = [
-        [
-            name,
-            report.model,
-            f"CP {report.mesh['cp']} x TP {report.mesh['tp']}",
-            report.prompt_tokens,
-            report.new_tokens,
-            None if report.prefill is None else report.prefill.chosen,
-            _seconds(report.ttft_s),
-            _seconds(report.ttit_s),
-        ]
-        for name, report in runs
-    ]
-    return _table(Table(columns, rows))
+def _overview(name: str, report: RunReport) -> dict[str, Cell]:
+    return {
+        "run": name,
+        "model": report.model,
+        "mesh": f"CP {report.mesh['cp']} x TP {report.mesh['tp']}",
+        "prompt tokens": report.prompt_tokens,
+        "new tokens": report.new_tokens,
+        "prefill": None if report.prefill is None else report.prefill.chosen,
+        "TTFT": latency(report.ttft_s),
+        "TTIT": latency(report.ttit_s),
+    }
 
 
 def _run(name: str, report: RunReport) -> str:
-    parts = [f"<h2>{escape(name)}</h2>", "<h3>Timeline</h3>"]
-    parts.append(_picture(lambda path: draw_timeline(report, path), TIMELINE))
+    parts = [f"<h2>{escape(name)}</h2><h3>Timeline</h3>{_timelines([report])}"]
     for key, table in report_tables(report).items():
         parts.append(f"<h3>{TITLES[key]}</h3>{_table(table)}")
         if key == "offload":
-            parts.append(_picture(lambda path: draw_offload(report, path), OFFLOAD))
+            parts.append(_picture(partial(draw_offload, report), OFFLOAD))
         if key == "balance" and report.balance is not None:
             found = report.balance
             parts.append(
@@ -118,24 +112,26 @@ def _run(name: str, report: RunReport) -> str:
     return "".join(parts)
 
 
-def _picture(draw: Callable[[Path], None], described: str) -> str:
-    """What `draw` writes to a file, as a part of the page."""
-    with tempfile.TemporaryDirectory() as folder:
-        picture = Path(folder, "picture.png")
-        draw(picture)
-        data = base64.b64encode(picture.read_bytes()).decode()
-    return f'<img alt="{described}" src="data:image/png;base64,{data}">'
+def _timelines(reports: Sequence[RunReport]) -> str:
+    return _picture(partial(draw_timelines, reports), TIMELINE)
+
+
+def _picture(draw: Callable[[io.BytesIO], None], described: str) -> str:
+    """What `draw` draws, as a part of the page."""
+    return f'<img alt="{described}" src="data:image/png;base64,{base64.b64encode(drawn(draw)).decode()}">'
 
 
 def _table(table: Table) -> str:
-    largest = {index: _largest(table, index) for index, column in enumerate(table.columns) if column in BARS}
+    largest = [
+        max((cell for cell in column if isinstance(cell, int | float)), default=0) if name in BARS else 0
+        for name, column in zip(table.columns, zip(*table.rows, strict=True), strict=True)
+    ]
     head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
     rows = []
     for row in table.rows[:MOST_ROWS]:
         cells = []
-        for index, value in enumerate(row):
+        for value, top in zip(row, largest, strict=True):
             mark = ' class="t"' if isinstance(value, str) else ""
-            top = largest.get(index, 0)
             if isinstance(value, int | float) and top:
                 mark = f' class="b" style="--w:{100 * value / top:.1f}%"'
             cells.append(f"<td{mark}>{_cell(value)}</td>")
@@ -145,21 +141,9 @@ def _table(table: Table) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>{note}'
 
 
-def _largest(table: Table, index: int) -> float:
-    """The largest number of a column; 0 where it has none."""
-    values = (row[index] for row in table.rows)
-    return max((float(value) for value in values if isinstance(value, int | float)), default=0.0)
-
-
 def _cell(value: Cell) -> str:
     if value is None:
         return "-"
     if isinstance(value, str):
         return escape(value)
     return f"{int(value):,}" if isinstance(value, int) or value.is_integer() else f"{value:.4g}"
-
-
-def _seconds(value: float | None) -> str | None:
-    if value is None:
-        return None
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

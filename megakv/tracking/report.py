@@ -35,7 +35,7 @@ class RankReport:
     cp_rank: int
     tp_rank: int
     tokens: int  # Prompt tokens that lay on this rank.
-    # Its KV cache after the prompt, and its peak memory (`megakv.tracking.peak_memory_bytes`).
+    # Its KV cache after the prompt, and its peak memory (`megakv.tracking.machine.peak_memory_bytes`).
     kv_bytes: int
     peak_bytes: int
     traffic: list[Traffic] = field(default_factory=list)
@@ -56,19 +56,10 @@ class RankReport:
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that this rank sent, by operation."""
-        return self._by_operation("bytes_sent")
+        return self.by_operation("bytes_sent")
 
-    @property
-    def calls(self) -> dict[str, int]:
-        """Calls by operation."""
-        return self._by_operation("calls")
-
-    @property
-    def seconds_exposed(self) -> dict[str, float]:
-        """Seconds in which this rank waited, by operation."""
-        return self._by_operation("seconds_exposed")
-
-    def _by_operation(self, name: str) -> dict[str, Any]:
+    def by_operation(self, name: str) -> dict[str, Any]:
+        """A number of `Traffic`, summed over the layers."""
         found: dict[str, Any] = {}
         for traffic in self.traffic:
             found[traffic.operation] = found.get(traffic.operation, 0) + getattr(traffic, name)
@@ -89,7 +80,7 @@ class RunReport:
     prompt_tokens: int
     new_tokens: int
     ranks: list[RankReport]  # In rank order, one for each of the ``cp * tp`` ranks.
-    # See `megakv.tracking.version_info` and `megakv.tracking.machine_info`.
+    # See `megakv.tracking.machine`.
     versions: dict[str, str]
     machine: dict[str, Any]
     prefill: PrefillPlan | None = None  # ``None`` where nothing was decided before the layers ran.
@@ -123,12 +114,18 @@ class RunReport:
         if self.balance is not None:
             values |= self.balance.scalars()
         values |= offload_scalars([rank.offload for rank in self.ranks])
-        found = [(report.bytes_sent, report.calls, report.seconds_exposed) for report in self.ranks]
-        for operation in sorted({operation for sent, _, _ in found for operation in sent}):
-            values[f"bytes_sent/{operation}"] = sum(sent.get(operation, 0) for sent, _, _ in found)
-            values[f"calls/{operation}"] = sum(calls.get(operation, 0) for _, calls, _ in found)
-            values[f"seconds_exposed_max/{operation}"] = max(exposed.get(operation, 0.0) for _, _, exposed in found)
+        for operation in sorted({traffic.operation for report in self.ranks for traffic in report.traffic}):
+            for name, over_ranks in (("bytes_sent", sum), ("calls", sum), ("seconds_exposed", max)):
+                found = [report.by_operation(name).get(operation, 0) for report in self.ranks]
+                values[name + "_max" * (over_ranks is max) + f"/{operation}"] = over_ranks(found)
         return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def latency(seconds: float | None) -> str:
+    """A time to a token as people read it."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
 _REPORT = TypeAdapter(RunReport)
@@ -153,7 +150,7 @@ def report_from_json(text: str | bytes) -> RunReport:
 
 
 def load_report(path: str | Path) -> RunReport:
-    """Read a report that `megakv.tracking.Tracker` wrote.
+    """Read a report that `megakv.tracking.tracker.Tracker` wrote.
 
     Raises ValueError if it cannot be read or holds no report; the message names the file and the offending keys.
     """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
-from megakv.tracking.measurements import OffloadStep, Traffic
-from megakv.tracking.report import RunReport
+from megakv.tracking.measurements import Traffic
+from megakv.tracking.report import RankReport, RunReport
 
 Cell = str | int | float | None
 
@@ -20,6 +20,12 @@ class Table:
     columns: tuple[str, ...]
     rows: list[list[Cell]]  # Of text, numbers and None.
 
+    @classmethod
+    def of(cls, records: Iterable[dict[str, Cell]]) -> Self:
+        """A row for each record; all have the same columns."""
+        found = list(records)
+        return cls(tuple(found[0]) if found else (), [list(record.values()) for record in found])
+
 
 def report_tables(report: RunReport) -> dict[str, Table]:
     """All tables that a report has something for, by name."""
@@ -27,7 +33,7 @@ def report_tables(report: RunReport) -> dict[str, Table]:
         "ranks": _ranks(report),
         "communication": operations(report),
         "prefill": _prefill(report),
-        "offload": _offload(report),
+        "offload": Table.of(_offload(rank) for rank in report.ranks if rank.offload),
         "offload_steps": _offload_steps(report),
         "balance": _balance(report),
     }
@@ -36,132 +42,124 @@ def report_tables(report: RunReport) -> dict[str, Table]:
 
 def by_layer(report: RunReport) -> Table:
     """Communication of every rank, operation and layer; layer -1 is outside the layers."""
-    columns = ("rank", "operation", "layer", "calls", "bytes_sent", "seconds", "seconds_hidden", "seconds_exposed")
-    rows: list[list[Cell]] = [
-        [rank.rank, t.operation, -1 if t.layer is None else t.layer, t.calls, t.bytes_sent, *_times([t])]
+    return Table.of(
+        {
+            "rank": rank.rank,
+            "operation": traffic.operation,
+            "layer": -1 if traffic.layer is None else traffic.layer,
+            **_totals([traffic]),
+        }
         for rank in report.ranks
-        for t in rank.traffic
-    ]
-    return Table(columns, rows)
-
-
-def comparison(reports: Sequence[RunReport], names: Sequence[str]) -> Table:
-    """Every metric that any run has, run beside run, and what of the first run's each later one is."""
-    scalars = [report.scalars() for report in reports]
-    metrics = list(dict.fromkeys(metric for values in scalars for metric in values))
-    columns = ["metric", *names, *(f"{name} / {names[0]}" for name in names[1:])]
-    rows: list[list[Cell]] = []
-    for metric in metrics:
-        values = [found.get(metric) for found in scalars]
-        rows.append([metric, *values, *(_ratio(value, values[0]) for value in values[1:])])
-    return Table(tuple(columns), rows)
-
-
-def _ratio(value: float | None, first: float | None) -> float | None:
-    return None if value is None or not first else value / first
-
-
-def _times(traffic: Sequence[Traffic]) -> tuple[float, float, float]:
-    seconds, exposed = sum(t.seconds for t in traffic), sum(t.seconds_exposed for t in traffic)
-    return seconds, seconds - exposed, exposed
-
-
-def _ranks(report: RunReport) -> Table:
-    columns = ("rank", "host", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes", "seconds_exposed")
-    return Table(
-        columns,
-        [
-            [r.rank, r.host, r.cp_rank, r.tp_rank, r.tokens, r.kv_bytes, r.peak_bytes, sum(r.seconds_exposed.values())]
-            for r in report.ranks
-        ],
+        for traffic in rank.traffic
     )
 
 
 def operations(report: RunReport) -> Table:
     """By operation: sums over ranks and layers of what was sent; times are means over ranks."""
-    columns = ("operation", "calls", "bytes_sent", "seconds", "seconds_hidden", "seconds_exposed")
+    found: dict[str, list[Traffic]] = {}
+    for traffic in (traffic for rank in report.ranks for traffic in rank.traffic):
+        found.setdefault(traffic.operation, []).append(traffic)
+    return Table.of(
+        {"operation": operation, **_totals(found[operation], ranks=len(report.ranks))} for operation in sorted(found)
+    )
+
+
+def _totals(traffic: Sequence[Traffic], ranks: int = 1) -> dict[str, Cell]:
+    seconds, exposed = (sum(getattr(t, name) for t in traffic) / ranks for name in ("seconds", "seconds_exposed"))
+    return {
+        "calls": sum(t.calls for t in traffic),
+        "bytes_sent": sum(t.bytes_sent for t in traffic),
+        "seconds": seconds,
+        "seconds_hidden": seconds - exposed,
+        "seconds_exposed": exposed,
+    }
+
+
+def comparison(reports: Sequence[RunReport], names: Sequence[str]) -> Table:
+    """Every metric that any run has, run beside run, and what of the first run's each later one is."""
+    scalars = [report.scalars() for report in reports]
+    columns = ("metric", *names, *(f"{name} / {names[0]}" for name in names[1:]))
     rows: list[list[Cell]] = []
-    for operation in sorted({t.operation for rank in report.ranks for t in rank.traffic}):
-        found = [t for rank in report.ranks for t in rank.traffic if t.operation == operation]
-        means = (seconds / len(report.ranks) for seconds in _times(found))
-        rows.append([operation, sum(t.calls for t in found), sum(t.bytes_sent for t in found), *means])
+    for metric in dict.fromkeys(metric for values in scalars for metric in values):
+        first, *others = values = [found.get(metric) for found in scalars]
+        rows.append([metric, *values, *(None if value is None or not first else value / first for value in others)])
     return Table(columns, rows)
+
+
+def _ranks(report: RunReport) -> Table:
+    names = ("rank", "host", "cp_rank", "tp_rank", "tokens", "kv_bytes", "peak_bytes")
+    return Table.of(
+        {name: getattr(rank, name) for name in names}
+        | {"seconds_exposed": sum(t.seconds_exposed for t in rank.traffic)}
+        for rank in report.ranks
+    )
 
 
 def _prefill(report: RunReport) -> Table:
     """Predicted times to first token of all that was to choose from, and the measured one of what was chosen."""
-    columns = ("method", "predicted_s", "measured_s", "error")
     plan = report.prefill
     if plan is None:
-        return Table(columns, [])
-    rows: list[list[Cell]] = []
+        return Table.of(())
+    records: list[dict[str, Cell]] = []
     for name in dict.fromkeys([plan.chosen, *plan.predicted_s]):
         predicted = plan.predicted_s.get(name)
         measured = report.ttft_s if name == plan.chosen else None
         error = None if predicted is None or not measured else predicted / measured - 1
-        rows.append([name, predicted, measured, error])
-    return Table(columns, rows)
+        records.append({"method": name, "predicted_s": predicted, "measured_s": measured, "error": error})
+    return Table.of(records)
 
 
-def _offload(report: RunReport) -> Table:
-    columns = (
-        "rank", "passes", "cached", "recomputed", "on_host", "predicted_s", "measured_s", "error", "waited_s",
-        "bytes_in", "bytes_out", "weight_bytes", "disk_bytes", "link_utilisation", "disk_utilisation",
-        "plans", "kv_bits", "disk_io",
-    )  # fmt: skip
-    return Table(columns, [[rank.rank, *_steps(rank.offload), rank.disk_io] for rank in report.ranks if rank.offload])
-
-
-def _steps(steps: Sequence[OffloadStep]) -> list[Cell]:
+def _offload(rank: RankReport) -> dict[str, Cell]:
     """Tokens are those of the last pass, times and bytes sums; the error is of passes in which nothing was profiled."""
-
-    def total(name: str) -> Any:
-        return sum(getattr(step, name) for step in steps)
-
-    last, predicted, measured = steps[-1], total("predicted_s"), total("measured_s")
+    steps = rank.offload
+    last, measured = steps[-1], sum(step.measured_s for step in steps)
     usual = [step for step in steps if not step.profiled]
     took = sum(step.measured_s for step in usual)
-    error = sum(step.predicted_s for step in usual) / took - 1 if took else None
-    tokens = [last.cached, last.recomputed, last.on_host]
-    sums = [total("waited_s"), total("bytes_in"), total("bytes_out"), total("weight_bytes"), total("disk_bytes")]
-    # Bytes over what the link carries meanwhile: passes count by their time.
-    names = ("link_utilisation", "disk_utilisation")
-    used = [
-        sum(getattr(step, name) * step.measured_s for step in steps) / measured if measured else None for name in names
-    ]
-    plans = ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in steps).most_common())
-    bits = None if last.kv_bits is None else f"{last.kv_bits} (lossy)"
-    return [len(steps), *tokens, predicted, measured, error, *sums, *used, plans, bits]
+
+    def sums(*names: str) -> dict[str, Any]:
+        return {name: sum(getattr(step, name) for step in steps) for name in names}
+
+    def shares(*names: str) -> dict[str, Any]:
+        """Bytes over what the link carries meanwhile: passes count by their time."""
+        used = {name: sum(getattr(step, name) * step.measured_s for step in steps) for name in names}
+        return {name: value / measured if measured else None for name, value in used.items()}
+
+    return {
+        "rank": rank.rank,
+        "passes": len(steps),
+        **{name: getattr(last, name) for name in ("cached", "recomputed", "on_host")},
+        **sums("predicted_s", "measured_s"),
+        "error": sum(step.predicted_s for step in usual) / took - 1 if took else None,
+        **sums("waited_s", "bytes_in", "bytes_out", "weight_bytes", "disk_bytes"),
+        **shares("link_utilisation", "disk_utilisation"),
+        "plans": passes_by_plan(rank),
+        "kv_bits": None if last.kv_bits is None else f"{last.kv_bits} (lossy)",
+        "disk_io": rank.disk_io,
+    }
+
+
+def passes_by_plan(rank: RankReport) -> str:
+    """How many passes over offloaded keys and values each method served."""
+    return ", ".join(f"{plan} {count}" for plan, count in Counter(step.plan for step in rank.offload).most_common())
 
 
 def _offload_steps(report: RunReport) -> Table:
     """Every pass of every rank: which method served it, the split point, bytes each way, times and utilisation."""
-    columns = (
-        "rank", "pass", "plan", "cached", "resident", "recomputed", "on_host", "predicted_s", "measured_s", "waited_s",
-        "bytes_in", "bytes_out", "weight_bytes", "disk_bytes", "link_utilisation", "disk_utilisation",
-        "kv_bits", "profiled",
-    )  # fmt: skip
-    rows: list[list[Cell]] = [
-        [
-            rank.rank,
-            number,
-            step.plan,
-            *(getattr(step, name) for name in columns[3:-1]),
-            "yes" if step.profiled else "no",
-        ]
+    return Table.of(
+        {"rank": rank.rank, "pass": number, **asdict(step), "profiled": "yes" if step.profiled else "no"}
         for rank in report.ranks
         for number, step in enumerate(rank.offload, 1)
-    ]
-    return Table(columns, rows)
+    )
 
 
 def _balance(report: RunReport) -> Table:
     """What KV heads cost each rank, where caches have budgets per head or heads are mapped."""
-    columns = ("rank", "kept_tokens", "attention_s", "busy_rate")
     found = report.balance
     if found is None:
-        return Table(columns, [])
-    measured = zip(found.attention_s, found.busy_rates, strict=True)
-    times: list[tuple[float | None, float | None]] = list(measured) or [(None, None)] * len(found.kept_tokens)
-    kept = enumerate(zip(found.kept_tokens, times, strict=True))
-    return Table(columns, [[rank, tokens, *pair] for rank, (tokens, pair) in kept])
+        return Table.of(())
+    nothing = [None] * len(found.kept_tokens)
+    columns = (found.kept_tokens, found.attention_s or nothing, found.busy_rates or nothing)
+    return Table.of(
+        {"rank": rank, "kept_tokens": tokens, "attention_s": seconds, "busy_rate": rate}
+        for rank, (tokens, seconds, rate) in enumerate(zip(*columns, strict=True))
+    )

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import BLUE, FAINT, INK, ORANGE, RED, picture, write_whole
 from megakv.tracking.measurements import Event
-from megakv.tracking.report import RankReport, RunReport
+from megakv.tracking.report import RankReport, RunReport, latency
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
-_COLORS = {"compute": "#2f6db3", "communication": "#f2b872", "wait": "#b3261e"}
+_COLORS = {"compute": BLUE, "communication": ORANGE, "wait": RED}
 _LANES = {"compute": (0.10, 0.52), "communication": (0.56, 0.88), "wait": (0.56, 0.88)}
 _LABELS = {"compute": "compute", "communication": "communication in flight", "wait": "waiting for communication"}
-_INK, _FAINT = "#22282f", "#8a929b"
 _DPI = 150
 _THREADS = {"compute": 0, "wait": 1}
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 13.0, 1.25, 1.75, 0.95, 0.62
@@ -30,8 +30,10 @@ _NARROW_PX = 4
 """Events narrower than this are not drawn one by one but as the busy share of every pixel column."""
 
 
-def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, float] | None = None) -> None:
-    """Draw compute and communication of every rank as a PNG.
+def draw_timelines(
+    reports: Sequence[RunReport], path: str | Path | io.BytesIO, *, window: tuple[float, float] | None = None
+) -> None:
+    """Draw compute and communication of every rank as a PNG; several runs above each other on one axis of time.
 
     Every rank has two lanes: compute above, communication below, in which the light part was in flight behind
     compute and the dark part made the rank wait. Events too narrow to tell apart merge into columns as dark as
@@ -40,56 +42,35 @@ def draw_timeline(report: RunReport, path: str | Path, *, window: tuple[float, f
 
     window: First and last second to show; by default the prefill and, if there was one, the first decoded tokens.
     """
-    _write(path, [_rendered(report, window if window is not None else default_window(report))])
-
-
-def draw_beside(reports: Sequence[RunReport], path: str | Path) -> None:
-    """Draw runs, such as a simulated and a measured one, above each other on one axis of time."""
-    end = max(default_window(report)[1] for report in reports)
-    _write(path, [_rendered(report, (0.0, end)) for report in reports])
-
-
-def _write(path: str | Path, pictures: list[NDArray[np.uint8]]) -> None:
-    from matplotlib.image import imsave
-
-    buffer = io.BytesIO()
-    imsave(buffer, np.vstack(pictures), format="png", dpi=_DPI)
-    write_whole(path, buffer.getvalue())
-
-
-def _rendered(report: RunReport, window: tuple[float, float]) -> NDArray[np.uint8]:
-    """``[height, width, RGBA]`` pixels; the width is the same for all."""
-    # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    begin, end = window
+    begin, end = window or (0.0, max(map(default_end, reports)))
     if not begin < end:
         raise ValueError(f"window is ({begin}, {end}); it must start before it ends, in seconds")
-    count = len(report.ranks)
-    lanes_in = count * (0.62 if count <= 8 else 0.46)
-    height_in = lanes_in + _TOP_IN + _BOTTOM_IN
-    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, facecolor="white")
-    canvas = FigureCanvasAgg(figure)
+    counts = [len(report.ranks) for report in reports]
+    lanes_in = [count * (0.62 if count <= 8 else 0.46) for count in counts]
+    heights_px = [round((lanes + _TOP_IN + _BOTTOM_IN) * _DPI) for lanes in lanes_in]
+    heights_in = [height / _DPI for height in heights_px]
+    # Half a pixel more, since parts of one are cut off.
+    size = (_WIDTH_IN, (sum(heights_px) + 0.5) / _DPI)
     width = (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN
-    axes = figure.add_axes((_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height_in, width, lanes_in / height_in))
-    axes.set_xlim(begin * 1e3, end * 1e3)
-    axes.set_ylim(count, 0)
-    for lane, rank in enumerate(report.ranks):
-        _draw_rank(axes, rank, lane, begin, end)
-    _draw_phases(axes, report, begin, end)
-    _draw_frame(axes, report, height_in)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
+    with picture(path, figsize=size, dpi=_DPI) as figure:
+        parts = figure.subfigures(len(reports), 1, height_ratios=heights_in, hspace=0, squeeze=False)[:, 0]
+        for part, report, lanes, height in zip(parts, reports, lanes_in, heights_in, strict=True):
+            axes = part.add_axes((_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height, width, lanes / height))
+            axes.set_xlim(begin * 1e3, end * 1e3)
+            axes.set_ylim(len(report.ranks), 0)
+            for lane, rank in enumerate(report.ranks):
+                _draw_rank(axes, rank, lane, begin, end)
+            _draw_phases(axes, report, begin, end)
+            _draw_frame(part, axes, report, height)
 
 
-def default_window(report: RunReport) -> tuple[float, float]:
-    """The prefill and about eight decoded tokens, in seconds; the whole run if it is no longer than that."""
+def default_end(report: RunReport) -> float:
+    """Seconds of the prefill and about eight decoded tokens; the whole run if it is no longer than that."""
     last = max((event.end for rank in report.ranks for event in rank.events), default=0.0)
     if report.ttft_s is None:
-        return 0.0, last or 1e-3
+        return last or 1e-3
     shown = report.ttft_s + max(8 * (report.ttit_s or 0.0), 0.1 * report.ttft_s)
-    return 0.0, (min(last, shown) if last > 0 else shown) or 1e-3
+    return (min(last, shown) if last > 0 else shown) or 1e-3
 
 
 def busy_share(events: list[Event], begin: float, end: float, columns: int) -> NDArray[np.float64]:
@@ -115,10 +96,10 @@ def _draw_rank(axes: Axes, rank: RankReport, lane: int, begin: float, end: float
         (f"{busy_share(events[kind], begin, end, 1)[0]:.0%}", y, 36, "right", _COLORS[kind])
         for kind, y in (("compute", 0.31), ("wait", 0.72))
     ]
-    for text, y, x, side, color in (*notes, (f"{rank.tokens:,} tokens", 0.5, 50, "left", _INK)):
+    for text, y, x, side, color in (*notes, (f"{rank.tokens:,} tokens", 0.5, 50, "left", INK)):
         axes.annotate(
             text, (1, lane + y), (x, 0), ("axes fraction", "data"), "offset points",
-            color=color, fontsize=8, va="center", ha=side,
+            color=color, va="center", ha=side,
         )  # fmt: skip
 
 
@@ -148,55 +129,45 @@ def _draw_phases(axes: Axes, report: RunReport, begin: float, end: float) -> Non
         return
     first = report.ttft_s * 1e3
     axes.axvspan(begin * 1e3, first, color="#e8f0fa", linewidth=0, zorder=0.5, alpha=0.7)
-    axes.axvline(first, color=_INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
+    axes.axvline(first, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=5)
     for text, offset, side in (("prefill", -6, "right"), ("decode", 6, "left")):
         axes.annotate(
             text, (first, 1), (offset, 4), ("data", "axes fraction"), "offset points",
-            color=_INK, fontsize=8.5, ha=side, va="bottom", annotation_clip=False,
+            color=INK, fontsize=8.5, ha=side, va="bottom", annotation_clip=False,
         )  # fmt: skip
 
 
-def _draw_frame(axes: Axes, report: RunReport, height_in: float) -> None:
+def _draw_frame(figure: SubFigure, axes: Axes, report: RunReport, height_in: float) -> None:
     from matplotlib.patches import Patch
 
-    axes.set_xlabel("milliseconds since the start", color=_INK, fontsize=9)
-    axes.tick_params(axis="x", labelsize=8, colors=_INK)
-    axes.grid(axis="x", color="#dde1e6", linewidth=0.5, zorder=0.6)
-    axes.set_axisbelow(True)
+    axes.set_xlabel("milliseconds since the start")
+    axes.grid(axis="x", zorder=0.6)
     several = len({rank.host for rank in report.ranks}) > 1
     labels = [
         f"rank {rank.rank}" + (f" · {rank.host[:12]}" if several else "") + f"\ncp {rank.cp_rank} · tp {rank.tp_rank}"
         for rank in report.ranks
     ]
-    axes.set_yticks([lane + 0.5 for lane in range(len(labels))], labels, fontsize=7.5, color=_INK)
+    axes.set_yticks([lane + 0.5 for lane in range(len(labels))], labels, fontsize=7.5)
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
     axes.annotate(
         "share of time", (1, 1), (10, 4), "axes fraction", "offset points",
-        color=_FAINT, fontsize=7.5, annotation_clip=False,
+        color=FAINT, fontsize=7.5, annotation_clip=False,
     )  # fmt: skip
-    figure = axes.figure
-    latencies = [f"TTFT {_seconds(report.ttft_s)}", f"TTIT {_seconds(report.ttit_s)}"]
+    latencies = [f"TTFT {latency(report.ttft_s)}", f"TTIT {latency(report.ttit_s)}"]
     title = [Path(report.model).name[:48], f"CP{report.mesh['cp']} x TP{report.mesh['tp']}", *latencies]
     left, top = _LEFT_IN / _WIDTH_IN, 1 - 0.14 / height_in
-    figure.text(left, top, "   ·   ".join(title), fontsize=12.5, color=_INK, va="top", weight="bold")
+    figure.text(left, top, "   ·   ".join(title), fontsize=12.5, va="top", weight="bold")
     subtitle = f"{report.prompt_tokens:,} prompt tokens, {report.new_tokens:,} new tokens"
     if "simulated" in report.machine:
         subtitle += f", simulated on {report.machine['simulated']}"
-    figure.text(left, 1 - 0.42 / height_in, subtitle, fontsize=9, color=_FAINT, va="top")
+    figure.text(left, 1 - 0.42 / height_in, subtitle, fontsize=9, color=FAINT, va="top")
     figure.legend(
         handles=[Patch(facecolor=_COLORS[kind], label=label) for kind, label in _LABELS.items()],
         loc="upper right", bbox_to_anchor=(1 - 0.1 / _WIDTH_IN, 1 - 0.34 / height_in), ncols=3,
-        frameon=False, fontsize=8.5, handlelength=1.4, columnspacing=1.4, borderaxespad=0, labelcolor=_INK,
+        fontsize=8.5, handlelength=1.4, columnspacing=1.4, borderaxespad=0,
     )  # fmt: skip
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
 def write_trace(report: RunReport, path: str | Path) -> None:

@@ -1,14 +1,11 @@
-"""deepspeed's W&B monitor with a run of our own: configuration, offline by default, and failures that never kill."""
+"""A W&B run of our own: configuration, offline by default, and failures that never kill."""
 
 import importlib.util
+import io
 import logging
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from deepspeed.monitor.config import WandbConfig
-from deepspeed.monitor.wandb import WandbMonitor
 
 from megakv.tracking.config import WandbTrackingConfig
 from megakv.tracking.tables import Table
@@ -29,8 +26,8 @@ def check_wandb_installed(config: WandbTrackingConfig) -> None:
         )
 
 
-class WandbRunMonitor(WandbMonitor):
-    """A `deepspeed.monitor` back end that owns its W&B run.
+class WandbRun:
+    """A run that is told numbers, tables and pictures.
 
     deepspeed's own monitor starts the process-wide run, without a configuration or a name, online. This one starts
     a separate run (``reinit="create_new"``), so that neither a second engine nor a run of the user's is touched.
@@ -41,60 +38,36 @@ class WandbRunMonitor(WandbMonitor):
     """
 
     def __init__(self, config: WandbTrackingConfig, run_config: dict[str, Any]):
-        # Not enabled yet: with it, deepspeed's monitor would start its own run here.
-        super().__init__(WandbConfig(project=config.project, team=config.team, group=config.group))
-        self.run: Any = None
+        self._run: Any = None
         self._guard(lambda: self._start(config, run_config))
-        self.enabled = self.run is not None
 
     @property
     def directory(self) -> Path | None:
         """Folder of the run's files, for ``wandb sync`` if it is offline; ``None`` without a run."""
-        return Path(self.run.dir).parent if self.enabled and self.run.dir else None
+        return Path(self._run.dir).parent if self._run is not None and self._run.dir else None
 
-    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        """Log to this run; ``step`` ``None`` is the present step."""
-        if self.enabled:
-            self._guard(lambda: self.run.log(data, step=step, commit=commit))
+    def log(self, values: Mapping[str, float | Table | bytes], step: int | None = None) -> None:
+        """Log numbers, tables and PNGs by name; ``step`` ``None`` is the present step."""
 
-    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
-        """Log (name, value, step) triples, one call of W&B for each step rather than for each value."""
-        steps: dict[int, dict[str, float]] = {}
-        for name, value, step in event_list:
-            steps.setdefault(step, {})[name] = value
-        for step, values in steps.items():
-            self.log(values, step=step)
-
-    def log_tables(self, tables: dict[str, Table]) -> None:
-        """Log tables by name."""
-
-        def write() -> None:
+        def shown(value: float | Table | bytes) -> Any:
             import wandb
 
-            self.run.log({name: wandb.Table(columns=[*t.columns], data=t.rows) for name, t in tables.items()})
+            if isinstance(value, Table):
+                return wandb.Table(columns=[*value.columns], data=value.rows)
+            if isinstance(value, bytes):
+                from PIL import Image
 
-        if self.enabled:
-            self._guard(write)
+                return wandb.Image(Image.open(io.BytesIO(value)))
+            return value
 
-    def draw(self, name: str, draw: Callable[[Path], None]) -> None:
-        """Log the picture that `draw` writes to a file; W&B copies it."""
-        if not self.enabled:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            draw(picture := Path(folder, "picture.png"))
-
-            def write() -> None:
-                import wandb
-
-                self.run.log({name: wandb.Image(str(picture))})
-
-            self._guard(write)
+        if self._run is not None:
+            self._guard(lambda: self._run.log({name: shown(value) for name, value in values.items()}, step=step))
 
     def close(self) -> None:
         """Finish the run; later calls of any method do nothing."""
-        if self.enabled:
-            self._guard(lambda: self.run.finish())
-            self.enabled = False
+        if self._run is not None:
+            self._guard(lambda: self._run.finish())
+            self._run = None
 
     def _start(self, config: WandbTrackingConfig, run_config: dict[str, Any]) -> None:
         import wandb
@@ -108,7 +81,7 @@ class WandbRunMonitor(WandbMonitor):
             # Online, W&B prints the address of the run; offline it has nothing to say.
             silent=mode != "online",
         )
-        self.run = wandb.init(
+        self._run = wandb.init(
             project=config.project,
             entity=config.team,
             group=config.group,
@@ -123,7 +96,7 @@ class WandbRunMonitor(WandbMonitor):
         try:
             action()
         except Exception as error:  # whatever a tracking service throws, the run goes on
-            self.enabled = False
+            self._run = None
             logger.warning("W&B failed, this run is not logged there any further: %s: %s", type(error).__name__, error)
 
 

@@ -28,13 +28,19 @@ class CheckpointWeights:
 
     def __init__(self, directory: Path, model: PreTrainedModel):
         self._stored = StoredTensors(directory)
-        self._expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._entries: dict[str, LazyTensor] = {}
         self._keys: dict[str, list[str]] = {}
         self.unexpected: list[str] = []
-        self._trace(model)
-        self._check_shapes()
-        self._check_present(model)
+        expected = model.state_dict()
+        self._trace(model, expected)
+        for name, entry in self._entries.items():
+            if name in expected and entry.shape != expected[name].shape:
+                key = self._keys[name][0]
+                raise MegaKVError(
+                    f"{directory / self._stored.file_of[key]}: {key} gives {name} the shape {list(entry.shape)}, "
+                    f"expected {list(expected[name].shape)} by config.json"
+                )
+        self._check_present(model, expected)
 
     @property
     def bytes_read(self) -> int:
@@ -48,13 +54,13 @@ class CheckpointWeights:
         entry = self._entries[name]
         return entry.whole() if spec.ranges is None else entry.read(spec.dim, spec.ranges)
 
-    def _trace(self, model: PreTrainedModel) -> None:
+    def _trace(self, model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
         """Find, as transformers' `convert_and_load_state_dict_in_model` does, what makes up each parameter."""
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        expected, prefix = model.state_dict(), model.base_model_prefix
+        prefix = model.base_model_prefix
         pending: dict[str, WeightConverter] = {}
         for key in sorted(self._stored.file_of, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
@@ -84,22 +90,12 @@ class CheckpointWeights:
                 self._entries[name] = result if isinstance(result, LazyTensor) else from_tensor(result)
                 self._keys[name] = keys
 
-    def _check_shapes(self) -> None:
-        for name, entry in self._entries.items():
-            if name in self._expected and tuple(entry.shape) != self._expected[name]:
-                key = self._keys[name][0]
-                raise MegaKVError(
-                    f"{self._stored.directory / self._stored.file_of[key]}: {key} gives {name} the shape "
-                    f"{list(entry.shape)}, expected {list(self._expected[name])} by config.json"
-                )
-
-    def _check_present(self, model: PreTrainedModel) -> None:
+    def _check_present(self, model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
         tied: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), []).append(name)
         missing = [names[0] for names in tied.values() if not any(self.has(name) for name in names)]
-        buffers = {name for name, _ in model.named_buffers()}
-        missing += [name for name in self._expected if name in buffers and not self.has(name)]
+        missing += [name for name, _ in model.named_buffers() if name in expected and not self.has(name)]
         if missing:
             raise MegaKVError(
                 f"{self._stored.directory} has no {missing[0]}"
@@ -107,15 +103,16 @@ class CheckpointWeights:
                 + f", which {type(model).__name__} needs; fetch the checkpoint again, or correct its config.json"
             )
         for names in tied.values():
-            self._check_tied([name for name in names if self.has(name)])
+            first, *others = filter(self.has, names)
+            for other in others:
+                self._check_equal(first, other)
 
-    def _check_tied(self, names: list[str]) -> None:
-        for other in names[1:]:
-            one, two = self._entries[names[0]], self._entries[other]
-            for start in range(0, one.shape[0], 4096):
-                part = ((start, min(start + 4096, one.shape[0])),)
-                if not one.read(0, part).equal(two.read(0, part)):
-                    raise MegaKVError(
-                        f"{self._stored.directory}: config.json ties {other} to {names[0]}, but the checkpoint stores "
-                        "different values for them; set tie_word_embeddings to false in config.json"
-                    )
+    def _check_equal(self, name: str, other: str) -> None:
+        one, two = self._entries[name], self._entries[other]
+        for start in range(0, one.shape[0], 4096):
+            part = ((start, min(start + 4096, one.shape[0])),)
+            if not one.read(0, part).equal(two.read(0, part)):
+                raise MegaKVError(
+                    f"{self._stored.directory}: config.json ties {other} to {name}, but the checkpoint stores "
+                    "different values for them; set tie_word_embeddings to false in config.json"
+                )

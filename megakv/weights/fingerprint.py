@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,15 +43,20 @@ def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:
     Context-parallel ranks of one tensor-parallel index must hold the same, and all ranks the same of what is not cut.
     Returns a digest of the weights of all tensor-parallel ranks: of the model, the degree, and the placement of heads.
     """
-    own, whole, size = _digests(loaded), _whole_names(loaded), comm.mesh.tp_size
-    digests = comm.gather_objects((_joined(own.values()), _joined(own[name] for name in own if name in whole)))
-    if any(digest != (digests[rank % size][0], digests[0][1]) for rank, digest in enumerate(digests)):
-        tables, names = zip(*comm.gather_objects((own, whole)), strict=True)
-        # A tensor may be whole on one rank and cut on another, which has fewer heads of it.
-        difference = _difference(tables, set.intersection(*names), size)
-        if difference is not None:
-            raise ValueError(difference)
-    return _joined(digest for digest, _ in digests[:size])
+    size = comm.mesh.tp_size
+    tables, names = zip(*comm.gather_objects((_digests(loaded), _whole_names(loaded))), strict=True)
+    # A tensor may be whole on one rank and cut on another, which has fewer heads of it.
+    whole = set.intersection(*names)
+    for name in dict.fromkeys(name for table in tables for name in table):
+        step = 1 if name in whole else size
+        for first in range(step):
+            others = [n for n in range(first, len(tables), step) if tables[n].get(name) != tables[first].get(name)]
+            if others:
+                raise ValueError(
+                    f"the model's {name} on rank {', '.join(map(str, others))} is another than on rank {first}: give "
+                    "every rank the same checkpoint, or a module with the same weights"
+                )
+    return _joined(_joined(table.values()) for table in tables[:size])
 
 
 def _digests(loaded: LoadedModel) -> dict[str, str]:
@@ -84,18 +89,3 @@ def _whole_names(loaded: LoadedModel) -> set[str]:
         # A buffer, such as scales of a weight, is as its module.
         if (loaded.placement[name] == WHOLE if name in loaded.placement else name.rpartition(".")[0] not in cut)
     }
-
-
-def _difference(tables: Sequence[Mapping[str, str]], whole: set[str], tp_size: int) -> str | None:
-    """What to say of ranks that hold different weights; None of those that do not."""
-    for name in dict.fromkeys(name for table in tables for name in table):
-        for first in range(1 if name in whole else tp_size):
-            ranks = range(first, len(tables), 1 if name in whole else tp_size)
-            others = [rank for rank in ranks if tables[rank].get(name) != tables[first].get(name)]
-            if others:
-                listed = ", ".join(map(str, others))
-                return (
-                    f"the model's {name} on rank {listed} is another than on rank {first}: give every rank the same "
-                    "checkpoint, or a module with the same weights"
-                )
-    return None

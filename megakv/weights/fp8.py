@@ -91,7 +91,7 @@ class Fp8Linear(nn.Module):
 
     weight_scale: Tensor
 
-    def __init__(self, linear: nn.Linear | RowParallelLinear):
+    def __init__(self, linear: nn.Linear):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         self.weight = nn.Parameter(torch.empty(linear.weight.shape, dtype=FP8, device="meta"), requires_grad=False)
@@ -129,7 +129,7 @@ def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """The linears of a decoder layer outside its attention, as parent and name; routers are none of them."""
     found: list[tuple[nn.Module, str]] = []
     for name, child in layer.named_children():
-        if isinstance(child, nn.Linear | RowParallelLinear):
+        if isinstance(child, nn.Linear):
             if name not in ROUTERS:
                 found.append((layer, name))
         elif "Attention" not in type(child).__name__:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megakv.weights.placement.slices import Ranges
+from megakv.weights.placement.slices import Ranges, SliceSpec
 
 Read = Callable[[int, Ranges], Tensor]
 
@@ -61,20 +61,11 @@ class LazyTensor:
 def from_tensor(tensor: Tensor) -> LazyTensor:
     """A lazy tensor over values that are there."""
 
-    def read(dim: int, ranges: Ranges) -> Tensor:
-        if not tensor.ndim:
-            return tensor
-        return _cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-
-    return LazyTensor(tensor.shape, read)
+    return LazyTensor(tensor.shape, lambda dim, ranges: SliceSpec(dim, ranges).take(tensor) if tensor.ndim else tensor)
 
 
 def _lazy(thing: LazyTensor | Tensor) -> LazyTensor:
     return thing if isinstance(thing, LazyTensor) else from_tensor(thing)
-
-
-def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
@@ -113,7 +104,7 @@ def _concatenate(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
                 if low < high:
                     found.append(part.read(axis, ((low, high),)))
                 begin += size
-        return _cat(found, axis)
+        return found[0] if len(found) == 1 else torch.cat(found, dim=axis)
 
     return LazyTensor((*first[:axis], sum(sizes), *first[axis + 1 :]), read)
 
@@ -122,8 +113,7 @@ def _narrow(tensor: LazyTensor, axis: int, begin: int, size: int) -> LazyTensor:
     def read(cut: int, ranges: Ranges) -> Tensor:
         if cut == axis:
             return tensor.read(axis, tuple((begin + start, begin + stop) for start, stop in ranges))
-        part = tensor.read(axis, ((begin, begin + size),))
-        return _cat([part.narrow(cut, start, stop - start) for start, stop in ranges], cut)
+        return SliceSpec(cut, ranges).take(tensor.read(axis, ((begin, begin + size),)))
 
     return LazyTensor((*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]), read)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from megakv.errors import MegaKVError
 from megakv.injection.ownership import SPENT_ATTRIBUTE
@@ -35,8 +36,6 @@ class LoadedModel:
     """A model with one rank's weights, in evaluation mode, without gradients."""
 
     module: PreTrainedModel
-    config: PreTrainedConfig
-    """The whole model's."""
     head_map: HeadMap
     placement: dict[str, SliceSpec]
     """The part kept of each parameter of the whole model, by name."""
@@ -65,9 +64,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
-        method = (
-            quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", "")
-        )
+        method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
         raise ValueError(
             f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
             "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
@@ -91,14 +88,11 @@ def _renew_tables(module: nn.Module, owner: PreTrainedModel) -> None:
 
 def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The type of each parameter and persistent buffer: `dtype`, but what transformers keeps in float32 stays so."""
-    in_float32 = [re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)]
-    kept = re.compile("|".join(in_float32)) if in_float32 else None
-    main = model.dtype
+    in_float32 = "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype))
     types = {}
     for name, tensor in model.state_dict().items():
-        types[name] = dtype if tensor.dtype == main else tensor.dtype
-        if kept is not None and kept.search(name):
-            types[name] = torch.float32
+        kept = in_float32 and re.search(in_float32, name)
+        types[name] = torch.float32 if kept else dtype if tensor.dtype == model.dtype else tensor.dtype
     return types
 
 
@@ -119,24 +113,13 @@ def build_model(
 ) -> LoadedModel:
     """Load this rank's share of a causal language model; no more than one parameter beyond it is ever in memory.
 
-    Parameters
-    ----------
-    model_or_path
-        A path, a hub id, or a model: that is sharded in place; its weights are freed as they are cut.
-    dtype
-        Of the weights; what the config or the module given says where None.
-    load
-        Whether values come from safetensors, or from `seed` (only config.json is needed then). Ignored for a module.
-    feed_forward
-        Whether the weights of feed-forward layers stay in `dtype`, or become row-wise FP8 (`megakv.weights.fp8`).
-    head_map
-        Which heads live on which rank, or what tells it from the model's config; contiguous runs by default.
-    all_reduce
-        Sums a tensor over the tensor-parallel ranks and returns the sum.
-    host_bytes
-        Where the weights of decoder layers are to lie in host memory: how much there is of it.
-    progress
-        Whether to show a progress bar, and say so when the checkpoint holds more than the model takes; for one rank.
+    A model that is given is sharded in place; its weights are freed as they are cut. Of a path or hub id with `load`
+    ``random``, only config.json is read, and values come from `seed`. `dtype` is what the config or the module says
+    where None; with `feed_forward` ``fp8`` the weights of feed-forward layers become row-wise FP8
+    (`megakv.weights.fp8`). `head_map` says which heads live on which rank, or tells it from the model's config;
+    contiguous runs by default. `all_reduce` sums a tensor over the tensor-parallel ranks and returns the sum. Where
+    the weights of decoder layers are to lie in host memory, `host_bytes` is how much there is of it. `progress`, for
+    one rank, shows a progress bar, and says so when the checkpoint holds more than the model takes.
     """
     device = torch.device(device)
     if feed_forward == "fp8":
@@ -153,7 +136,8 @@ def build_model(
         config = read_config(directory)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
-    heads = _checked_map(model.config, head_map(model.config) if callable(head_map) else head_map, tp_rank, tp_size)
+    heads = head_map(model.config) if callable(head_map) else head_map
+    heads = heads or contiguous_head_map(*head_counts(model.config), tp_size)
     placement = plan_placement(model, heads, tp_rank)
     dtypes = parameter_dtypes(model, dtype)
     source: WeightSource
@@ -181,32 +165,7 @@ def build_model(
         model.generation_config = GenerationConfig.from_pretrained(directory)
     model.eval()
     kept = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return LoadedModel(model, model.config, heads, placement, source.bytes_read, kept, host)
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
-
-
-def _local(
-    source: WeightSource,
-    name: str,
-    spec: SliceSpec,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    home: Tensor | None = None,
-) -> Tensor:
-    """Memory of this rank's own with its part of a parameter; the very memory of the source where that has given it."""
-    if home is not None:
-        return home.zero_() if spec.zero else home.copy_(source.read(name, spec))
-    if spec.zero:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    value = source.read(name, spec)
-    if source.owned and spec.ranges is None and value.dtype == dtype and value.device == device:
-        return value
-    return torch.empty(shape, dtype=dtype, device=device).copy_(value)
+    return LoadedModel(model, heads, placement, source.bytes_read, kept, host)
 
 
 def _materialise(
@@ -223,6 +182,17 @@ def _materialise(
 
     Tied ones stay so. Each weight of an `Fp8Linear` is quantised as it comes.
     """
+
+    def local(name: str, shape: torch.Size, home: Tensor | None = None) -> Tensor:
+        """This rank's part in memory of its own, or in the very memory of the source where that has given it."""
+        spec, dtype = placement.get(name, WHOLE), dtypes[name]
+        if spec.zero:
+            return torch.zeros(shape, dtype=dtype, device=device) if home is None else home.zero_()
+        value = source.read(name, spec)
+        if home is None and source.owned and spec.ranges is None and (value.dtype, value.device) == (dtype, device):
+            return value
+        return (torch.empty(shape, dtype=dtype, device=device) if home is None else home).copy_(value)
+
     names: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
@@ -231,37 +201,18 @@ def _materialise(
     with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for tied in names.values():
             stored = next((name for name in tied if source.has(name)), tied[0])
-            spec = placement.get(stored, WHOLE)
-            home = None if host is None else host.home(tied[0])
-            local = _local(source, stored, spec, parameters[tied[0]].shape, dtypes[stored], device, home)
-            filled = nn.Parameter(local, requires_grad=False)
+            part = local(stored, parameters[tied[0]].shape, None if host is None else host.home(tied[0]))
+            filled = nn.Parameter(part, requires_grad=False)
             for name in tied:
-                module, leaf = _owner(model, name)
+                module, leaf = get_module_from_name(model, name)
                 if isinstance(module, Fp8Linear) and leaf == "weight":
-                    module.quantise(local)
+                    module.quantise(part)
                 else:
                     setattr(module, leaf, filled)
-            bar.update(local.nbytes)
+            bar.update(part.nbytes)
             # What was quantised goes before the next is read.
-            del local, filled
+            del part, filled
     for name, buffer in model.named_buffers():
-        module, leaf = _owner(model, name)
+        module, leaf = get_module_from_name(model, name)
         stored_too = name in dtypes and source.has(name)
-        module._buffers[leaf] = (
-            _local(source, name, WHOLE, buffer.shape, dtypes[name], device) if stored_too else buffer.to(device)
-        )
-
-
-def _checked_map(config: PreTrainedConfig, head_map: HeadMap | None, tp_rank: int, tp_size: int) -> HeadMap:
-    layers, heads, kv_heads = head_counts(config)
-    if not 0 <= tp_rank < tp_size:
-        raise ValueError(f"tp_rank = {tp_rank} is not below tensor_parallel.tp_size = {tp_size}")
-    if head_map is None:
-        return contiguous_head_map(layers, heads, kv_heads, tp_size)
-    found = (len(head_map.layers), head_map.n_heads, head_map.n_kv_heads, head_map.tp_size)
-    if found != (layers, heads, kv_heads, tp_size):
-        raise ValueError(
-            f"head map is for (layers, query heads, KV heads, ranks) = {found}, the model and tensor_parallel.tp_size "
-            f"need {(layers, heads, kv_heads, tp_size)}"
-        )
-    return head_map
+        module._buffers[leaf] = local(name, buffer.shape) if stored_too else buffer.to(device)

@@ -22,26 +22,22 @@ KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
 WIDTHS = ("intermediate_dim", "intermediate_size")
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(nn.Linear):
     """A linear ``[out, in_local]`` whose input dimension is spread over ranks.
 
     Their outputs are summed by `all_reduce`, in place or not. The bias is whole on every rank and added after the sum.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: AllReduce):
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         self.all_reduce = all_reduce
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_local]`` to ``[..., out]``."""
         out = self.all_reduce(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features} of this rank, out_features={self.out_features}"
 
 
 class LocalHeads:
@@ -58,50 +54,19 @@ class LocalHeads:
         return getattr(self.__dict__["_whole"], name)
 
 
-def _empty(parameter: Tensor, spec: SliceSpec) -> nn.Parameter:
-    shape = spec.shape(parameter.shape)
-    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
-
-
-def _shrink_linear(parent: nn.Module, child: str, specs: dict[str, SliceSpec], all_reduce: AllReduce) -> None:
-    linear: Any = getattr(parent, child)
-    cut = specs["weight"]
-    weight = _empty(linear.weight, cut)
-    bias = None if linear.bias is None else _empty(linear.bias, specs["bias"])
-    if cut.dim == 1:
-        setattr(parent, child, RowParallelLinear(weight, bias, all_reduce))
-        return
-    linear.weight, linear.bias = weight, bias
-    linear.out_features = weight.shape[0]
-
-
 def _shrink_attention(attention: nn.Module, heads: HeadMap, shard: HeadShard) -> None:
     """Make a module's own idea of its head counts local; `head_shard` says which heads they are."""
     module: Any = attention
-    for names, whole, local in (
-        (QUERY_COUNTS, heads.n_heads, len(shard.query_heads)),
-        (KV_COUNTS, heads.n_kv_heads, len(shard.kv_heads)),
-    ):
+    queries, keys = len(shard.query_heads), len(shard.kv_heads)
+    for names, whole, local in ((QUERY_COUNTS, heads.n_heads, queries), (KV_COUNTS, heads.n_kv_heads, keys)):
         for name in names:
             if getattr(module, name, None) == whole:
                 setattr(module, name, local)
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = shard.group_size
     if hasattr(module, "qkv_proj"):
-        module.config = LocalHeads(
-            module.config, num_attention_heads=len(shard.query_heads), num_key_value_heads=len(shard.kv_heads)
-        )
+        module.config = LocalHeads(module.config, num_attention_heads=queries, num_key_value_heads=keys)
     module.head_shard = shard
-
-
-def _shrink_experts(experts: nn.Module, all_reduce: AllReduce) -> None:
-    module: Any = experts
-    whole = [getattr(module, name, None) for name in WIDTHS]
-    local = module.down_proj.shape[1 if module.is_transposed else 2]
-    for name, value in zip(WIDTHS, whole, strict=True):
-        if value is not None:
-            setattr(module, name, local)
-    experts.register_forward_hook(lambda _module, _inputs, output: all_reduce(output))
 
 
 def shard_structure(
@@ -119,23 +84,27 @@ def shard_structure(
     """
     if head_map.tp_size == 1:
         return
-    prefix, layers = decoder_layers(model)
     model_type = model.config.get_text_config().model_type
-    attentions = [find_attention(layer, model_type) for layer in layers]
-    for index, layer in enumerate(layers):
-        for name, module in list(layer.named_modules()):
-            here = ".".join(part for part in (prefix, str(index), name) if part)
-            for child, linear in list(module.named_children()):
-                specs = {
-                    kind: placement[f"{here}.{child}.{kind}"] for kind, _ in linear.named_parameters(recurse=False)
-                }
-                if isinstance(linear, nn.Linear) and specs["weight"].ranges is not None:
-                    _shrink_linear(module, child, specs, all_reduce)
-            if isinstance(module, (nn.Linear, RowParallelLinear)):
-                continue
-            for child, parameter in list(module.named_parameters(recurse=False)):
-                if placement[f"{here}.{child}"].ranges is not None:
-                    setattr(module, child, _empty(parameter, placement[f"{here}.{child}"]))
-            if is_experts(module):
-                _shrink_experts(module, all_reduce)
-        _shrink_attention(attentions[index][1], head_map, head_map.shard(index, tp_rank))
+    attentions = [find_attention(layer, model_type)[1] for layer in decoder_layers(model)[1]]
+    for name, spec in placement.items():
+        if spec.ranges is None:
+            continue
+        path, _, leaf = name.rpartition(".")
+        owner: Any = model.get_submodule(path)
+        whole = getattr(owner, leaf)
+        cut = nn.Parameter(torch.empty(spec.shape(whole.shape), dtype=whole.dtype, device="meta"), requires_grad=False)
+        if isinstance(owner, nn.Linear) and spec.dim == 1:
+            model.set_submodule(path, RowParallelLinear(cut, owner.bias, all_reduce))
+            continue
+        setattr(owner, leaf, cut)
+        if isinstance(owner, nn.Linear):
+            owner.out_features = len(cut)
+    for module in model.modules():
+        if is_experts(module):
+            experts: Any = module
+            for name in WIDTHS:
+                if getattr(experts, name, None) is not None:
+                    setattr(experts, name, experts.down_proj.shape[1 if experts.is_transposed else 2])
+            experts.register_forward_hook(lambda _module, _inputs, output: all_reduce(output))
+    for index, attention in enumerate(attentions):
+        _shrink_attention(attention, head_map, head_map.shard(index, tp_rank))

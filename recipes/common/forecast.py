@@ -13,7 +13,7 @@ from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload_time import moved_seconds, offloaded_ttit
+from megakv.costmodel.offload_time import moved_seconds, offloaded_step
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import ModelShape
@@ -116,7 +116,7 @@ def _decodes(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: Mo
         offload = section.offload
         if not offload.enabled or link is None:
             return ttit_seconds(profile, model, step, method, tp_size=config.tp_size)
-        return offloaded_ttit(
+        return offloaded_step(
             profile,
             link,
             model,
@@ -126,7 +126,7 @@ def _decodes(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: Mo
             plan=offload.method,
             weights=offload.weights,
             groups=offload.num_gpu_batches,
-        )
+        ).seconds
 
     return {name: seconds(name) for name in names}
 

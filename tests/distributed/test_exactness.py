@@ -1,7 +1,7 @@
 """Every family on every mesh gives the plain model's tokens and, to 1e-4, its logits.
 
-One launch of ranks runs many families. The quick set has every family on a mesh of four ranks, and Llama on all of them
-with all methods; `--full` has all families, meshes, lengths and kinds of generation.
+One launch of ranks runs many families. The quick set has every family on one mesh, and Llama on all of them with all
+methods; `--full` has all families, meshes, lengths and kinds of generation.
 """
 
 import json
@@ -86,7 +86,7 @@ def quick_runs() -> list[Run]:
     others = [family for family in FAMILIES if family != "llama"]
     for index, family in enumerate(others):
         cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES
-        mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x2", "4x1")[index % 3]
+        mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x1", "4x1")[index % 3]
         runs.append(Run(family, mesh, cases, decoded=3))
     runs += [Run(family, "2x2", SHORT_CASES, decoded=3) for family in REFUSED_WITH_TP]
     return runs + [Run(family, "1x4", SHORT_CASES, decoded=3) for family in FEW_KV_HEADS]

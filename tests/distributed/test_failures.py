@@ -95,7 +95,9 @@ def test_a_rank_that_waits_in_shared_memory_ends_with_the_error_of_another(folde
     arguments = (folder / "out.json", folder, "1x2", "auto", "deaf")
     result = run_ranks(SCRIPT, *arguments, ranks=2, timeout=300, env={"LOCAL_SIZE": "2"})
     assert all(code not in (0, None) for code in result.codes) and result.leftovers == [], result
-    assert "megakv: rank 0 ends because rank 1 failed: OutOfMemoryError: no memory left\n" in result.stderr
+    # On a busy machine rank 0 may hear of it before it waits there, and raises.
+    said = r"(megakv: rank 0 ends because|MegaKVError:) rank 1 failed: OutOfMemoryError: no memory left\n"
+    assert re.search(said, result.stderr), result
     # By then rank 1 has raised its error, or tells of it when the launcher ends it.
     assert result.stderr.count("OutOfMemoryError: no memory left") == 2 and "was lost" not in result.stderr, result
     assert result.seconds < SECONDS

@@ -16,7 +16,7 @@ from megakv.offload.costs import OffloadCosts
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
-from megakv.offload.link import Move
+from megakv.offload.link import Move, Place
 from megakv.offload.methods import AUTO, METHODS
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
@@ -40,17 +40,16 @@ def test_a_link_keeps_order_and_content() -> None:
     generator = torch.Generator().manual_seed(0)
     buffers = [torch.empty(4096, 64, device=device) for _ in range(2)]
     rows = [tier.rows(index * 4096 * 64 * 4, 4096, 64, torch.float32) for index in range(8)]
-    written = [None] * 8
+    places = [[Place()] for _ in range(8)]
     sums = [0.0] * 8
     for step in range(200):
         index = int(torch.randint(8, (1,), generator=generator))
         source = torch.randn(4096, 64, device=device)
         sums[index] = source.double().sum().item()
-        ticket = link.start("out", [Move(rows[index], source)])
-        written[index] = ticket
+        link.start("out", [Move(rows[index], source, places[index])])
         del source
         target = buffers[step % 2]
-        link.start("in", [Move(rows[index], target)], after=[ticket]).wait()
+        link.start("in", [Move(rows[index], target, places[index])]).wait()
         assert target.double().sum().item() == pytest.approx(sums[index])
     assert isinstance(rows[0], torch.Tensor)
     link.close()
@@ -65,8 +64,9 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(caplog: pytest.LogCap
     assert "pinning host memory failed after 0 B of 8.00 MiB" in caplog.text
     source, target = torch.randn(512, 1024, device=device) + 1, torch.empty(512, 1024, device=device)
     rows = tier.rows(0, 512, 1024, torch.float32)
-    sent = link.start("out", [Move(rows, source)])
-    link.start("in", [Move(rows, target)], after=[sent]).wait()
+    place = [Place()]
+    link.start("out", [Move(rows, source, place)])
+    link.start("in", [Move(rows, target, place)]).wait()
     assert torch.equal(source, target)
     link.close()
     tier.close()
@@ -80,8 +80,9 @@ def test_copies_go_across_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatc
     assert len(link.seams) == 4
     source, target = torch.randn(4096, 1024, device=device), torch.zeros(4096, 1024, device=device)
     rows = tier.rows(1 << 20, 4096, 1024, torch.float32)
-    sent = link.start("out", [Move(rows, source)])
-    link.start("in", [Move(rows, target)], after=[sent]).wait()
+    place = [Place()]
+    link.start("out", [Move(rows, source, place)])
+    link.start("in", [Move(rows, target, place)]).wait()
     assert torch.equal(source, target)
     link.close()
     tier.close()
@@ -92,19 +93,19 @@ def test_files_and_memory_keep_one_order(tmp_path: Path) -> None:
     link, memory, disk = StreamLink(CudaStreams(device)), HostTier(8 << 20, pin=True), DiskTier(8 << 20, tmp_path)
     generator = torch.Generator().manual_seed(2)
     expected = torch.zeros(2 * count, width, dtype=torch.float16, device=device)
-    halves = [tier.rows(0, count, width, torch.float16) for tier in (memory, disk)]
-    written = link.start("out", [Move(rows, expected[:count].clone()) for rows in halves])
+    halves, place = [tier.rows(0, count, width, torch.float16) for tier in (memory, disk)], [Place()]
+    written = link.start("out", [Move(rows, expected[:count].clone(), place) for rows in halves])
     buffers, wrong = [torch.empty_like(expected) for _ in range(2)], []
     for step in range(300):
         target = buffers[step % 2]
-        parts = [Move(rows, part) for rows, part in zip(halves, target.split(count), strict=True)]
-        link.start("in", parts[:: 1 if step % 3 else -1], after=[written]).wait()
+        parts = [Move(rows, part, place) for rows, part in zip(halves, target.split(count), strict=True)]
+        link.start("in", parts[:: 1 if step % 3 else -1]).wait()
         wrong.append((target != expected).any())
         row = int(torch.randint(2 * count, (1,), generator=generator))
         expected[row] = torch.randn(width, generator=generator).half().to(device)
         tier, place = (memory, disk)[row // count], row % count
         rows = tier.rows(place * width * 2, 1, width, torch.float16)
-        written = link.start("out", [Move(rows, expected[row : row + 1].clone())])
+        written = link.start("out", [Move(rows, expected[row : row + 1].clone(), place)])
     assert not torch.stack(wrong).any()
     written.settle()
     torch.cuda.synchronize()

@@ -8,7 +8,7 @@ import torch
 
 from megakv.attention import backends
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.attention.reference import reference_attention
+from tests.reference import reference_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.links import SPARE_HOSTS, NoisyLinks
+from benchmarks.harness.links import SPARE_HOSTS, start_noise
 from benchmarks.harness.noise import ELSEWHERE, QUIET
 from tests.hosts.cluster import Hosts
 from tests.hosts.rates import assert_between
@@ -23,7 +23,7 @@ SHAPE += ["--vocab", "300"]
 def test_flow_takes_half_of_the_link_that_it_is_switched_to() -> None:
     with Hosts(count=3, rate="100mbit", spare=SPARE_HOSTS) as hosts, ExitStack() as stack:
         assert hosts.hostfile.read_text().splitlines() == ["host1 slots=1", "host2 slots=1", "host3 slots=1"]
-        option, switch = NoisyLinks("100mbit").accompany(hosts, 3, stack)
+        option, switch = start_noise(hosts, "100mbit", 3, stack)
         assert option == "--switch"
         # Between ranks, and between the hosts without any.
         ranks, others = (0, 1), (3, 4)

@@ -33,8 +33,10 @@ def test_a_session_of_another_model(tmp_path: Path) -> None:
             session = engine.session()
             session.generate(ids, **GREEDY)
             session.save(tmp_path / kind)
-    for name, other in changed.items():
-        for kind, section in (("plain", {}), ("plain", OFFLOAD), ("fp8", FP8)):
+    ways: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("plain", OFFLOAD), ("fp8", FP8)]
+    for index, (name, other) in enumerate(changed.items()):
+        # Every tensor in the plain way, every third in the others too.
+        for kind, section in ways if index % 3 == 0 else ways[:1]:
             given = copy.deepcopy(other)
             with megakv.init_inference(given, {"dtype": "fp32", "megakv": section}) as engine:
                 if not name:

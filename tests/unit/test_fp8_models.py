@@ -3,7 +3,6 @@
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv.weights import loading
+from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears
 from megakv.weights.loading import build_model
 from megakv.weights.placement.plan import decoder_layers
+from megakv.weights.placement.slices import SliceSpec
+from megakv.weights.sources import ModuleWeights, WeightSource
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, llama
 from tests.shards import ThreadRanks
 
@@ -91,24 +92,33 @@ def test_bytes_halve(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["checkpoint", "module"])
 def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     AutoModelForCausalLM.from_config(llama()).save_pretrained(tmp_path)
-    read: list[weakref.ref[Tensor]] = []
-    most = 0
-    local = loading._local
+    copies: list[weakref.ref[Tensor]] = []
+    read, most = 0, 0
+    quantise = Fp8Linear.quantise
 
-    def watched(source: Any, name: str, *arguments: Any) -> Tensor:
-        nonlocal most
-        if "mlp" not in name:
-            return local(source, name, *arguments)
-        most = max(most, sum(reference() is not None for reference in read))
-        tensor = local(source, name, *arguments)
-        read.append(weakref.ref(tensor))
-        return tensor
+    def quantised(self: Fp8Linear, weight: Tensor) -> None:
+        copies.append(weakref.ref(weight))
+        quantise(self, weight)
 
-    monkeypatch.setattr(loading, "_local", watched)
+    def watch(source: type[WeightSource]) -> None:
+        original = source.read
+
+        def reading(self: WeightSource, name: str, spec: SliceSpec) -> Tensor:
+            nonlocal read, most
+            if "mlp" in name:
+                read, most = read + 1, max(most, sum(copy() is not None for copy in copies))
+            return original(self, name, spec)
+
+        monkeypatch.setattr(source, "read", reading)
+
+    monkeypatch.setattr(Fp8Linear, "quantise", quantised)
+    for source in (CheckpointWeights, ModuleWeights):
+        watch(source)
     model = AutoModelForCausalLM.from_pretrained(tmp_path) if given else tmp_path
     build_model(model, dtype=torch.bfloat16, feed_forward="fp8", all_reduce=unused)
-    assert len(read) == 6 and most == 0
-    assert all(reference() is None for reference in read)
+    # Six weights, and what the kernel is tried with before.
+    assert read == 6 and len(copies) == 7 and most == 0
+    assert all(copy() is None for copy in copies)
 
 
 @pytest.mark.parametrize("name", [n for n in DENSE if n not in TP_REFUSED and n not in NEEDS_SUBSTITUTE])

@@ -119,8 +119,7 @@ from megakv.distributed.peers import Peer, PeerWatch
 megakv.distributed.peers.UNHEARD_SECONDS, megakv.distributed.peers.LOST_SECONDS = 2.0, 0.5
 near, far = socket.socketpair()
 ended = threading.Event()
-watch = PeerWatch(0, [Peer.this(0), Peer(1, "there", 7, "")], 600, ended.set)
-watch.listen(HealthChannel(0, {1: near}))
+watch = PeerWatch(0, [Peer.this(0), Peer(1, "there", 7, "")], 600, ended.set, HealthChannel(0, {1: near}))
 with watch.waiting("what goes on"):
     print(ended.wait(1.0))
 far.close()

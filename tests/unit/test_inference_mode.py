@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from tests.families import FAMILIES
 
-GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "offload": {"offload": {"enabled": True, "host_gb": 0.05, "page_kib": 8}},

@@ -92,7 +92,7 @@ def test_pieces_of_a_prompt_may_be_nothing_but_padding(
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     wanted = plain.generate(ids, attention_mask=mask, **options)
     try:
-        for size in (1, 2, 5, 10, 11, 22, 40):
+        for size in (1, 5, 11, 22, 40):
             found = engine.generate(ids, attention_mask=mask, prefill_chunk_size=size, **options)
             assert torch.equal(found, wanted), size
         session = engine.session()

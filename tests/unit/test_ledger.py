@@ -36,14 +36,15 @@ def test_times_are_counted_when_the_device_has_come_there() -> None:
     device.asked += 10.0
     ledger.transfer("pass_kv", 3, posted, waited)
     ledger.sent("pass_kv", 3, 100)
-    assert ledger.by_operation()["pass_kv"].bytes_sent == 100
+    tally = ledger.tallies["pass_kv", 3]
+    assert tally.bytes_sent == 100
     assert ledger.waited_s() == 0.0 and not ledger.computed and not ledger.spans
     # It has come behind attention, which is counted, and not behind the transfer.
     device.reached = waited
     ledger.read()
     assert ledger.computed == {("attention", 3, False): 5.0} and ledger.waited_s() == 0.0
     device.reached = device.asked
-    tally = ledger.by_operation()["pass_kv"]
+    ledger.read()
     assert tally.seconds == pytest.approx(device.asked - posted) and tally.seconds_exposed == pytest.approx(11.0)
     assert [(span.name, span.kind, span.end - span.start) for span in ledger.spans] == [
         ("attention", "compute", 5.0),
@@ -54,4 +55,4 @@ def test_times_are_counted_when_the_device_has_come_there() -> None:
     ledger.transfer("pass_kv", 3, ledger.mark(), ledger.mark())
     ledger.reset()
     device.reached = device.asked
-    assert ledger.waited_s() == 0.0 and not ledger.by_operation()
+    assert ledger.waited_s() == 0.0 and not ledger.tallies

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from megakv.errors import MegaKVError
 from megakv.weights.loading import build_model
-from megakv.weights.placement import contiguous_head_map
 from tests.families import FAMILIES, llama
 from tests.shards import ThreadRanks
 
@@ -98,10 +97,6 @@ def test_refusals(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(llama())
     with pytest.raises(ValueError, match="tp_size = 3 cannot split 8 query heads over 4 KV heads"):
         build_model(model, dtype=None, tp_size=3, all_reduce=unused)
-    with pytest.raises(ValueError, match="tp_rank = 2 is not below tensor_parallel.tp_size = 2"):
-        build_model(model, dtype=None, tp_rank=2, tp_size=2, all_reduce=unused)
-    with pytest.raises(ValueError, match=r"head map is for .* = \(2, 8, 8, 2\), .*need \(2, 8, 4, 2\)"):
-        build_model(model, dtype=None, tp_size=2, head_map=contiguous_head_map(2, 8, 8, 2), all_reduce=unused)
 
 
 @pytest.mark.parametrize(

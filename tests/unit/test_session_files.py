@@ -111,13 +111,15 @@ def test_what_others_put_into_a_session(engine: Any, tmp_path: Path) -> None:
     left = target / "save-0123456789abcdef"
     left.mkdir()
     (left / "cp00000_tp00000.safetensors").write_text("half")
-    left.with_name("save-fedcba9876543210.lock").touch()
+    killed = target / "save-fedcba9876543210"
+    killed.mkdir()
+    (killed / "lock").touch()
     mixed = target / "save-00000000000000ff"
     mixed.mkdir()
     (mixed / "thesis.txt").write_text("mine")
     session.save(target)
     assert (mixed / "thesis.txt").read_text() == (target / "notes.txt").read_text() == "mine"
-    assert not left.exists() and not list(target.glob("*.lock"))
+    assert not left.exists() and not killed.exists() and not list(target.rglob("lock"))
     assert goes_on(engine, target, session)
 
 

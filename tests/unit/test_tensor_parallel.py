@@ -114,7 +114,7 @@ def test_a_mapping_with_copies_is_read_straight_into_place(tmp_path: Path) -> No
     """Every rank reads what it keeps and no more, copies of heads included."""
     whole = save("llama", tmp_path)
     size = random.choice((2, 3, 4))
-    head_map = random_mapping(2, 4, size).head_map(8, whole=True)
+    head_map = random_mapping(2, 4, size).head_map(8)
     for rank, loaded in enumerate(ThreadRanks(tmp_path, size, head_map=head_map).ranks):
         kept = sum(p.nbytes for p in loaded.module.parameters())
         assert loaded.bytes_read <= kept < sum(p.nbytes for p in whole.parameters())

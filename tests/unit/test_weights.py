@@ -256,8 +256,8 @@ def test_random_weights_do_not_depend_on_the_mesh(name: str) -> None:
     assert all("norm" in key or key.endswith("bias") for key in set(placement) - set(differ))
 
 
-def test_random_weights_in_many_blocks() -> None:
-    """Parameters of more than one block, in any order of rows or columns, and the right spread."""
+def test_random_weights_by_parts() -> None:
+    """Any order of rows or columns, and the right spread."""
     config = LlamaConfig(
         vocab_size=2100, hidden_size=512, intermediate_size=2500, num_hidden_layers=1, initializer_range=0.3
     )

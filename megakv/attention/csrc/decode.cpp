@@ -147,13 +147,12 @@ void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State s
 struct Shape {
   int64_t kv_heads, rows;  // query rows of a KV head
   int key_dim, value_dim;
-  int64_t k_head, k_step, v_head, v_step;
 };
 
-// Keys of a sequence that lie one behind the other.
+// Keys of a sequence that lie at one distance from each other, and elements from one head, or key, to the next.
 struct Run {
   const void *k, *v;
-  int64_t keys;
+  int64_t keys, k_head, k_step, v_head, v_step;
 };
 
 struct Range {
@@ -162,16 +161,17 @@ struct Range {
 
 // Some heads over some keys, tile by tile: in memory, heads may lie side by side within a token.
 template <class T>
-void attend_chunk(const float* q, const T* k, const T* v, const Shape& s, Range heads, Range seen, State state) {
+void attend_chunk(const float* q, const Run& run, const Shape& s, Range heads, Range seen, State state) {
+  const T *k = (const T*)run.k, *v = (const T*)run.v;
   for (int64_t first = seen.begin; first < seen.end; first += TILE) {
     const int count = (int)std::min<int64_t>(TILE, seen.end - first);
     for (int64_t head = heads.begin; head < heads.end; ++head) {
-      const Rows<T> keys{k + head * s.k_head + first * s.k_step, s.k_step, s.key_dim};
-      const Rows<T> values{v + head * s.v_head + first * s.v_step, s.v_step, s.value_dim};
+      const Rows<T> keys{k + head * run.k_head + first * run.k_step, run.k_step, s.key_dim};
+      const Rows<T> values{v + head * run.v_head + first * run.v_step, run.v_step, s.value_dim};
       // What comes after this: the next head's rows, or after the last head the first one's next tile.
       const bool last = head + 1 == heads.end;
-      const T* next_k = last ? k + heads.begin * s.k_head + (first + TILE) * s.k_step : keys.first + s.k_head;
-      const T* next_v = last ? v + heads.begin * s.v_head + (first + TILE) * s.v_step : values.first + s.v_head;
+      const T* next_k = last ? k + heads.begin * run.k_head + (first + TILE) * run.k_step : keys.first + run.k_head;
+      const T* next_v = last ? v + heads.begin * run.v_head + (first + TILE) * run.v_step : values.first + run.v_head;
       if (last && first + TILE >= seen.end) next_k = next_v = nullptr;
       for (int64_t row = 0; row < s.rows;) {
         const int64_t index = head * s.rows + row, left = s.rows - row;
@@ -255,8 +255,7 @@ void decode(const Input& input, const Shape& s, float scale, int threads, float*
     int64_t passed = 0;
     for (const Run& run : input.of(chunk.sequence)) {
       const Range part{std::max<int64_t>(chunk.keys.begin - passed, 0), std::min(chunk.keys.end - passed, run.keys)};
-      if (part.begin < part.end)
-        attend_chunk(query, (const T*)run.k, (const T*)run.v, s, heads, part, state);
+      if (part.begin < part.end) attend_chunk<T>(query, run, s, heads, part, state);
       passed += run.keys;
     }
   }
@@ -286,13 +285,12 @@ void decode(const Input& input, const Shape& s, float scale, int threads, float*
 
 // q [sequences, kv_heads, rows, key_dim] and the results [sequences, kv_heads, rows, value_dim] and
 // [sequences, kv_heads, rows] are float32 and contiguous. A sequence's keys and values lie in its runs, from
-// bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16) and with strides, in elements, of heads and keys.
+// bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16).
 // Returns 0, or 1 if there is no memory for partial results.
 extern "C" int megakv_decode(int type, const float* q, int64_t sequences, const int64_t* bounds, const Run* runs,
-                             int64_t kv_heads, int64_t rows, int64_t key_dim, int64_t value_dim, int64_t k_head,
-                             int64_t k_step, int64_t v_head, int64_t v_step, float scale, int threads, float* out,
-                             float* lse) {
-  const Shape shape{kv_heads, rows, (int)key_dim, (int)value_dim, k_head, k_step, v_head, v_step};
+                             int64_t kv_heads, int64_t rows, int64_t key_dim, int64_t value_dim, float scale,
+                             int threads, float* out, float* lse) {
+  const Shape shape{kv_heads, rows, (int)key_dim, (int)value_dim};
   const Input input{q, runs, bounds, sequences};
   try {
     if (type == 0) decode<float>(input, shape, scale, threads, out, lse);

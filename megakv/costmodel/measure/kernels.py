@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from megakv.attention.backends import attend_block
 from megakv.attention.backends import math as math_backend
 from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
-from megakv.costmodel.measure.stopwatch import Cases, Pool, Times
+from megakv.costmodel.measure.stopwatch import Cases, Pool, rising
 from megakv.costmodel.shape import AttentionShape, ModelShape
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
@@ -61,13 +61,13 @@ class Matrices:
 
 
 @dataclass(frozen=True)
-class TableCases:
+class Kernel:
+    """An attention kernel on numbers of the pool."""
+
     sizes: AttentionShape  # Heads and their dimensions; whatever their window and type.
     pool: Pool
-    flops: float  # Operations per second to expect.
-    longest_s: float  # Calls expected to take longer are left out.
 
-    def call(self, rows: int, keys: int, *, causal: bool) -> object:
+    def call(self, rows: int, keys: int, *, causal: bool = False) -> object:
         sizes, pool = self.sizes, self.pool
         kv_heads = sizes.heads // sizes.group
         q_HLD = pool.take(rows, sizes.heads, sizes.head_dim).transpose(0, 1)
@@ -78,70 +78,58 @@ class TableCases:
         backend = math_backend if sizes.kernel == "math" else attend_block
         return backend(q_HLD, k_KSD, v_KSD, sizes.head_dim**-0.5, causal=causal)
 
-    @property
-    def _rows(self) -> tuple[int, ...]:
-        fused = UNGROUPED_ROWS if self.sizes.group == 1 else GROUPED_ROWS
-        return {"sdpa": SDPA_ROWS, "math": MATH_ROWS}.get(self.sizes.kernel, fused)
+    def operations(self, pairs: int) -> int:
+        return 4 * self.sizes.heads * self.sizes.head_dim * pairs
 
-    def _short(self, pairs: int) -> bool:
-        return 4 * self.sizes.heads * self.sizes.head_dim * pairs <= self.longest_s * self.flops
+    def table(self, cases: Cases, *, flops: float, longest_s: float) -> Callable[[], AttentionTable]:
+        """Its table, once the cases have run; calls that would take longer at so many `flops` are left out."""
+        sizes = self.sizes
+        fused = UNGROUPED_ROWS if sizes.group == 1 else GROUPED_ROWS
+        axis = {"sdpa": SDPA_ROWS, "math": MATH_ROWS}.get(sizes.kernel, fused)
 
-    def _keys(self, rows: int) -> tuple[int, ...]:
-        return tuple(keys for keys in KEYS if keys == KEYS[0] or self._short(rows * keys))
+        def short(pairs: int) -> bool:
+            return self.operations(pairs) <= longest_s * flops
 
-    def _squares(self) -> tuple[int, ...]:
-        least, larger = SQUARES[:2], SQUARES[2:] if self.sizes.kernel != "sdpa" else ()
-        return (*least, *(rows for rows in larger if self._short(rows * rows)))
-
-    def add(self, cases: Cases) -> None:
-        for rows in self._rows:
-            for keys in self._keys(rows):
-                cases.add(self.sizes, rows, keys, call=partial(self.call, rows, keys, causal=False))
-        for rows in self._squares():
-            cases.add(self.sizes, rows, call=partial(self.call, rows, rows, causal=True))
-
-    def table(self, times: Times) -> AttentionTable:
-        sizes, squares = self.sizes, self._squares()
-        square_s = times.rising((sizes, rows) for rows in squares)
-        return AttentionTable(
+        blocks = [
+            [cases.add(partial(self.call, rows, keys)) for keys in KEYS if keys == KEYS[0] or short(rows * keys)]
+            for rows in axis
+        ]
+        larger = SQUARES[2:] if sizes.kernel != "sdpa" else ()
+        squares = (*SQUARES[:2], *(rows for rows in larger if short(rows * rows)))
+        causal = [cases.add(partial(self.call, rows, rows, causal=True)) for rows in squares]
+        return lambda: AttentionTable(
             kernel=sizes.kernel,
             head_dim=sizes.head_dim,
             heads=sizes.heads,
             group=sizes.group,
-            rows=self._rows,
+            rows=axis,
             keys=KEYS,
-            seconds=tuple(times.rising((sizes, rows, keys) for keys in self._keys(rows)) for rows in self._rows),
-            causal=Curve(sizes=tuple(rows * rows for rows in squares), seconds=square_s),
+            seconds=tuple(map(rising, blocks)),
+            causal=Curve(sizes=tuple(rows * rows for rows in squares), seconds=rising(causal)),
         )
 
 
-@dataclass(frozen=True)
-class CurveCases:
-    """Cases of one `Curve`."""
-
-    name: object  # What tells its cases from others.
-    sizes: tuple[int, ...]
-    make: Callable[[int], Callable[[], object]]  # The call to time, of a size.
-    rising: bool = True  # Whether no size takes longer than a larger one.
-    scale: float = 1.0  # Of the curve, over the seconds of a call.
-
-    def add(self, cases: Cases) -> None:
-        for size in self.sizes:
-            cases.add(self.name, size, call=self.make(size))
-
-    def curve(self, times: Times) -> Curve:
-        keys = [(self.name, size) for size in self.sizes]
-        seconds = times.rising(keys) if self.rising else [times[key] for key in keys]
-        return Curve(sizes=self.sizes, seconds=tuple(self.scale * value for value in seconds))
+def curve(cases: Cases, sizes: Sequence[int], make: Callable[[int], Callable[[], object]]) -> Callable[[], Curve]:
+    """A curve, once the cases have run: `make` gives the call to time of each size."""
+    taken = [cases.add(make(size)) for size in sizes]
+    return lambda: Curve(sizes=tuple(sizes), seconds=rising(taken))
 
 
-def rank_curves(pool: Pool, matrices: Matrices, parts: int) -> dict[str, CurveCases]:
+def rank_curves(cases: Cases, pool: Pool, matrices: Matrices, parts: int) -> dict[str, Callable[[], Curve]]:
     """Curves of what a rank does alone, by field of the profile; partial outputs of so many parts are stacked."""
     device, itemsize = pool.device, pool.dtype.itemsize
 
     def copying(nbytes: int) -> Callable[[], object]:
         buffer = torch.empty(nbytes // itemsize, dtype=pool.dtype, device=device)
         return lambda: buffer.copy_(pool.take(len(buffer)))
+
+    def copying_fresh(nbytes: int) -> Callable[[], object]:
+        return lambda: pool.take(nbytes // itemsize).clone()
+
+    def bringing(nbytes: int) -> Callable[[], object]:
+        held = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+        brought = torch.empty_like(held, device=device)
+        return lambda: brought.copy_(held, non_blocking=True)
 
     def outputs(stacked: int, elements: int) -> tuple[Tensor, Tensor]:
         # [parts, 1, L, D] partial outputs of so many elements a part, and their log-sum-exps.
@@ -155,14 +143,14 @@ def rank_curves(pool: Pool, matrices: Matrices, parts: int) -> dict[str, CurveCa
     def combining(elements: int) -> Callable[[], object]:
         return partial(merge_parts, *outputs(parts, max(1, elements // parts)))
 
-    return {
-        "matmul": CurveCases(
-            "matmul", TOKENS, partial(matrices.pass_through, pool), rising=False, scale=1 / matrices.elements
-        ),
-        "copy_bytes": CurveCases("copy", COPY_SIZES, copying),
-        "copy_fresh": CurveCases(
-            "fresh copy", COPY_SIZES, lambda nbytes: lambda: pool.take(nbytes // itemsize).clone()
-        ),
-        "merge": CurveCases("merge", MERGE_SIZES, merging),
-        "combine": CurveCases("combine", MERGE_SIZES, combining),
+    # Without an accelerator there is no link, or an emulated one, which its engine knows.
+    link = {} if device.type == "cpu" else {"host_link": curve(cases, COPY_SIZES, bringing)}
+    products = [cases.add(matrices.pass_through(pool, tokens)) for tokens in TOKENS]
+    return link | {
+        # Two tokens may take longer than four.
+        "matmul": lambda: Curve(sizes=TOKENS, seconds=tuple(case.seconds / matrices.elements for case in products)),
+        "copy_bytes": curve(cases, COPY_SIZES, copying),
+        "copy_fresh": curve(cases, COPY_SIZES, copying_fresh),
+        "merge": curve(cases, MERGE_SIZES, merging),
+        "combine": curve(cases, MERGE_SIZES, combining),
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megakv.costmodel.measure.kernels import CurveCases, TableCases
-from megakv.costmodel.measure.stopwatch import Cases, Times
+from megakv.costmodel.curves import Curve
+from megakv.costmodel.measure.kernels import curve
+from megakv.costmodel.measure.stopwatch import Cases
 from megakv.distributed.comm import Communicator
 
 MESSAGE_SIZES = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)
@@ -40,7 +40,9 @@ def exchange(comm: Communicator, size: int) -> Callable[[], object]:
     return lambda: comm.shift(send, receive, operation=OPERATION, layer=None).wait()
 
 
-def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> dict[str, CurveCases]:
+def ring_curves(
+    cases: Cases, comm: Communicator, *, bandwidth: float, longest_s: float
+) -> dict[str, Callable[[], Curve]]:
     """Curves of what the ranks of a ring do together with nothing else running, by field of the profile.
 
     The ring's step is over the bytes of its messages; the collectives are over the bytes that a rank sends to others.
@@ -59,15 +61,10 @@ def ring_curves(comm: Communicator, *, bandwidth: float, longest_s: float) -> di
 
     fewer = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
     return {
-        "exchange": CurveCases("exchange", _sizes(bandwidth, longest_s), partial(exchange, comm)),
-        "all_to_all": CurveCases("all to all", fewer, scattering),
-        "all_gather": CurveCases("all gather", fewer, gathering),
+        "exchange": curve(cases, _sizes(bandwidth, longest_s), partial(exchange, comm)),
+        "all_to_all": curve(cases, fewer, scattering),
+        "all_gather": curve(cases, fewer, gathering),
     }
-
-
-def sum_name(comm: Communicator) -> tuple[str, int, bool]:
-    """What tells the sums over one mesh's tensor-parallel ranks from those over another's."""
-    return "sum", comm.mesh.tp_size, comm.mesh.shared_memory
 
 
 def summing(comm: Communicator, size: int) -> Callable[[], object]:
@@ -75,58 +72,56 @@ def summing(comm: Communicator, size: int) -> Callable[[], object]:
     return lambda: comm.tp_all_reduce(tensor, operation=OPERATION)
 
 
-def sum_cases(comm: Communicator, *, bandwidth: float, longest_s: float) -> CurveCases:
-    sizes = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
-    return CurveCases(sum_name(comm), sizes, partial(summing, comm))
+def sum_curve(cases: Cases, comm: Communicator, *, bandwidth: float, longest_s: float) -> Callable[[], Curve]:
+    return curve(cases, _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE), partial(summing, comm))
 
 
-@dataclass
-class OverlapCases:
-    """How badly an exchange and attention share the processor: what the shorter adds to the longer one's time."""
+def overlap(
+    cases: Cases,
+    comm: Communicator,
+    compute: Callable[[], object],
+    *,
+    unit_s: float,
+    bandwidth: float,
+    longest_s: float,
+) -> Callable[[], dict[str, float]]:
+    """How badly an exchange and attention share the processor: what the shorter adds to the longer one's time.
 
-    comm: Communicator
-    kernels: TableCases  # Whose kernel computes.
-    unit_s: float  # Seconds of one call of `UNIT_ROWS` by `UNIT_KEYS`.
-    bandwidth: float  # Bytes per second of the exchange, about.
-    longest_s: float  # The exchange takes no longer than this, about.
-    _units: tuple[int, int] = field(init=False)
+    compute: a call of `unit_s` seconds.
+    bandwidth: of the exchange, about, which takes no longer than `longest_s`.
+    """
+    # Long enough for the shorter computation to be several units.
+    wanted_s = max(10 * unit_s, LEAST_OVERLAP_BYTES / bandwidth)
+    transfer_s = max(LEAST_OVERLAP_S, min(wanted_s, longest_s))
+    fewer = max(1, round(SHORTER * transfer_s / unit_s))
+    more = max(fewer + 1, round(transfer_s / SHORTER / unit_s))
+    size = max(1, int(transfer_s * bandwidth))
+    send, receive = _bytes(comm, size), _bytes(comm, size)
 
-    def __post_init__(self) -> None:
-        # Long enough for the shorter computation to be several units.
-        wanted_s = max(10 * self.unit_s, LEAST_OVERLAP_BYTES / self.bandwidth)
-        self._transfer_s = max(LEAST_OVERLAP_S, min(wanted_s, self.longest_s))
-        fewer = max(1, round(SHORTER * self._transfer_s / self.unit_s))
-        self._units = fewer, max(fewer + 1, round(self._transfer_s / SHORTER / self.unit_s))
-
-    def _compute(self, units: int) -> None:
+    def computing(units: int) -> None:
         for _ in range(units):
-            self.kernels.call(UNIT_ROWS, UNIT_KEYS, causal=False)
+            compute()
 
-    def add(self, cases: Cases) -> None:
-        comm = self.comm
-        size = max(1, int(self._transfer_s * self.bandwidth))
-        send, receive = _bytes(comm, size), _bytes(comm, size)
+    def both(units: int) -> None:
+        transfer = comm.shift(send, receive, operation=OPERATION, layer=None)
+        computing(units)
+        transfer.wait()
 
-        def both(units: int) -> None:
-            transfer = comm.shift(send, receive, operation=OPERATION, layer=None)
-            self._compute(units)
-            transfer.wait()
+    alone = cases.add(partial(both, 0))
+    short, beside_short, long, beside_long = (
+        cases.add(partial(call, units)) for units in (fewer, more) for call in (computing, both)
+    )
 
-        cases.add("overlap", 0, True, call=partial(both, 0))
-        for units in self._units:
-            cases.add("overlap", units, False, call=partial(self._compute, units))
-            cases.add("overlap", units, True, call=partial(both, units))
-
-    def fields(self, times: Times) -> dict[str, float]:
-        fewer, more = self._units
-        alone = times["overlap", 0, True]
-        added_transfer = times["overlap", more, True] - times["overlap", more, False]
-        added_compute = times["overlap", fewer, True] - alone
-        shares = _share(added_transfer, alone), _share(added_compute, times["overlap", fewer, False])
-        if self.comm.mesh.device.type == "cpu":
+    def fields() -> dict[str, float]:
+        shares = (
+            _share(beside_long.seconds - long.seconds, alone.seconds),
+            _share(beside_short.seconds - alone.seconds, short.seconds),
+        )
+        if comm.mesh.device.type == "cpu":
             shares = fair(*shares)
-        straggle = times.straggle(("overlap", more, False))
-        return {"exposed_transfer": shares[0], "exposed_compute": shares[1], "straggle": straggle}
+        return {"exposed_transfer": shares[0], "exposed_compute": shares[1], "straggle": long.straggle}
+
+    return fields
 
 
 def fair(transfer: float, compute: float) -> tuple[float, float]:

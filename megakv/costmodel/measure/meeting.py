@@ -15,10 +15,11 @@ import torch
 
 from megakv.costmodel.attention_time import DECODING, LayerTimes
 from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile, SumTimes
-from megakv.costmodel.measure.kernels import CurveCases, Matrices
-from megakv.costmodel.measure.links import OPERATION, sum_name, summing
-from megakv.costmodel.measure.stopwatch import Cases, Pool, Times
+from megakv.costmodel.measure.kernels import Matrices
+from megakv.costmodel.measure.links import OPERATION, summing
+from megakv.costmodel.measure.stopwatch import Case, Cases, Pool
 from megakv.costmodel.measure.trial import TrialLayer
 from megakv.costmodel.shape import AttentionShape
 from megakv.distributed.comm import Communicator
@@ -37,86 +38,71 @@ RESULTS = 1 << 15
 """Elements of a result that all ranks are told, as of the logits of a usual vocabulary."""
 
 
-def behind(stretch: Callable[[], object], times: int, then: Callable[[], object]) -> Callable[[], object]:
-    def call() -> None:
-        for _ in range(times):
-            stretch()
-        then()
+class Meeting:
+    """What ranks do together, each behind a stretch.
 
-    return call
-
-
-class MeetingCases:
-    """What ranks do together, each behind a stretch; `sums` are meshes whose tensor-parallel ranks sum."""
+    sums: meshes whose tensor-parallel ranks sum, and the curves of their sums.
+    """
 
     def __init__(
         self,
+        cases: Cases,
         comm: Communicator,
         pool: Pool,
         shape: AttentionShape,
-        sums: Sequence[Communicator],
         matrices: Matrices,
+        sums: Sequence[tuple[Communicator, Callable[[], Curve]]],
     ):
+        ring, dim = comm.mesh.cp_size, shape.head_dim
         self._matrices = matrices
-        ring = comm.mesh.cp_size
-        self._comm = comm
-        self._pool = pool
-        self._sums = sums
-        dim, dtype = shape.head_dim, pool.dtype
-        self._shape = AttentionShape(shape.heads, shape.heads // shape.group, dim, dim, dtype.itemsize)
+        self._shape = AttentionShape(shape.heads, shape.heads // shape.group, dim, dim, pool.dtype.itemsize)
         # The smallest pass of every method.
         self._works = {name: Workload((2 * ring,), (0,), ring) for name in METHODS}
         self._works[MEETING] = Workload((1,), (0,), ring)
         self._works[DECODING] = Workload((1,) * ring, (0,) * ring, ring)
+        stretch = matrices.pass_through(pool, 1)
 
-    def add(self, cases: Cases) -> None:
-        comm, stretch = self._comm, self._matrices.pass_through(self._pool, 1)
-        for name, work in self._works.items():
-            trial = TrialLayer(comm, self._shape, work, pool=self._pool)
-            for often in (SHORT, LONG) if name == MEETING else (SHORT,):
-                run = behind(stretch, often, partial(trial.run, METHODS[name]))
-                cases.add("behind", name, often, call=run, weight=WEIGHT)
+        def behind(then: Callable[[], object], times: int = SHORT) -> Case:
+            def call() -> None:
+                for _ in range(times):
+                    stretch()
+                then()
+
+            return cases.add(call, weight=WEIGHT)
+
         logits, word = torch.zeros(RESULTS, device=comm.mesh.device), comm.device_tensor([0, 0])
 
         def share() -> None:
             comm.broadcast(logits, 0, operation=OPERATION)
             comm.broadcast(word, 0, operation=OPERATION)
 
-        cases.add("behind", "share", SHORT, call=behind(stretch, SHORT, share), weight=WEIGHT)
-        for each in self._sums:
-            small = behind(stretch, SHORT, summing(each, SUMMED_BYTES))
-            cases.add("behind", sum_name(each), SHORT, call=small, weight=WEIGHT)
+        runs = {
+            name: partial(TrialLayer(comm, self._shape, work, pool=pool).run, METHODS[name])
+            for name, work in self._works.items()
+        }
+        self.methods = {name: behind(run) for name, run in runs.items()}
+        self.long, self.shared = behind(runs[MEETING], LONG), behind(share)
+        self.sums = [(each, curve, behind(summing(each, SUMMED_BYTES))) for each, curve in sums]
 
-    def fields(self, profile: HardwareProfile, times: Times) -> dict[str, Any]:
-        """Fields of `HardwareProfile`, from one that lacks them: step_overhead_s, lag, share_s."""
-        computed = self._behind(times)
+    def fields(self, profile: HardwareProfile) -> dict[str, Any]:
+        """Fields of `HardwareProfile`, from one that lacks them: step_overhead_s, lag, share_s, sums."""
+        # Of a short stretch that all ranks end together.
+        computed = SHORT * max(0.0, self.long.together - self.methods[MEETING].together) / (LONG - SHORT)
         overheads = {}
         for name, work in self._works.items():
             predicted = LayerTimes(profile, self._shape, work).predict(METHODS[name]).seconds
-            rest = times.together(("behind", name, SHORT)) - computed - predicted
-            overheads[name] = max(0.0, rest) / work.size
-        shared = times.together(("behind", "share", SHORT)) - computed
+            overheads[name] = max(0.0, self.methods[name].together - computed - predicted) / work.size
         return {
             "step_overhead_s": overheads,
             "lag": max(0.0, computed / SHORT / (self._matrices.elements * profile.matmul.at(1)) - 1),
-            "share_s": max(0.0, shared) / 2,
+            "share_s": max(0.0, self.shared.together - computed) / 2,
+            "sums": tuple(
+                SumTimes(
+                    ranks=comm.mesh.tp_size,
+                    shared_memory=comm.mesh.shared_memory,
+                    seconds=curve(),
+                    wait_s=max(0.0, case.together - computed - curve().at(SUMMED_BYTES)),
+                )
+                for comm, curve, case in self.sums
+            ),
         }
-
-    def sum_times(self, times: Times, curves: Sequence[CurveCases]) -> tuple[SumTimes, ...]:
-        computed = self._behind(times)
-        found = []
-        for comm, curve in zip(self._sums, curves, strict=True):
-            seconds = curve.curve(times)
-            late = times.together(("behind", sum_name(comm), SHORT)) - computed
-            late -= seconds.at(SUMMED_BYTES)
-            mesh = comm.mesh
-            found.append(
-                SumTimes(ranks=mesh.tp_size, shared_memory=mesh.shared_memory, seconds=seconds, wait_s=max(0.0, late))
-            )
-        return tuple(found)
-
-    @staticmethod
-    def _behind(times: Times) -> float:
-        """Seconds of a short stretch that all ranks end together."""
-        short, long = (times.together(("behind", MEETING, often)) for often in (SHORT, LONG))
-        return SHORT * max(0.0, long - short) / (LONG - SHORT)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from scipy.special import expit
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import fingerprint
-from megakv.costmodel.measure.stopwatch import Pool, Stopwatch
+from megakv.costmodel.measure.stopwatch import Pool, slowest, timed
 from megakv.costmodel.measure.trial import TrialLayer
 from megakv.costmodel.policy_fit import FitPoint, PolicyFit, empirical_rule
 from megakv.costmodel.shape import AttentionShape
+from megakv.device import settle_allocator
 from megakv.distributed.comm import Communicator
 
 MISS_RATES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
@@ -35,22 +36,21 @@ def grid(totals: Sequence[int], ring: int) -> list[tuple[int, int]]:
     return sorted((new, total - new) for new, total in points if new >= 2 * ring)
 
 
-def _time_pair(watch: Stopwatch, trial: TrialLayer, budget_s: float) -> tuple[float, float] | None:
+def _time_pair(trial: TrialLayer, budget_s: float) -> tuple[float, float] | None:
     """Medians of the slowest rank's seconds of both methods, run in turns; None if they take too long."""
-    calls: list[Callable[[], object]] = [lambda: trial.run("pass_kv"), lambda: trial.run("pass_q")]
+    calls = [partial(trial.run, method) for method in ("pass_kv", "pass_q")]
     for call in calls:
         call()
-    first = sum(watch.slowest([watch.once(call) for call in calls]))
+    first = sum(slowest(trial.comm, [timed(call) for call in calls]))
     if LEAST_PAIRS * first > PATIENCE * budget_s:
         return None
-    pairs = min(MOST_PAIRS, max(LEAST_PAIRS, int(budget_s / first)))
     samples: list[list[float]] = [[], []]
-    for index in range(pairs):
+    for index in range(min(MOST_PAIRS, max(LEAST_PAIRS, int(budget_s / first)))):
         # The order alternates, so that neither method always runs in the other's wake.
         for which in (0, 1) if index % 2 else (1, 0):
-            watch.comm.barrier()
-            samples[which].append(watch.once(calls[which]))
-    pass_kv, pass_q = (statistics.median(watch.slowest(times)) for times in samples)
+            trial.comm.barrier()
+            samples[which].append(timed(calls[which]))
+    pass_kv, pass_q = (statistics.median(slowest(trial.comm, times)) for times in samples)
     return pass_kv, pass_q
 
 
@@ -71,11 +71,12 @@ def fit_policy(
     ring = comm.mesh.cp_size
     if ring < 2:
         raise ValueError(f"a fit needs 2 or more context-parallel ranks, not {ring}")
-    watch, pool = Stopwatch(comm), Pool(dtype, comm.mesh.device)
+    settle_allocator()
+    pool = Pool(dtype, comm.mesh.device)
     wanted, points = grid(totals, ring), []
     for new, cached in wanted:
         trial = TrialLayer(comm, shape, Workload((new,), (cached,), ring), pool=pool)
-        times = _time_pair(watch, trial, seconds / len(wanted))
+        times = _time_pair(trial, seconds / len(wanted))
         if times is not None:
             points.append(FitPoint(new=new, cached=cached, pass_kv_s=times[0], pass_q_s=times[1]))
         if report is not None:
@@ -104,14 +105,14 @@ def fit_constants(points: Sequence[FitPoint]) -> tuple[float, float, float]:
     """
     if not points:
         raise ValueError("no (T, P) point was measured: allow more --seconds or smaller --tokens")
-    features = np.array([[math.log(p.new), math.log(p.new / (p.new + p.cached)), 1.0] for p in points])
-    wins = np.array([p.advantage > 0 for p in points], dtype=np.float64)
-    weights = np.array([abs(p.advantage) for p in points])
+    features = np.log([[p.new, p.new / (p.new + p.cached)] for p in points])
+    advantages = np.array([p.advantage for p in points])
+    wins, weights = advantages > 0, np.abs(advantages)
     weights = weights / weights.mean() if weights.any() else np.ones(len(points))
     # Standardised columns make one ridge fit both logarithms.
-    center, spread = features[:, :2].mean(0), features[:, :2].std(0)
+    center, spread = features.mean(0), features.std(0)
     spread[spread == 0] = 1.0
-    scaled = np.concatenate([(features[:, :2] - center) / spread, features[:, 2:]], axis=1)
+    scaled = np.column_stack([(features - center) / spread, np.ones(len(points))])
 
     def loss(theta: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         scores = scaled @ theta

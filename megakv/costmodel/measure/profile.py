@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,16 +12,15 @@ from deepspeed.accelerator import get_accelerator
 
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile, fingerprint
-from megakv.costmodel.measure.kernels import Matrices, TableCases, rank_curves
-from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, OverlapCases, exchange, ring_curves, sum_cases
-from megakv.costmodel.measure.meeting import MeetingCases
-from megakv.costmodel.measure.small_models import SmallModelCases
-from megakv.costmodel.measure.stopwatch import ROUNDS, Cases, Pool, Stopwatch, lower_decile
+from megakv.costmodel.measure.kernels import Kernel, Matrices, rank_curves
+from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, exchange, overlap, ring_curves, sum_curve
+from megakv.costmodel.measure.meeting import Meeting
+from megakv.costmodel.measure.small_models import SmallModels
+from megakv.costmodel.measure.stopwatch import ROUNDS, Cases, Pool, lower_decile, slowest, timed
 from megakv.costmodel.shape import AttentionShape
 from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 
-DEFAULT_SECONDS = 60.0
 DEFAULT_SIZES = tuple(AttentionShape(8, 2, dim, dim, torch.float32.itemsize) for dim in (64, 128))
 DEFAULT_MATRICES = Matrices()
 CALLS = 120
@@ -36,7 +36,7 @@ def measure_profile(
     dtype: torch.dtype,
     sizes: Sequence[AttentionShape] = DEFAULT_SIZES,
     matrices: Matrices = DEFAULT_MATRICES,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float,
     sums: Sequence[Communicator] = (),
     report: Callable[[int], None] | None = None,
 ) -> HardwareProfile:
@@ -48,48 +48,43 @@ def measure_profile(
     report: called after each step with the number of all steps.
     """
     ring = comm.mesh.cp_size
-    watch = Stopwatch(comm)
     pool = Pool(dtype, comm.mesh.device)
     longest_s = seconds / CALLS
-    probe = TableCases(sizes[0], pool, 1.0, longest_s)
-    flops, unit_s, bandwidth = _probe(watch, probe)
-    tables = [TableCases(size, pool, flops, longest_s) for size in _all_tables(sizes, pool.device)]
-    curves = rank_curves(pool, matrices, max(2, ring))
-    summed = [each for each in (comm, *sums) if each.mesh.tp_size > 1]
-    sum_curves = [sum_cases(each, bandwidth=bandwidth, longest_s=longest_s) for each in summed]
-    overlap = meeting = None
+    cases, kernel = Cases(comm), Kernel(sizes[0], pool)
+    flops, unit_s, bandwidth = _probe(comm, kernel)
+    tables = [Kernel(size, pool).table(cases, flops=flops, longest_s=longest_s) for size in _all_sizes(sizes, pool)]
+    curves = rank_curves(cases, pool, matrices, max(2, ring))
+    late: list[Meeting | SmallModels] = []
+    overlapped: Callable[[], dict[str, float]] | None = None
     if ring > 1:
-        curves |= ring_curves(comm, bandwidth=bandwidth, longest_s=longest_s)
-        overlap = OverlapCases(comm, probe, unit_s, bandwidth, longest_s)
-        meeting = MeetingCases(comm, pool, sizes[0], summed, matrices)
-    small = SmallModelCases(pool) if pool.device.type == "cpu" else None
-    cases = Cases(watch)
-    for part in (*tables, *curves.values(), overlap, *(sum_curves if meeting else ()), meeting, small):
-        if part is not None:
-            part.add(cases)
+        limits = {"bandwidth": bandwidth, "longest_s": longest_s}
+        curves |= ring_curves(cases, comm, **limits)
+        overlapped = overlap(cases, comm, partial(kernel.call, UNIT_ROWS, UNIT_KEYS), unit_s=unit_s, **limits)
+        summed = [(each, sum_curve(cases, each, **limits)) for each in (comm, *sums) if each.mesh.tp_size > 1]
+        late.append(Meeting(cases, comm, pool, sizes[0], matrices, summed))
+    if pool.device.type == "cpu":
+        late.append(SmallModels(cases, pool))
     steps = ROUNDS * len(cases)
-    times = cases.run(seconds, None if report is None else lambda: report(steps))
+    cases.run(seconds, None if report is None else lambda: report(steps))
     machine = fingerprint(comm, dtype)
     local = -(-machine.ranks // machine.hosts)
     # Whatever a rank that is alone sends to nobody takes no time.
     measured: dict[str, Any] = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
     measured |= dict.fromkeys(("exposed_transfer", "exposed_compute", "straggle"), 0.0)
-    measured |= {name: curve.curve(times) for name, curve in curves.items()}
-    measured |= overlap.fields(times) if overlap else {}
+    measured |= {name: curve() for name, curve in curves.items()}
+    measured |= overlapped() if overlapped else {}
     profile = HardwareProfile(
         fingerprint=machine,
         ring_size=ring,
-        attention=tuple(table.table(times) for table in tables),
+        attention=tuple(table() for table in tables),
         **measured,
-        sums=meeting.sum_times(times, sum_curves) if meeting else (),
         step_overhead_s={},
         memory_bytes=_memory_bytes(comm, local),
         host_memory_bytes=min(comm.gather_objects(machine_info()["memory_bytes"])),
         devices_per_host=local,
     )
     # What is left over where all of this is used at once.
-    rest = {**(meeting.fields(profile, times) if meeting else {}), **(small.fields(profile, times) if small else {})}
-    return profile.model_copy(update=rest)
+    return profile.model_copy(update={name: value for part in late for name, value in part.fields(profile).items()})
 
 
 def _memory_bytes(comm: Communicator, local: int) -> int:
@@ -98,29 +93,22 @@ def _memory_bytes(comm: Communicator, local: int) -> int:
     return min(comm.gather_objects(total // local if comm.mesh.device.type == "cpu" else total))
 
 
-def _all_tables(sizes: Sequence[AttentionShape], device: torch.device) -> list[AttentionShape]:
+def _all_sizes(sizes: Sequence[AttentionShape], pool: Pool) -> list[AttentionShape]:
     """Sizes, also with one head to a KV head, for few rows; biased scores' kernel, and transformers' for decoding."""
     flash = dict.fromkeys(
         replace(size, kv_heads=size.heads // group, kernel="flash") for size in sizes for group in (1, size.group)
     )
-    others: tuple[Literal["math", "sdpa"], ...] = ("math", "sdpa") if device.type == "cpu" else ("math",)
+    others: tuple[Literal["math", "sdpa"], ...] = ("math", "sdpa") if pool.device.type == "cpu" else ("math",)
     return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]
 
 
-def _probe(watch: Stopwatch, kernels: TableCases) -> tuple[float, float, float]:
+def _probe(comm: Communicator, kernel: Kernel) -> tuple[float, float, float]:
     """Operations per second, seconds of an overlap unit and bytes per second of the exchange, roughly."""
     calls: list[Callable[[], object]] = [
-        lambda: kernels.call(PROBE_ROWS, PROBE_KEYS, causal=False),
-        lambda: kernels.call(UNIT_ROWS, UNIT_KEYS, causal=False),
+        partial(kernel.call, PROBE_ROWS, PROBE_KEYS),
+        partial(kernel.call, UNIT_ROWS, UNIT_KEYS),
     ]
-    if watch.comm.mesh.cp_size > 1:
-        calls.append(exchange(watch.comm, PROBE_BYTES))
-    block_s, unit_s, *exchange_s = watch.slowest(
-        [lower_decile([watch.once(call) for _ in range(PROBES)]) for call in calls]
-    )
-    sizes = kernels.sizes
-    return (
-        4 * sizes.heads * sizes.head_dim * PROBE_ROWS * PROBE_KEYS / block_s,
-        unit_s,
-        PROBE_BYTES / max(exchange_s, default=1.0),
-    )
+    if comm.mesh.cp_size > 1:
+        calls.append(exchange(comm, PROBE_BYTES))
+    block_s, unit_s, *exchange_s = slowest(comm, [lower_decile([timed(call) for _ in range(PROBES)]) for call in calls])
+    return kernel.operations(PROBE_ROWS * PROBE_KEYS) / block_s, unit_s, PROBE_BYTES / max(exchange_s, default=1.0)

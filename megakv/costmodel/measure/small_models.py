@@ -8,7 +8,6 @@ small tensors are in a cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import CallTimes, HardwareProfile
-from megakv.costmodel.measure.stopwatch import Alone, Cases, Pool, Times
+from megakv.costmodel.measure.stopwatch import Alone, Case, Cases, Pool
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.forward_pass import Generation
@@ -48,28 +47,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-PLAIN, OWN, READING = "small model", "small model of MegaKV", "reading"
-
-
-class _Reading:
-    """Reads weights that no cache holds, as a product of one token does."""
-
-    def __init__(self, pool: Pool):
-        self._pool = pool
-        self._x_TI = pool.take(1, READ[1]).clone()
-
-    def __call__(self, *hooked: Any) -> None:
-        torch.nn.functional.linear(self._x_TI, self._pool.take(*READ))
-
-    def before_products(self, model: PreTrainedModel) -> int:
-        products = [each for layer in model.model.layers for each in layer.modules() if isinstance(each, nn.Linear)]
-        for product in products:
-            product.register_forward_pre_hook(self)
-        return len(products)
-
-    def alone(self, times: int) -> None:
-        for _ in range(times):
-            self()
 
 
 class _Plain:
@@ -103,78 +80,75 @@ class _Own(_Plain):
         heads = {"heads": SIZES["num_attention_heads"], "kv_heads": SIZES["num_key_value_heads"]}
         planner = PassPlanner(comm=self._comm, config=ContextParallelConfig(), **heads)
         self._runtime = Runtime(self._comm, planner, dtype=model.dtype)
-        self._hooks = ForwardHooks(model, self._runtime, attach(model, self._runtime))
+        self._new_cache = partial(self._runtime.new_cache, attach(model, self._runtime.attend))
+        ForwardHooks(model, self._runtime, self._new_cache)
 
     @torch.no_grad()
     def _generate(self, options: dict[str, Any]) -> None:
         # As an engine does it.
         with agreed_call(self.model, self._ids, options, self._comm, self._agreement) as (prepared, _):
-            cache = self._hooks.new_cache()
+            cache = self._new_cache()
             self._runtime.generation = Generation(cache)
             super()._generate({**prepared, "past_key_values": cache})
             self._runtime.generation = None
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """Seconds of a layer, of a pass beside its layers, of a step beside its pass, of a generation beside its steps."""
+class SmallModels:
+    def __init__(self, cases: Cases, pool: Pool):
+        self._dtype = pool.dtype
+        x_TI = pool.take(1, READ[1]).clone()
 
-    layer: float
-    rest: float
-    step: float
-    begin: float
+        def read(*_: Any) -> None:
+            """Weights that no cache holds, as a product of one token does."""
+            torch.nn.functional.linear(x_TI, pool.take(*READ))
 
-    @classmethod
-    def of(cls, times: Times, kind: str) -> _Calls:
-        few, many = (times[kind, "pass", layers] - times[READING, layers] for layers in (FEW, MANY))
-        once, often = (times[kind, "tokens", tokens] for tokens in (ONCE, OFTEN))
-        layer = max(0.0, many - few) / (MANY - FEW)
-        whole = times[kind, "pass", FEW]
-        step = max(0.0, (often - once) / (OFTEN - ONCE) - whole)
-        return cls(layer, max(0.0, few - FEW * layer), step, max(0.0, once - whole - step))
+        def reading(times: int) -> None:
+            for _ in range(times):
+                read()
 
+        self.passes: list[dict[int, Case]] = []
+        """By number of layers, of transformers and of MegaKV; `reading` is what of each is no call."""
+        self.generations: list[dict[int, Case]] = []
+        """Of few layers, by number of tokens."""
+        self.reading: dict[int, Case] = {}
+        for make in (_Plain, _Own):
+            models = {layers: make(self._model(layers)) for layers in (FEW, MANY)}
+            for layers, small in models.items():
+                products = [part for part in small.model.model.layers.modules() if isinstance(part, nn.Linear)]
+                for product in products:
+                    product.register_forward_pre_hook(read)
+                self.reading[layers] = self.reading.get(layers) or cases.add(partial(reading, len(products)))
+            self.passes.append({layers: cases.add(small.step) for layers, small in models.items()})
+            generate = models[FEW].generate
+            self.generations.append({tokens: cases.add(partial(generate, tokens)) for tokens in (ONCE, OFTEN)})
 
-class SmallModelCases:
-    def __init__(self, pool: Pool):
-        self._pool = pool
-
-    def add(self, cases: Cases) -> None:
-        reading = _Reading(self._pool)
-        for kind, make in ((PLAIN, _Plain), (OWN, _Own)):
-            for layers in (FEW, MANY):
-                small = make(self._model(layers))
-                products = reading.before_products(small.model)
-                cases.add(kind, "pass", layers, call=small.step)
-                if kind == PLAIN:
-                    cases.add(READING, layers, call=partial(reading.alone, products))
-                for tokens in (ONCE, OFTEN) if layers == FEW else ():
-                    cases.add(kind, "tokens", tokens, call=partial(small.generate, tokens))
-
-    def fields(self, profile: HardwareProfile, times: Times) -> dict[str, Any]:
+    def fields(self, profile: HardwareProfile) -> dict[str, Any]:
         """Fields of `HardwareProfile`, from one that lacks them: issue_s, pass_s, step_s, begin_s, added."""
-        plain, own = _Calls.of(times, PLAIN), _Calls.of(times, OWN)
-        shape = ModelShape.from_config(self._config(FEW), dtype=self._pool.dtype)
+        plain, own = map(self._calls, self.passes, self.generations)
+        shape = ModelShape.from_config(self._config(FEW), dtype=self._dtype)
         tokens = TokenTimes(profile, shape)
         attention = LayerTimes(profile, shape.attention(), Workload((1,), (0,), 1)).predict("single").seconds
         return {
-            "issue_s": max(0.0, plain.layer - attention - tokens.layer(0, 1)),
-            "pass_s": max(0.0, plain.rest - tokens.head(1)),
-            "step_s": plain.step,
-            "begin_s": plain.begin,
-            "added": CallTimes(
-                layer_s=max(0.0, own.layer - plain.layer),
-                pass_s=max(0.0, own.rest - plain.rest),
-                step_s=max(0.0, own.step - plain.step),
-                begin_s=max(0.0, own.begin - plain.begin),
-            ),
+            "issue_s": max(0.0, plain.layer_s - attention - tokens.layer(0, 1)),
+            "pass_s": max(0.0, plain.pass_s - tokens.head(1)),
+            "step_s": plain.step_s,
+            "begin_s": plain.begin_s,
+            "added": CallTimes(**{name: max(0.0, value - getattr(plain, name)) for name, value in own}),
         }
+
+    def _calls(self, passes: dict[int, Case], generations: dict[int, Case]) -> CallTimes:
+        """A layer, a pass beside its layers, a step beside its pass, a generation beside its steps."""
+        few, many = (passes[layers].seconds - self.reading[layers].seconds for layers in (FEW, MANY))
+        once, often, whole = generations[ONCE].seconds, generations[OFTEN].seconds, passes[FEW].seconds
+        layer = max(0.0, many - few) / (MANY - FEW)
+        step = max(0.0, (often - once) / (OFTEN - ONCE) - whole)
+        rest, begin = max(0.0, few - FEW * layer), max(0.0, once - whole - step)
+        return CallTimes(layer_s=layer, pass_s=rest, step_s=step, begin_s=begin)
 
     @staticmethod
     def _config(layers: int) -> LlamaConfig:
         return LlamaConfig(**SIZES, num_hidden_layers=layers)
 
     def _model(self, layers: int) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_config(
-            self._config(layers), dtype=self._pool.dtype, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(self._config(layers), dtype=self._dtype, attn_implementation="sdpa")
         return model.eval().requires_grad_(False)

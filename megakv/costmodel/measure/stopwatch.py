@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,8 +16,6 @@ from megakv.device import settle_allocator
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import Mesh
-
-Key = tuple[object, ...]
 
 COLD_BYTES = 128 << 20
 """Numbers to read from: several times the last-level cache that a rank can hope for."""
@@ -31,22 +30,54 @@ def lower_decile(samples: Sequence[float]) -> float:
     return sorted(samples)[(len(samples) - 1) // DECILE]
 
 
-class Stopwatch:
-    def __init__(self, comm: Communicator):
-        self.comm = comm
-        settle_allocator()
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call on this rank, the accelerator's work included."""
+    get_accelerator().synchronize()
+    start = time.perf_counter()
+    call()
+    get_accelerator().synchronize()
+    return time.perf_counter() - start
 
-    def once(self, call: Callable[[], object]) -> float:
-        """Seconds of one call on this rank, the device's work included."""
-        start = time.perf_counter()
-        call()
-        if self.comm.mesh.device.type != "cpu":
-            get_accelerator().synchronize()
-        return time.perf_counter() - start
 
-    def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Elementwise maximum over the ranks."""
-        return [max(column) for column in zip(*self.comm.gather_objects(list(seconds)), strict=True)]
+def slowest(comm: Communicator, seconds: Sequence[float]) -> list[float]:
+    """Elementwise maximum over the ranks."""
+    return [max(column) for column in zip(*comm.gather_objects(list(seconds)), strict=True)]
+
+
+@dataclass
+class Case:
+    """One short measurement, and what it took once all cases have run."""
+
+    call: Callable[[], object]
+    weight: float = 1.0  # Of its share of the time.
+    samples: Sequence[Sequence[float]] = ()  # By rank; those of one index began together on all ranks, about.
+
+    @property
+    def seconds(self) -> float:
+        """Lower decile of the repeats, slowest rank."""
+        return max(map(lower_decile, self.samples))
+
+    @property
+    def together(self) -> float:
+        """Seconds until the last rank is done: mean of the repeats but the longest tenth.
+
+        Where ranks wait for a processor to be given to them, one repeat in three may take several times as long as the
+        others, which a median forgets and a pass does not.
+        """
+        last = sorted(map(max, zip(*self.samples, strict=True)))
+        return statistics.mean(last[: len(last) - (len(last) - 1) // DECILE])
+
+    @property
+    def straggle(self) -> float:
+        """How much longer the last rank takes, over the repeats, than the slowest one typically does by itself."""
+        alone = max(map(statistics.median, self.samples))
+        return max(0.0, statistics.median(map(max, zip(*self.samples, strict=True))) / alone - 1)
+
+
+def rising(cases: Sequence[Case]) -> tuple[float, ...]:
+    """Seconds of cases of ascending size. What a larger one does in less time, a smaller one was disturbed at."""
+    seconds = [case.seconds for case in cases]
+    return tuple(min(seconds[index:]) for index in range(len(seconds)))
 
 
 class Cases:
@@ -55,74 +86,43 @@ class Cases:
     A neighbour who takes the processor for some seconds then disturbs one round of all cases, which the decile forgets.
     """
 
-    def __init__(self, watch: Stopwatch):
-        self.watch = watch
-        self._calls: dict[Key, Callable[[], object]] = {}
-        self._weights: list[float] = []
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+        self._cases: list[Case] = []
+        settle_allocator()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._cases)
 
-    def add(self, *key: object, call: Callable[[], object], weight: float = 1.0) -> None:
-        """Take a case: every rank must add the same ones in the same order; `weight` is of its share of the time."""
-        self._calls[key] = call
-        self._weights.append(weight)
+    def add(self, call: Callable[[], object], *, weight: float = 1.0) -> Case:
+        """Take a case: every rank must add the same ones in the same order."""
+        self._cases.append(Case(call, weight))
+        return self._cases[-1]
 
-    def run(self, seconds: float, report: Callable[[], None] | None = None) -> Times:
+    def run(self, seconds: float, report: Callable[[], None] | None = None) -> None:
         """Time all cases in about so many seconds; `report` is called after each case of each round."""
-        watch = self.watch
-        start = time.perf_counter()
-        for call in self._calls.values():
-            call()
-        watch.comm.barrier()
-        first = watch.slowest([watch.once(call) for call in self._calls.values()])
-        share = seconds / (ROUNDS * sum(self._weights))
+        start, comm = time.perf_counter(), self.comm
+        for case in self._cases:
+            case.call()
+        comm.barrier()
+        first = slowest(comm, [timed(case.call) for case in self._cases])
+        share = seconds / (ROUNDS * sum(case.weight for case in self._cases))
         repeats = [
-            min(MOST_REPEATS, max(1, int(weight * share / max(time_s, 1e-7))))
-            for weight, time_s in zip(self._weights, first, strict=True)
+            min(MOST_REPEATS, max(1, int(case.weight * share / max(time_s, 1e-7))))
+            for case, time_s in zip(self._cases, first, strict=True)
         ]
         samples: list[list[float]] = [[] for _ in first]
         for taken_rounds in range(ROUNDS):
-            spent = watch.slowest([time.perf_counter() - start])[0]
+            spent = slowest(comm, [time.perf_counter() - start])[0]
             if taken_rounds >= LEAST_ROUNDS and spent > seconds:
                 break
-            for call, count, taken in zip(self._calls.values(), repeats, samples, strict=True):
-                watch.comm.barrier()
-                taken.extend(watch.once(call) for _ in range(count))
+            for case, count, taken in zip(self._cases, repeats, samples, strict=True):
+                comm.barrier()
+                taken.extend(timed(case.call) for _ in range(count))
                 if report is not None:
                     report()
-        return Times(dict(zip(self._calls, zip(*watch.comm.gather_objects(samples), strict=True), strict=True)))
-
-
-class Times:
-    """What cases took; samples of one index began together on all ranks, about."""
-
-    def __init__(self, samples: Mapping[Key, tuple[list[float], ...]]):
-        self._samples = samples
-
-    def __getitem__(self, key: Key) -> float:
-        """Seconds of a case: lower decile of the repeats, slowest rank."""
-        return max(lower_decile(taken) for taken in self._samples[key])
-
-    def rising(self, keys: Iterable[Key]) -> tuple[float, ...]:
-        """Seconds of cases of ascending size. What a larger one does in less time, a smaller one was disturbed at."""
-        seconds = [self[key] for key in keys]
-        return tuple(min(seconds[index:]) for index in range(len(seconds)))
-
-    def together(self, key: Key) -> float:
-        """Seconds until the last rank is done with a case: mean of the repeats but the longest tenth.
-
-        Where ranks wait for a processor to be given to them, one repeat in three may take several times as long as the
-        others, which a median forgets and a pass does not.
-        """
-        last = sorted(max(column) for column in zip(*self._samples[key], strict=True))
-        return statistics.mean(last[: len(last) - (len(last) - 1) // DECILE])
-
-    def straggle(self, key: Key) -> float:
-        """How much longer the last rank takes, over the repeats, than the slowest one typically does by itself."""
-        alone = max(statistics.median(taken) for taken in self._samples[key])
-        last = statistics.median(max(column) for column in zip(*self._samples[key], strict=True))
-        return max(0.0, last / alone - 1)
+        for case, ranks in zip(self._cases, zip(*comm.gather_objects(samples), strict=True), strict=True):
+            case.samples = ranks
 
 
 class Pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.measure.stopwatch import Pool
 from megakv.costmodel.shape import AttentionShape
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, balanced, replicated, round_robin
+from megakv.distributed.sharding import TokenBlock, TokenTable, balanced, replicated, round_robin
 
 TWIN_LAYERS = 4
 """Layers that take turns, so that no call finds the keys and values of the one before in a cache."""
@@ -38,7 +38,7 @@ class TrialLayer:
         self.shape = shape
         self.workload = workload
         self._pool = pool
-        self._calls: dict[str, Callable[[], AttentionCall]] = {}
+        self._calls: dict[str, Iterator[AttentionCall]] = {}
         self._methods = {name: entry.make() for name, entry in METHODS.items()}
 
     def run(self, method: str) -> tuple[Tensor, Tensor]:
@@ -49,16 +49,8 @@ class TrialLayer:
         """What the method is given next; layers take turns."""
         kind = "replicated" if method == "replicated" else "sharded"
         if kind not in self._calls:
-            calls = itertools.cycle(self._make_calls(kind))
-            self._calls[kind] = lambda: next(calls)
-        return self._calls[kind]()
-
-    def _layout(self, kind: str, new: TokenBlock, held: np.ndarray | None) -> Layout:
-        if kind == "replicated":
-            return replicated(new, self.workload.size, held)
-        if max(self.workload.new) < 2 * self.workload.size:
-            return round_robin(new, self.workload.size, held)
-        return balanced(new, self.workload.size, held)
+            self._calls[kind] = itertools.cycle(self._make_calls(kind))
+        return next(self._calls[kind])
 
     def _make_calls(self, kind: str) -> list[AttentionCall]:
         work, shape, rank = self.workload, self.shape, self.comm.mesh.cp_rank
@@ -67,7 +59,8 @@ class TrialLayer:
         if sum(work.cached):
             table.extend(balanced(tokens(work.cached, (0,) * batch), work.size))
         held = table.counts() if sum(work.cached) else None
-        layout = self._layout(kind, tokens(work.new, work.cached), held)
+        deal = round_robin if max(work.new) < 2 * work.size else balanced
+        layout = (replicated if kind == "replicated" else deal)(tokens(work.new, work.cached), work.size, held)
         table.extend(layout)
         rows = len(layout.tokens[rank])
         calls = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from transformers import PreTrainedConfig
 
@@ -46,36 +47,12 @@ class HeadMap:
     """A placement of all heads of a model on its tensor-parallel ranks: ``layers[layer][rank]`` is a `HeadShard`.
 
     Any assignment is possible: uneven counts, another one in every layer, and copies of a KV head on several ranks. Its
-    query heads are either divided among these, or all on each of them: such replicas share the head's tokens. A query
-    head that is missing, doubled without its whole group or beside a foreign KV head is a `ValueError`, as is a rank
-    without a head.
+    query heads are either divided among these, or all on each of them: such replicas share the head's tokens.
     """
 
     n_heads: int
     n_kv_heads: int
     layers: tuple[tuple[HeadShard, ...], ...]
-
-    def __post_init__(self) -> None:
-        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
-        group = self.n_heads // self.n_kv_heads
-        for layer, shards in enumerate(self.layers):
-            if len(shards) != self.tp_size:
-                raise ValueError(f"head map, layer {layer}: {len(shards)} ranks, but layer 0 has {self.tp_size}")
-            whole = self.whole_copies(layer)
-            once = (g for shard in shards for g in shard.groups if g.kv_head not in whole)
-            placed = sorted(
-                [head for g in once for head in g.query_heads] + [head for g in whole.values() for head in g]
-            )
-            if placed != list(range(self.n_heads)):
-                raise ValueError(f"head map, layer {layer}: query heads {placed}, not each of {self.n_heads} once")
-            for rank, shard in enumerate(shards):
-                if not shard.groups or any(not g.query_heads for g in shard.groups):
-                    raise ValueError(f"head map, layer {layer}, rank {rank}: a rank or a KV head without query heads")
-                if len(set(shard.kv_heads)) != len(shard.groups):
-                    raise ValueError(f"head map, layer {layer}, rank {rank}: KV heads {shard.kv_heads} repeat")
-                if any(head // group != g.kv_head for g in shard.groups for head in g.query_heads):
-                    raise ValueError(f"head map, layer {layer}, rank {rank}: a query head beside a foreign KV head")
 
     def whole_copies(self, layer: int) -> dict[int, tuple[int, ...]]:
         """Query heads of the KV heads of a layer that several ranks hold, each with the same of them."""
@@ -114,18 +91,10 @@ def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: i
             f"tensor_parallel.tp_size = {tp_size} cannot split {n_heads} query heads over {n_kv_heads} KV heads; "
             f"sizes that can: {', '.join(map(str, sizes))}"
         )
-    group = n_heads // n_kv_heads
-    shards = []
-    for rank in range(tp_size):
-        if tp_size <= n_kv_heads:
-            count = n_kv_heads // tp_size
-            kv_heads = range(rank * count, (rank + 1) * count)
-            groups = tuple(HeadGroup(kv, tuple(range(kv * group, (kv + 1) * group))) for kv in kv_heads)
-        else:
-            count = n_heads // tp_size
-            groups = (HeadGroup(rank * count // group, tuple(range(rank * count, (rank + 1) * count))),)
-        shards.append(HeadShard(groups))
-    return HeadMap(n_heads, n_kv_heads, (tuple(shards),) * n_layers)
+    group, count = n_heads // n_kv_heads, n_heads // tp_size
+    runs = (groupby(range(first, first + count), lambda head: head // group) for first in range(0, n_heads, count))
+    shards = tuple(HeadShard(tuple(HeadGroup(kv, tuple(heads)) for kv, heads in run)) for run in runs)
+    return HeadMap(n_heads, n_kv_heads, (shards,) * n_layers)
 
 
 def head_counts(config: PreTrainedConfig) -> tuple[int, int, int]:

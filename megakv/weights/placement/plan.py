@@ -6,7 +6,7 @@ from deepspeed.module_inject.auto_tp import AutoTP
 from torch import nn
 from transformers import PreTrainedModel
 
-from megakv.weights.placement.attention import AttentionCut, find_attention, refusal
+from megakv.weights.placement.attention import attention_specs, find_attention, refusal
 from megakv.weights.placement.heads import HeadMap
 from megakv.weights.placement.slices import WHOLE, SliceSpec, joined, split_width
 
@@ -62,13 +62,10 @@ def _mlp(
     module: nn.Module, model_type: str, rows: frozenset[str], rank: int, size: int, *, holds_attention: bool
 ) -> dict[str, SliceSpec]:
     """Parts of the linears that are direct children of `module`, an MLP or a whole layer (OPT)."""
-    linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    children = dict(module.named_children())
+    linears = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
     down = [child for name, child in linears.items() if name in rows]
-    others = [
-        name
-        for name, child in module.named_children()
-        if name not in linears and next(child.parameters(), None) is not None
-    ]
+    others = [name for name in children if name not in linears and next(children[name].parameters(), None) is not None]
     if down and others and not holds_attention:
         raise refusal(module, model_type, f"has parameters in {', '.join(others)} between its linears")
     specs: dict[str, SliceSpec] = {}
@@ -106,14 +103,12 @@ def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> d
         return placement
     model_type = model.config.get_text_config().model_type
     prefix, layers = decoder_layers(model)
-    if len(head_map.layers) != len(layers):
-        raise ValueError(f"head map has {len(head_map.layers)} layers, the model {len(layers)}")
     rows = row_parallel_names(model)
     for index, layer in enumerate(layers):
         here = f"{prefix}.{index}."
         attention_name, attention = find_attention(layer, model_type)
-        cut = AttentionCut(attention, model.config, head_map, head_map.shard(index, tp_rank))
-        found = {f"{attention_name}.{name}": spec for name, spec in cut.specs().items()}
+        cut = attention_specs(attention, model_type, head_map, head_map.shard(index, tp_rank))
+        found = {f"{attention_name}.{name}": spec for name, spec in cut.items()}
         for name, module in layer.named_modules():
             if name == attention_name or name.startswith(f"{attention_name}."):
                 continue

@@ -58,7 +58,7 @@ def trials(comm: Communicator, seed: int) -> list[dict[str, Any]]:
             comm.ledger.reset()
             out, lse = trial.run(method)
             assert out.isfinite().all() and lse.isfinite().all()
-            sent = {operation: tally.bytes_sent for operation, tally in comm.ledger.by_operation().items()}
+            sent = {operation: tally.bytes_sent for (operation, _), tally in comm.ledger.tallies.items()}
             counts = [len(block) for block in call.layout.tokens]
             predicted = sent_bytes(method, shape, new=counts, kept=call.table.counts().sum(1).tolist(), rank=rank)
             if {k: v for k, v in sent.items() if v} != {k: v for k, v in predicted.items() if v}:

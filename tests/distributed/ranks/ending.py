@@ -48,7 +48,7 @@ def main() -> None:
             time.sleep(0.02)
         raise RuntimeError("failed on purpose")
     try:
-        _ = engine.mesh.cp_group
+        _ = engine.mesh.group("cp")
     except MegaKVError as error:
         found["message"] = str(error)
     megakv.stop_distributed()

@@ -113,11 +113,12 @@ class Rank:
         self.found[name] = {"said": said, "after": after, "seconds": seconds}
 
     @contextmanager
-    def out_of_memory(self, rank: int, module: str = "model.layers.1.mlp") -> Iterator[None]:
+    def out_of_memory(self, rank: int, module: str = "model.layers.1.mlp", *, delay_s: float = 0.0) -> Iterator[None]:
         """In the middle of every pass of one rank, or at its end."""
 
         def hook(*_: Any) -> None:
             if rank == self.rank:
+                time.sleep(delay_s)
                 raise torch.OutOfMemoryError("no memory left")
 
         handle = self.engine.module.get_submodule(module).register_forward_pre_hook(hook)
@@ -301,7 +302,7 @@ def main() -> None:
     r = Rank(megakv.init_inference(folder, config))
     if kind == "deaf":
         assert r.engine.mesh.shared_memory
-        with r.out_of_memory(1):
+        with r.out_of_memory(1, delay_s=1.0):
             r.generate()
     elif kind == "alone":
         alone(r)

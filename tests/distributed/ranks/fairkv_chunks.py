@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from fairkv import CASES, SPREAD, config_of, ids_of, kept_slots
+from fairkv import CASES, SPREAD, compress_by, config_of, ids_of, kept_slots
 from families import llama
 from mappings import random_mapping
 from torch import Tensor
@@ -100,13 +100,14 @@ def main() -> None:
     dist.barrier()
     results: dict[str, Any] = {}
     for mesh in meshes:
+        engine = megakv.init_inference(str(folder), config_of(mesh, CASES["ada_snapkv"], mapping))
         for name, settings in CASES.items():
             if (":" in mesh and name not in SPREAD) or (mesh != "1x1" and name not in (*SPREAD, "h2o")):
                 continue
             section = {"min_tokens": 64, **settings}
             if name == "headkv":
                 section["importance"] = str(importance)
-            engine = megakv.init_inference(str(folder), config_of(mesh, section, mapping))
+            compress_by(engine, section)
             rows = list(range(len(TURNS[0])))
             results[f"{mesh} {name} whole"] = converse(engine, rows, None)
             if mesh == "1x1":
@@ -116,7 +117,7 @@ def main() -> None:
                 }
             for chunk in chunks_of(mesh, name, full="full" in sys.argv[4:]):
                 results[f"{mesh} {name} {chunk}"] = converse(engine, rows, chunk)
-            engine.destroy()
+        engine.destroy()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
 

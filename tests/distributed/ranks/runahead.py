@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.distributed.mesh import Mesh, start_distributed
 from megakv.launcher.process import orderly_end, quiet_libraries
-from megakv.tracking import peak_memory_bytes, reset_peak_memory
+from megakv.tracking.machine import peak_memory_bytes, reset_peak_memory
 
 M_MMAP_THRESHOLD = -3
 Run = dict[str, Any]

@@ -189,7 +189,7 @@ def main() -> None:
     with megakv.init_inference(str(good), config_of()) as engine:
         engine.generate(IDS, **GREEDY)
     before = resources()
-    for start in (*ways.values(), *ways.values()):
+    for start in ways.values():
         refused(start)
     after = resources()
     results: dict[str, Any] = {"messages": messages, "before": before, "after": after}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.attention.reference import reference_attention
+from tests.reference import reference_attention
 
 
 def qkv(rng, length, heads=4, kv_heads=2, dim=16, dtype=torch.float32):

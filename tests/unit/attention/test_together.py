@@ -14,9 +14,8 @@ from megakv.attention import together
 from megakv.attention.backends import cpu_flash
 from megakv.attention.compiled import load_kernel
 from megakv.attention.method import PackedAttention
-from megakv.attention.part import KVPart, PackedRows
-from megakv.attention.partial import Scoring
-from megakv.attention.together import attend_together
+from megakv.attention.partial import KVPart, Scoring
+from megakv.attention.together import PackedRows, attend_together
 from megakv.distributed.sharding import TokenBlock
 
 HEADS, DIM = 6, 16

@@ -9,9 +9,9 @@ import torch
 
 from megakv.attention import partial
 from megakv.attention.partial import Scoring
-from megakv.attention.reference import reference_attention
 from megakv.attention.tsp import RectangleAttention, stretches
 from megakv.attention.visibility import SHORT_STEP, visible_pairs
+from tests.reference import reference_attention
 
 SCORINGS = {
     "plain": Scoring(0.25),

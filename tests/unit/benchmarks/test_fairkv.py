@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.head_division import METHODS, make_division, skewed_budgets
+from benchmarks.harness.head_division import make_division, skewed_budgets
+from benchmarks.harness.options import HEAD_METHODS
 from benchmarks.harness.statistics import paired_ratio
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark
 
@@ -33,7 +34,7 @@ def test_every_token_is_attended_to_once(ranks: int, batch: int) -> None:
     rng = np.random.default_rng(random.getrandbits(32))
     budgets = skewed_budgets(3, 7, int(rng.integers(20, 90)), 0.8, int(rng.integers(1000)))
     assert len({sum(row) for row in budgets}) == 1 and min(map(min, budgets)) >= 1
-    for name in METHODS[: 3 if ranks == 1 else None]:
+    for name in HEAD_METHODS[: 3 if ranks == 1 else None]:
         division = make_division(name, budgets, ranks=ranks, batch=batch)
         for layer, row in enumerate(division.budgets):
             pieces = [piece for rank in division.pieces[layer] for piece in rank]
@@ -54,7 +55,7 @@ def test_the_default_budgets_are_as_skewed_as_log_normal_ones_are_on_average() -
     many = skewed_budgets(2000, 8, 1024, 0.8, 1)
     for ranks in (2, 4, 8):
         own, mean = (
-            make_division("contiguous", budgets, ranks=ranks, batch=1).utilisation
+            make_division("contiguous", budgets, ranks=ranks, batch=1).facts()["utilisation"]
             for budgets in (skewed_budgets(8, 8, 2048, 0.8, 222), many)
         )
         assert own == pytest.approx(mean, abs=0.01)

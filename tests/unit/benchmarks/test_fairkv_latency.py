@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megakv.costmodel.latency_lines import LatencySample, fit_latency
+from benchmarks.harness.latency_lines import LatencySample, fit_latency
 from tests.unit.benchmarks.running import run_benchmark
 
 run = partial(run_benchmark, "fairkv_latency.py")
@@ -22,7 +22,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert [(row["batch"], row["kept"]) for row in grid] == [(b, c) for b in (1, 3, 6) for c in (16, 40)]
     assert all(len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in report["rows"])
     summary = report["summary"]
-    model = fit_latency(LatencySample(r["batch"], r["kept"], sorted(r["seconds"])[1]) for r in grid)
+    model = fit_latency([LatencySample(r["batch"], r["kept"], sorted(r["seconds"])[1]) for r in grid])
     assert {int(kept): line["slope"] for kept, line in summary["over_batch"].items()} == pytest.approx(
         {kept: line.slope for kept, line in model.over_batch.items()}
     )

@@ -12,9 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness.charts import bars
 from benchmarks.harness.models import random_ids, random_model, twin
 from benchmarks.harness.options import Options
-from benchmarks.harness.publish import align, describe_machine, publish, time_table
-from benchmarks.harness.sampling import Method, Samples, measure
-from benchmarks.harness.statistics import Interval
+from benchmarks.harness.publish import TIMES, align, describe_machine, publish, table
+from benchmarks.harness.sampling import Agreement, Method, Samples, measure
 from benchmarks.harness.world import World
 
 
@@ -37,12 +36,18 @@ class Recorder(Method):
         self._calls.append(self.name)
         return torch.ones(5 << 20, dtype=torch.uint8)
 
+    def result(self, output: torch.Tensor) -> torch.Tensor:
+        return output[:3]
+
+    def facts(self, world: World, output: torch.Tensor) -> dict[str, Any]:
+        return {"shape": [self.name, *output.shape]}
+
 
 def test_methods_run_in_turn_and_every_round_begins_with_another() -> None:
     calls: list[str] = []
     methods = [Recorder(name, calls) for name in "abc"]
     world = Alone(0, 1, torch.device("cpu"))
-    results = measure(world, methods, repeats=4, inspect=lambda name, output: {"shape": [name, *output.shape]})
+    results = measure(world, methods, Agreement(world, "fp32"), repeats=4)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
     for samples, name in zip(results, "abc", strict=True):
         row = samples.to_row(ranks=1, context=7)
@@ -115,15 +120,14 @@ def test_report_chart_and_table(tmp_path: Path) -> None:
         {"method": "longer", "ranks": 2, "context": 4096, "seconds": [0.125], "bytes_sent": [{}, {}],
          "working_bytes": [0, 0], "kv_bytes": [3 << 20, 0]},
     ]  # fmt: skip
-    header, first, second = align(time_table(rows)).splitlines()
+    header, first, second = align(table(rows, f"method {TIMES}")).splitlines()
     assert len(header) == len(first) == len(second)
     assert first.split() == ["a", "2", "4,096", "2.500", "1.000", "3.000", "1.5", "-", "7.0"]
     assert second.split() == ["longer", "2", "4,096", "0.125", "0.125", "0.125", "0.0", "3.0", "0.0"]
 
     path = tmp_path / "sub" / "r.json"
     arguments = argparse.Namespace(ranks=2, json=str(path))
-    values = [("a", Interval(2.5, 1.0, 3.0), True), ("b", Interval(0.1, 0.1, 0.1), False)]
-    charts = [bars(name, values, title="t", subtitle="s", unit="seconds") for name in ("", "x", "x")]
+    charts = [bars(name, rows, "method", own="method", title="t", subtitle="s", unit="s") for name in ("", "x", "x")]
     publish(arguments, "b", describe_machine(), rows, {"s": 1}, charts)
     report = json.loads(path.read_text())
     assert list(report) == ["benchmark", "machine", "versions", "args", "rows", "summary"]

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from benchmarks.harness.charts import draw_charts
-from benchmarks.harness.prefills import SilentLink
 from benchmarks.harness.publish import Parts
-from benchmarks.harness.runahead_charts import charts
+from benchmarks.harness.runahead_case import SilentLink
 from benchmarks.harness.runahead_plan import METHODS, Group, groups, is_done
-from benchmarks.harness.runahead_report import losses, show, summarise
+from benchmarks.harness.runahead_report import charts, losses, show_cases, summarise
 from megakv.attention.chain import ChainPlan
 from megakv.attention.ring import KVFormat
 from megakv.distributed.sharding import contiguous, new_tokens
@@ -27,7 +26,8 @@ from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 run = partial(run_benchmark, "runahead.py")
 fork = partial(fork_benchmark, "runahead.py")
 TINY = tiny()
-QUICK = ["--table-spacing", "64", "--repeats", "2", "--profile-seconds", "1", "--search-step", "16"]
+QUICK = ["--table-spacing", "64", "--repeats", "2", "--profile-seconds", "0.3", "--search-step", "32"]
+QUICK += ["--search-patience", "1", "--bound-repeats", "2"]
 
 
 def test_tiny_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_parts_are_read_by_those_with_the_same_model_only(tmp_path: Path) -> Non
     rows = [row("tsp", [1.0]), row("kvr_s", [1.0]), row("tsp", [1.0], noise="link"), row("kvr_s", [1.0], noise="link")]
     parts.write("r4-kv16-free-512", {"repeats": 3, "rows": rows})
     part = parts.read("r4-kv16-free-512")
-    assert parts.names("r") == ["r4-kv16-free-512"] and part is not None
-    assert Parts(tmp_path / "new", {"layers": 3, "dtype": "fp32"}).names() == []
+    assert parts.all("r") == {"r4-kv16-free-512": part} and part is not None
+    assert Parts(tmp_path / "new", {"layers": 3, "dtype": "fp32"}).all() == {}
     assert is_done(part, ["tsp"], False, 3) and is_done(part, ["kvr_s", "tsp"], True, 2)
     assert not is_done(part, ["tsp"], False, 4) and not is_done(part, ["tsp", "auto"], False, 3)
     assert not is_done(None, [], False, 1)
@@ -212,12 +212,11 @@ def test_tables_and_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows += [row("one_rank", [3.5 * 2048], **slow), row("kvr_s", [5.0 * 2048], **slow)]
     rows += [row("kvr_s", [5.5 * 2048], noise="link", **slow)]
     summary = summarise(rows)
-    show(summary)
+    show_cases(rows, summary)
     header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
     # Tables 1 and 2, and Table 3: TSP and one rank beside the chain, by links, ranks and tokens.
-    assert header.split()[:4] == ["links", "KV", "heads", "ranks"] and {"tsp", "kvr_s", "one_rank"} <= set(
-        header.split()
-    )
+    assert header.split()[:4] == ["rate", "kv_heads", "ranks", "context"]
+    assert {"ttft_s.tsp.value", "ttft_s.kvr_s.value", "ttft_s.one_rank.value"} <= set(header.split())
     assert len(lines) == 5
     arguments = argparse.Namespace(
         family="llama", layers=8, hidden=1024, heads=16, kv_heads=[16], dtype="fp32", threads=1

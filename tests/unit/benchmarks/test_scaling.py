@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.predictions import predicted_anew
-from benchmarks.harness.scaling_report import _longest
-from benchmarks.harness.statistics import ratio
+from benchmarks.harness.statistics import longest_context, ratio
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 TINY = tiny(heads=4, kv_heads=2)
@@ -62,7 +61,7 @@ def test_tiny_run(tmp_path: Path) -> None:
             assert entry["tokens"] is None or (entry["tokens"] > 640 and entry["label"] == "extrapolated linearly")
     for name in ("ttft", "scaling"):
         assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "Scaling ratio" in done.stdout and "Longest context" in done.stdout
+    assert "scaling_ratio  96  cp  2" in done.stdout and "longest_context  cp  2" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -85,13 +84,13 @@ def memory(context: int, *working: int, weights: int = 1000) -> dict[str, object
 
 def test_memory_is_a_line_and_the_cap_inverts_it() -> None:
     rows = [memory(context, 17, 5000 + 70 * context) for context in (512, 4096, 1024, 2048)]
-    found = _longest(rows, 6000 + 70 * 9000.5)
+    found = longest_context(rows, 6000 + 70 * 9000.5)
     assert found["fixed_bytes"] == pytest.approx(6000) and found["token_bytes"] == pytest.approx(70)
     assert (found["tokens"], found["label"]) == (9000, "extrapolated linearly")
-    assert _longest(rows, 6000 + 70 * 1000.5)["label"] == "within the measured lengths"
-    assert _longest(rows, 100)["tokens"] == 0
+    assert longest_context(rows, 6000 + 70 * 1000.5)["label"] == "within the measured lengths"
+    assert longest_context(rows, 100)["tokens"] == 0
     for no_line in ([memory(7, 1), memory(7, 1)], [memory(1, 5), memory(2, 5)]):
-        assert _longest(no_line, 100)["tokens"] is None
+        assert longest_context(no_line, 100)["tokens"] is None
 
 
 def test_ratio_of_independent_samples() -> None:

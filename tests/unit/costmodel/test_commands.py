@@ -62,9 +62,10 @@ def test_missing_arguments_end_with_usage(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_arguments_reach_the_ranks() -> None:
-    arguments = Namespace(seconds=2.5, model=None, tokens=[3, 4], json="a b.json")
-    words = command_line(arguments, ["seconds", "model", "tokens", "json"])
-    assert words == ["--seconds", "2.5", "--tokens", "3", "4", "--json", "a b.json"]
+    given = {"seconds": 2.5, "model": None, "tokens": [3, 4], "full_grid": True, "no_chat": False, "json": "a b.json"}
+    arguments = Namespace(command="profile", ranks=2, run=main, local_rank=0, **given)
+    words = command_line(arguments)
+    assert words == ["--seconds", "2.5", "--tokens", "3", "4", "--full-grid", "--json", "a b.json"]
 
 
 def test_other_commands_still_write_their_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.measure.kernels import TableCases
-from megakv.costmodel.measure.links import LEAST_OVERLAP_BYTES, OverlapCases
-from megakv.costmodel.measure.stopwatch import Cases, Pool
-from megakv.costmodel.shape import AttentionShape
+from megakv.costmodel.measure.links import LEAST_OVERLAP_BYTES, overlap
+from megakv.costmodel.measure.stopwatch import Cases
 
 
 class Sizes:
@@ -36,16 +34,14 @@ class Sizes:
 )
 def test_exchanges_are_longer_than_a_burst(bandwidth: float, longest_s: float, expected: float) -> None:
     comm: Any = Sizes()
-    kernels = TableCases(
-        AttentionShape(2, 2, 16, 16, 4), Pool(torch.float32, torch.device("cpu"), 1 << 20), 1e9, longest_s
-    )
+    computed: list[int] = []
     calls: list[Any] = []
-    cases: Any = type("Calls", (Cases,), {"add": lambda self, *key, call: calls.append((key, call))})(comm)
-    OverlapCases(comm, kernels, 3e-4, bandwidth, longest_s).add(cases)
-    (_, first), (key, fewer) = calls[0], calls[1]
-    first()
+    cases: Any = type("Calls", (Cases,), {"add": lambda self, call: calls.append(call)})(comm)
+    limits = {"unit_s": 3e-4, "bandwidth": bandwidth, "longest_s": longest_s}
+    overlap(cases, comm, lambda: computed.append(1), **limits)
+    calls[0]()
     assert comm.sent == [pytest.approx(expected, rel=1e-3)]
     # The shorter computation takes a bit more than half of the exchange.
-    assert key[1] * 3e-4 == pytest.approx(0.6 * expected / bandwidth, rel=0.2)
-    fewer()
+    calls[1]()
+    assert len(computed) * 3e-4 == pytest.approx(0.6 * expected / bandwidth, rel=0.2)
     assert len(comm.sent) == 1

@@ -9,10 +9,11 @@ import torch
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.measure.kernels import WEIGHT_WIDTH, CurveCases, Matrices
+from megakv.costmodel.measure import meeting
+from megakv.costmodel.measure.kernels import WEIGHT_WIDTH, Matrices
 from megakv.costmodel.measure.links import fair
-from megakv.costmodel.measure.meeting import LONG, METHODS, SHORT, MeetingCases
-from megakv.costmodel.measure.stopwatch import Pool, Times
+from megakv.costmodel.measure.meeting import LONG, METHODS, SHORT, Meeting
+from megakv.costmodel.measure.stopwatch import Case, Cases, Pool
 from megakv.costmodel.shape import AttentionShape
 from tests.unit.costmodel.profiles import ideal
 
@@ -29,37 +30,50 @@ def pool() -> Pool:
     return Pool(torch.float32, torch.device("cpu"), 1 << 12)
 
 
-def mesh(**values: Any) -> Any:
-    return SimpleNamespace(mesh=SimpleNamespace(cp_size=RING, device=torch.device("cpu"), **values))
+class Together:
+    """A communicator of a ring that passes nothing on."""
+
+    def __init__(self, **values: Any) -> None:
+        self.mesh: Any = SimpleNamespace(cp_size=RING, device=torch.device("cpu"), **values)
+
+    def device_tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values)
 
 
-def test_what_meeting_costs_behind_work() -> None:
+def take(case: Case, seconds: float, *, in_turn: bool) -> None:
+    """Each rank is the last one in turn, or one is alone."""
+    late = 0.9 * seconds
+    case.samples = ([seconds, late, seconds], [late, seconds, late]) if in_turn else ([seconds],)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_what_meeting_costs_behind_work(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     lag, shared_s, wait_s = random.uniform(0, 1), random.uniform(1e-3, 1e-2), random.uniform(1e-3, 1e-2)
     extra = {method: random.uniform(1e-3, 1e-2) for method in METHODS}
-    tensor_parallel = mesh(tp_size=3, shared_memory=False)
-    meeting = MeetingCases(mesh(), pool(), AttentionShape(8, 8, 64, 64, 4), [tensor_parallel], Matrices())
+    monkeypatch.setattr(meeting, "TrialLayer", lambda *args, **options: SimpleNamespace(run=print))
+    comm, sums = Together(), Together(tp_size=3, shared_memory=False)
+    curve = Curve(sizes=(4096, 16384), seconds=(3e-4, 9e-4))
+    cases: Any = Cases(comm)  # type: ignore[arg-type]
+    shape = AttentionShape(8, 8, 64, 64, 4)
+    found: Any = Meeting(cases, comm, pool(), shape, Matrices(), [(sums, lambda: curve)])  # type: ignore[arg-type, list-item]
     profile = machine(collective=Curve.affine(1e-4, 1e9))
     behind = SHORT * len(Matrices().shapes) * PRODUCT_S * (1 + lag)
-    known = {}
-    for method, work in meeting._works.items():
-        alone = LayerTimes(profile, meeting._shape, work).predict(METHODS[method]).seconds
-        known["behind", method, SHORT] = behind + alone + RING * extra[method]
-    known["behind", "replicated", LONG] = known["behind", "replicated", SHORT] + (LONG - SHORT) / SHORT * behind
-    known["behind", "share", SHORT] = behind + 2 * shared_s
-    curve = CurveCases(("sum", 3, False), (4096, 16384), lambda size: lambda: None)
-    known |= {(curve.name, 4096): 3e-4, (curve.name, 16384): 9e-4}
-    known["behind", ("sum", 3, False), SHORT] = behind + 5e-4 + wait_s
-    # Each rank is the last one in turn.
-    times = Times(
-        {key: ([value, 0.9 * value, value], [0.9 * value, value, 0.9 * value]) for key, value in known.items()}
-    )
-    found = meeting.fields(profile, times)
-    assert found["lag"] == pytest.approx(lag) and found["share_s"] == pytest.approx(shared_s)
-    assert found["step_overhead_s"] == pytest.approx(extra)
-    times = Times({key: ([value],) for key, value in known.items()})
-    (sums,) = meeting.sum_times(times, [curve])
-    assert (sums.ranks, sums.shared_memory) == (3, False)
-    assert sums.seconds.at(16384) == 9e-4 and sums.wait_s == pytest.approx(wait_s, abs=2e-4)
+    alone = {
+        method: LayerTimes(profile, found._shape, work).predict(METHODS[method]).seconds
+        for method, work in found._works.items()
+    }
+    once = {method: behind + alone[method] + RING * extra[method] for method in METHODS}
+    for method, case in found.methods.items():
+        take(case, once[method], in_turn=in_turn)
+    take(found.long, once["replicated"] + (LONG - SHORT) / SHORT * behind, in_turn=in_turn)
+    take(found.shared, behind + 2 * shared_s, in_turn=in_turn)
+    take(found.sums[0][2], behind + 5e-4 + wait_s, in_turn=in_turn)
+    fields = found.fields(profile)
+    assert fields["lag"] == pytest.approx(lag) and fields["share_s"] == pytest.approx(shared_s)
+    assert fields["step_overhead_s"] == pytest.approx(extra)
+    (sum_times,) = fields["sums"]
+    assert (sum_times.ranks, sum_times.shared_memory, sum_times.seconds) == (3, False, curve)
+    assert sum_times.wait_s == pytest.approx(wait_s, abs=2e-4)
 
 
 def test_a_processor_gives_equal_shares() -> None:

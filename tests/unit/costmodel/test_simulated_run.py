@@ -8,31 +8,28 @@ from matplotlib.image import imread
 
 from docs.generated import ROOT
 from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.simulated_run import SimulatedRanks, simulated_report
-from megakv.costmodel.simulation import simulate
-from megakv.costmodel.simulation_program import Program
+from megakv.costmodel.simulation import Simulation
 from megakv.launcher.command import main
-from megakv.tracking import load_report
+from megakv.tracking.report import load_report
 
 SIMULATE = ["simulate", "--model", str(ROOT / "recipes" / "llama3_8b"), "--layers", "3", "--hardware", "h100-rdma"]
 OFFLOAD = ["--method", "offload", "--context", "60000", "--steps", "40"]
 
 
 def test_waiting_is_between_computations_and_named_by_its_cause() -> None:
-    program = Program(2)
-    first = program.compute("dense", 0, 3.0, layer=0)
-    sent = program.send("runahead", 0, 1, 2.0, [first], nbytes=10, layer=0)
-    begun = program.compute("dense", 1, 1.0, layer=0)
-    program.compute("attention", 1, 4.0, [sent, begun], layer=0)
-    ranks = SimulatedRanks(2, 1, ["a", "b"], [7, 5], [70, 50], [100, 100])
-    report = simulated_report(
-        simulate(program), ranks, model="m", config={}, machine={}, new_tokens=0, ttft_s=9.0, ttit_s=None
-    )
-    waits = [event for event in report.ranks[1].events if event.kind == "wait"]
+    played = Simulation(2)
+    played.compute("dense", 0, 3.0, 0)
+    played.transfer("runahead", (0, 1), 5.0, 2.0, 10, 0)
+    played.compute("dense", 1, 1.0, 0)
+    played.wait("runahead", 1, 5.0, 0)
+    played.compute("attention", 1, 4.0, 0)
+    waits = [event for event in played.events[1] if event.kind == "wait"]
     assert [(wait.name, wait.start, wait.end) for wait in waits] == [("runahead", 1.0, 5.0)]
-    assert not [event for event in report.ranks[0].events if event.kind == "wait"]
-    assert [rank.bytes_sent["runahead"] for rank in report.ranks] == [10, 0]
-    assert report.ranks[1].seconds_exposed == {"runahead": 4.0} and report.prompt_tokens == 12
+    assert not [event for event in played.events[0] if event.kind == "wait"]
+    sent, received = (played.traffic(rank) for rank in range(2))
+    assert [(each.calls, each.bytes_sent) for each in (*sent, *received)] == [(1, 10), (0, 0)]
+    assert [each.seconds_exposed for each in (*sent, *received)] == [0.0, 4.0]
+    assert played.seconds == 9.0 and played.tasks == 4
 
 
 @pytest.mark.parametrize(

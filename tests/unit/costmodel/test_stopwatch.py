@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.measure.stopwatch import LEAST_ROUNDS, ROUNDS, Cases, Pool, Stopwatch, Times, lower_decile
+from megakv.costmodel.measure.stopwatch import LEAST_ROUNDS, ROUNDS, Case, Cases, Pool, lower_decile, rising
 
 
 class Alone:
@@ -32,21 +32,24 @@ def test_lower_decile() -> None:
     assert lower_decile([9.0, 1.0]) == 1.0
 
 
+def taken(*samples: list[float]) -> Case:
+    """A case that took so long, by rank."""
+    return Case(lambda: None, samples=samples)
+
+
 def test_slowest_rank_counts() -> None:
-    times = Times({("a",): ([1.0] * 9, [2.0] * 8 + [50.0]), ("b",): ([9.0], [3.0])})
-    assert times[("a",)] == 2.0
-    assert times[("b",)] == 9.0
+    assert taken([1.0] * 9, [2.0] * 8 + [50.0]).seconds == 2.0
+    assert taken([9.0], [3.0]).seconds == 9.0
 
 
 def test_disturbed_small_sizes_are_corrected_by_larger_ones() -> None:
-    times = Times({(size,): ([seconds],) for size, seconds in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 2.0))})
-    assert times.rising([(1,), (2,), (3,), (4,)]) == (1.0, 1.0, 2.0, 2.0)
+    assert rising([taken([seconds]) for seconds in (5.0, 1.0, 4.0, 2.0)]) == (1.0, 1.0, 2.0, 2.0)
 
 
 def test_straggle() -> None:
     """Ranks that are disturbed in turn are all late together; ranks that are always equal never."""
-    assert Times({("x",): ([1.0, 2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.0, 1.0])}).straggle(("x",)) == 1.0
-    assert Times({("x",): ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])}).straggle(("x",)) == 0.0
+    assert taken([1.0, 2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.0, 1.0]).straggle == 1.0
+    assert taken([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]).straggle == 0.0
 
 
 def test_what_a_pass_does_often_counts_by_its_mean() -> None:
@@ -54,39 +57,38 @@ def test_what_a_pass_does_often_counts_by_its_mean() -> None:
     seconds = [1.0, 1.0, 4.0] * 10
     random.shuffle(seconds)
     idle = [0.5] * len(seconds)
-    two = Times({("x",): (seconds, idle)}).together(("x",))
+    two = taken(seconds, idle).together
     kept = sorted(seconds)[: 30 - 29 // 10]
     assert two == pytest.approx(sum(kept) / len(kept)) and 1.7 < two < 2
-    assert Times({("x",): ([3.0], [7.0])}).together(("x",)) == 7.0
+    assert taken([3.0], [7.0]).together == 7.0
 
 
 def test_heavier_cells_get_more_of_the_time() -> None:
-    cases, calls = Cases(Stopwatch(Alone())), {"light": 0, "heavy": 0}  # type: ignore[arg-type]
+    cases, calls = Cases(Alone()), {"light": 0, "heavy": 0}  # type: ignore[arg-type]
 
     def count(name: str) -> None:
         calls[name] += 1
         time.sleep(1e-3)
 
     for name, weight in (("light", 1.0), ("heavy", 3.0)):
-        cases.add(name, call=lambda name=name: count(name), weight=weight)  # type: ignore[misc]
+        cases.add(lambda name=name: count(name), weight=weight)  # type: ignore[misc]
     cases.run(0.2)
     assert calls["heavy"] > 2 * calls["light"] > 0
 
 
 def test_rounds_take_every_cell() -> None:
-    cases, calls = Cases(Stopwatch(Alone())), {"a": 0, "b": 0}  # type: ignore[arg-type]
+    cases, calls = Cases(Alone()), {"a": 0, "b": 0}  # type: ignore[arg-type]
 
     def count(name: str) -> None:
         calls[name] += 1
 
-    for name in calls:
-        cases.add(name, 1, call=lambda name=name: count(name))
+    added = [cases.add(lambda name=name: count(name)) for name in calls]  # type: ignore[misc]
     reports: list[int] = []
-    times = cases.run(0.0, lambda: reports.append(0))
+    cases.run(0.0, lambda: reports.append(0))
     # Time is up at once: the least number of rounds, a call each, after two to warm up and to learn how long it takes.
     assert calls == {"a": 2 + LEAST_ROUNDS, "b": 2 + LEAST_ROUNDS}
     assert len(reports) == 2 * LEAST_ROUNDS
-    assert 0 <= times[("a", 1)] < 1
+    assert all(0 <= case.seconds < 1 for case in added)
     reports.clear()
     cases.run(5.0, lambda: reports.append(0))
     assert len(reports) == 2 * ROUNDS
@@ -101,8 +103,3 @@ def test_pool_hands_out_other_numbers_until_it_is_round() -> None:
     large = pool.take(1000)
     assert large.shape == (1000,) and large.isfinite().all()
     assert Pool(torch.bfloat16, torch.device("cpu"), 64).take(3).dtype == torch.bfloat16
-
-
-def test_times_of_unknown_cells() -> None:
-    with pytest.raises(KeyError):
-        Times({})[("a",)]

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from megakv.costmodel.timeline import LayerWork, added, rank_events
+from megakv.costmodel.timeline import ChainRank, LayerWork, added
 
 
 def random_work(layers: int, chunks: int) -> LayerWork:
@@ -14,6 +14,10 @@ def random_work(layers: int, chunks: int) -> LayerWork:
         return np.random.default_rng(random.getrandbits(32)).exponential(1.0, shape)
 
     return LayerWork(seconds(layers), seconds(layers), seconds(layers, chunks), seconds(layers))
+
+
+def chain_rank(work: LayerWork, handed: np.ndarray, seconds: np.ndarray, *, held: int) -> ChainRank:
+    return ChainRank(work, handed, seconds, held=held).run()
 
 
 def handing(layers: int, chunks: int) -> np.ndarray:
@@ -25,7 +29,7 @@ def handing(layers: int, chunks: int) -> np.ndarray:
 @pytest.mark.parametrize("layers", [1, 2, 9])
 def test_rank_walks_through_its_layers(layers: int, chunks: int) -> None:
     work, arrivals = random_work(layers, chunks), handing(layers, chunks)
-    events = rank_events(work, arrivals, np.zeros(chunks), held=layers * chunks + 1)
+    events = chain_rank(work, arrivals, np.zeros(chunks), held=layers * chunks + 1)
     clock = 0.0
     for layer in range(layers):
         assert events.starts[layer] == pytest.approx(clock)
@@ -34,7 +38,7 @@ def test_rank_walks_through_its_layers(layers: int, chunks: int) -> None:
         for chunk in range(chunks):
             idle += max(0.0, arrivals[layer, chunk] - clock)
             clock = max(clock, arrivals[layer, chunk])
-            assert events.pickups[layer, chunk] == pytest.approx(clock)
+            assert events.pickups[layer][chunk] == pytest.approx(clock)
             clock += work.chunks[layer, chunk]
         clock += work.after[layer]
         assert events.ends[layer] == pytest.approx(clock)
@@ -45,7 +49,7 @@ def test_room_for_two_chunks_is_enough_where_attention_takes_longer() -> None:
     for _ in range(10):
         work, handed = random_work(6, 4), handing(6, 4)
         seconds = np.full(4, work.chunks.min())
-        two, all_of_them = (rank_events(work, handed, seconds, held=held) for held in (2, 25))
+        two, all_of_them = (chain_rank(work, handed, seconds, held=held) for held in (2, 25))
         for name in ("starts", "ends", "pickups", "waited"):
             assert np.allclose(getattr(two, name), getattr(all_of_them, name))
 
@@ -55,23 +59,23 @@ def test_a_full_house_keeps_the_link_waiting() -> None:
     one = np.ones(1)
     work = LayerWork(10 * one, 0 * one, np.ones((1, 4)), 0 * one)
     handed, seconds = np.zeros((1, 4)), np.full(4, 2.0)
-    limited = rank_events(work, handed, seconds, held=2)
+    limited = chain_rank(work, handed, seconds, held=2)
     # Two wait at 10; the third sets out at 11, when the first is done, the fourth at 13 behind it on the link.
-    assert limited.pickups.tolist() == [[10, 11, 13, 15]]
-    assert limited.ends.tolist() == [16] and limited.waited.tolist() == [2]
-    assert rank_events(work, handed, seconds, held=4).ends.tolist() == [14]
+    assert limited.pickups == [[10, 11, 13, 15]]
+    assert limited.ends == [16] and limited.waited.tolist() == [2]
+    assert chain_rank(work, handed, seconds, held=4).ends == [14]
 
 
 def test_link_sends_one_message_after_another() -> None:
     generator = np.random.default_rng(random.getrandbits(32))
     handed, seconds = np.sort(generator.uniform(0, 30, (8, 5)).ravel()).reshape(8, 5), generator.exponential(1.0, 5)
     nothing = LayerWork(np.zeros(8), np.zeros(8), np.zeros((8, 5)), np.zeros(8))
-    arrived = rank_events(nothing, handed, seconds, held=8 * 5 + 1).pickups
+    arrived = chain_rank(nothing, handed, seconds, held=8 * 5 + 1).pickups
     clock = 0.0
     for layer in range(8):
         for message in range(5):
             clock = max(clock, handed[layer, message]) + seconds[message]
-            assert arrived[layer, message] == pytest.approx(clock)
+            assert arrived[layer][message] == pytest.approx(clock)
 
 
 def test_two_that_share_a_processor() -> None:

@@ -1,4 +1,4 @@
-"""Bytes of a whole pass: what the simulator's tasks send, and closed forms where all is even."""
+"""Bytes of a whole pass: what the simulated ranks send, and closed forms where all is even."""
 
 import random
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from megakv.costmodel.context_parallel import Workload, pass_bytes
 from megakv.costmodel.dense import all_reduce_bytes
-from megakv.costmodel.simulation_prefill import METHODS, PrefillProgram
+from megakv.costmodel.simulated_prefill import METHODS, SimulatedPrefill
 from tests.unit.costmodel.test_simulation import machine, shape
 
 
@@ -18,11 +18,11 @@ def test_bytes_of_a_prompt_are_those_of_the_simulated_run(method: str) -> None:
     if method == "runahead":
         cached = (0, 0)
     model, workload = shape(random.randint(2, 5)), Workload(new, cached, size)
-    program = PrefillProgram(machine(), model, workload, tp_size=tp, chunk_tokens=100)
+    times = SimulatedPrefill(machine(), model, workload, tp_size=tp, chunk_tokens=100)
     cuts = tuple((count // 2, count // 3, count - count // 2 - count // 3) for count in new)
     partitions = cuts if method == "runahead" else None
-    built = program.build(method, partitions)
-    sent = [sum(task.nbytes for task in built.tasks if task.rank == rank) for rank in range(built.ranks)]
+    played = times.play(method, partitions)
+    sent = [sum(each.bytes_sent for each in played.traffic(rank)) for rank in range(size * tp)]
     found = pass_bytes(model, workload, method, tp_size=tp, partitions=partitions)
     assert sum(found.values()) == max(sent)
     assert ("all_reduce" in found) == (tp > 1)

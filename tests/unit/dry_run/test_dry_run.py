@@ -168,7 +168,7 @@ def test_a_pass_notices_foreign_heads() -> None:
     model = empty_model(llama(), torch.float32)
     layers, heads, kv_heads = head_counts(model.config)
     with pytest.raises(MegaKVError, match=r"attention got \(query, key, value\) heads \(8, 4, 4\), the head map has 4"):
-        run_shapes(model, contiguous_head_map(layers, heads, kv_heads, 2), 1, {5})
+        run_shapes(model, contiguous_head_map(layers, heads, kv_heads, 2), 1, 5)
     runtime = ShapeRuntime(contiguous_head_map(layers, heads, kv_heads, 1), 0)
     q, k = torch.empty(1, 8, 3, 16, device="meta"), torch.empty(1, 4, 2, 16, device="meta")
     with pytest.raises(MegaKVError, match="do not fit each other"):
@@ -203,7 +203,7 @@ def test_mapped_and_copied_heads(tmp_path: Path) -> None:
     profile = BudgetProfile(model="org/model", budgets=tuple((90.0, 5.0, 4.0, 1.0) for _ in range(layers)))
     map_heads(profile, tp_size=2, copies=1).save(tmp_path / "map.json")
     mapping = load_mapping(tmp_path / "map.json", setting="test")
-    held = [[len(mapping.head_map(8, whole=True).shard(0, rank).kv_heads) for rank in range(2)]]
+    held = [[len(mapping.head_map(8).shard(0, rank).kv_heads) for rank in range(2)]]
     assert sum(held[0]) == kv_heads + 1
     settled = settings(tp=2, fairkv={"budget": 0.25, "mapping": str(tmp_path / "map.json")})
     found = dry_run(folder, settled, context=400).ranks

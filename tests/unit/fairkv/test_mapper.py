@@ -11,7 +11,7 @@ import pytest
 from megakv.fairkv.fair_copying import CopyLimits
 from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import balance, map_heads
-from megakv.fairkv.mapping import HeadMapping, apportioned, by_rank, load_mapping
+from megakv.fairkv.mapping import HeadMapping, by_rank, load_mapping
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.splitting import slowest_loads
 from megakv.launcher.command import main
@@ -119,34 +119,16 @@ def test_the_same_profile_gives_the_same_mapping() -> None:
 
 
 def test_placement_of_weights() -> None:
-    """Every query head once, beside its KV head, divided among the copies by their shares."""
+    """Every query head beside its KV head, on every rank that has a replica of it."""
     found = map_heads(profile_of([[9.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]), tp_size=2, copies=1)
     heads = found.head_map(16)
     assert heads.tp_size == 2 and len(heads.layers) == 2
-    counts = [len(group.query_heads) for rank in range(2) for group in heads.shard(0, rank).groups if not group.kv_head]
-    assert len(counts) == 2 and sum(counts) == 4
+    assert heads.whole_copies(0) == {0: (0, 1, 2, 3)}
     for layer, ranks in enumerate(found.mapping):
         for rank, replicas in enumerate(ranks):
-            assert heads.shard(layer, rank).kv_heads == tuple(replica.kv_head for replica in replicas)
-    with pytest.raises(ValueError, match="6 query heads cannot share 4 KV heads"):
-        found.head_map(6)
-
-
-def test_more_replicas_than_query_heads() -> None:
-    found = map_heads(profile_of([[9.0, 1.0]]), tp_size=4, copies=3)
-    with pytest.raises(ValueError, match="layer 0: KV head 0 has [34] replicas, but 2 query heads .*max_replicas = 2"):
-        found.head_map(4)
-    assert map_heads(profile_of([[9.0, 1.0]]), tp_size=4, copies=2, max_replicas=2).head_map(4).tp_size == 4
-
-
-def test_things_divided_by_shares() -> None:
-    assert apportioned([0.5, 0.5], 8) == [4, 4]
-    assert apportioned([0.99, 0.01], 4) == [3, 1]
-    assert apportioned([1.0], 7) == [7]
-    for _ in range(20):
-        shares = RANDOM.dirichlet(np.ones(4))
-        parts = apportioned(shares.tolist(), 9)
-        assert sum(parts) == 9 and min(parts) >= 1
+            shard = heads.shard(layer, rank)
+            assert sorted(shard.kv_heads) == [replica.kv_head for replica in replicas]
+            assert shard.query_heads == tuple(4 * head + index for head in shard.kv_heads for index in range(4))
 
 
 def test_held_out_requests() -> None:

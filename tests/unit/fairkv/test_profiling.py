@@ -13,7 +13,7 @@ from megakv.fairkv.layer import barrier_utilisation
 from megakv.fairkv.profile import MeasuredPrompt, busy_rate, cosine_similarity, kept_tokens, load_budgets, make_profile
 from megakv.launcher.budget_ranks import print_tables
 from megakv.launcher.command import main
-from megakv.tracking import RankReport, RunReport
+from megakv.tracking.report import RankReport, RunReport
 from megakv.weights.placement import contiguous_head_map
 from tests.unit.fairkv.instances import RANDOM
 

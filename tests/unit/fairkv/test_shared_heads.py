@@ -33,13 +33,12 @@ class Ranks:
     def __init__(self, kv_heads: int, size: int, batch: int, *, ragged: bool):
         self.kv_heads, self.size, self.batch = kv_heads, size, batch
         self.mapping = LayerMapping.even(random_ranks(kv_heads, size))
-        whole = mapping_of([list(map(list, self.mapping.ranks))], size).head_map(kv_heads * GROUP, whole=True)
+        whole = mapping_of([list(map(list, self.mapping.ranks))], size).head_map(kv_heads * GROUP)
         self.heads = [list(whole.shard(0, rank).kv_heads) for rank in range(size)]
         self.stores: list[KVStore] = []
         self.shares = []
         for rank in range(size):
-            alone = [head for head in self.heads[rank] if len(self.mapping.ranks[head]) == 1]
-            shares = shares_of_rank(self.mapping, rank, size, self.heads[rank][len(alone) :], len(alone))
+            shares = shares_of_rank(self.mapping, rank, size)
             self.shares.append(shares)
             store = SharedHeadsStore(batch, shares)
             self.stores.append(RaggedStore(batch, store) if ragged else store)
@@ -192,7 +191,7 @@ def test_memory_is_that_of_the_own_tokens() -> None:
 
 def test_heads_of_one_rank_alone_come_first() -> None:
     mapping = mapping_of([[[0, 1], [0], [1, 0], [1]]], 2)
-    head_map = mapping.head_map(8, whole=True)
+    head_map = mapping.head_map(8)
     assert [head_map.shard(0, rank).kv_heads for rank in range(2)] == [(1, 0, 2), (3, 0, 2)]
     assert head_map.shard(0, 1).query_heads == (6, 7, 0, 1, 4, 5)
     assert head_map.whole_copies(0) == {0: (0, 1), 2: (4, 5)}

@@ -83,12 +83,12 @@ class DenseRuntime:
 
 
 class Substituted:
-    """A copy of a model with MegaKV's modules, fed shuffled packed tokens."""
+    """A copy of a model with MegaKV's attention, fed shuffled packed tokens."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = copy.deepcopy(model)
         self.runtime = DenseRuntime()
-        assert attach(self.model, self.runtime) == LAYERS
+        assert attach(self.model, self.runtime.attend) == LAYERS
         self.cache = ShardedCache(LAYERS, size=1, rank=0)
         self.by_mask = model.config.model_type == "bloom" or getattr(model.config, "alibi", False)
         self.mask = np.ones((1, 0), dtype=bool)

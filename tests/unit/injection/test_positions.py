@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_positions_are_those_of_the_plain_model(config: Any, given: list[int], c
     """ALiBi counts along the mask, or slots, and never reads position_ids; rotary models read them."""
     model = AutoModelForCausalLM.from_config(config())
     recorder: Any = _Recorder()
-    ForwardHooks(model, recorder, LAYERS)
+    ForwardHooks(model, recorder, partial(recorder.new_cache, LAYERS))
     inputs = {"input_ids": random_ids(1, 5), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     with pytest.raises(_StopError):
         model(**inputs)

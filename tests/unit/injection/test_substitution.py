@@ -1,4 +1,4 @@
-"""Families that bypass the attention interface: MegaKV's attention modules give what the plain model gives."""
+"""Families that bypass the attention interface: with MegaKV's forward they give what the plain model gives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 
 from megakv.distributed.sharding import new_tokens
 from megakv.errors import MegaKVError
-from megakv.injection.interface import RUNTIME_ATTRIBUTE, CausalMask
-from megakv.injection.ownership import attach
+from megakv.injection.families import SubstitutedForward
+from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask
+from megakv.injection.ownership import attach, detach
 from tests.unit.injection.substituted import (
     ALIBI,
     CONFIGS,
@@ -71,8 +72,8 @@ def test_biases_matter_in_these_tests(name: str) -> None:
     ids = random_ids(1, 63)
     substituted = Substituted(model)
     for module in substituted.model.modules():
-        if getattr(module, "_slopes", None) is not None:
-            module._slopes = 0.9 * module._slopes
+        if isinstance(module.forward, SubstitutedForward) and module.forward.slopes is not None:
+            module.forward.slopes = 0.9 * module.forward.slopes
     with torch.no_grad():
         assert relative_error(substituted(ids), model(ids).logits) > 1e-3
 
@@ -82,15 +83,17 @@ def test_only_this_instance_changes_and_weights_keep_their_names(name: str) -> N
     model, untouched = plain_model(name), plain_model(name)
     before = model.state_dict(keep_vars=True)
     for _ in range(2):
-        attach(model, DenseRuntime())
+        attach(model, DenseRuntime().attend)
         after = model.state_dict(keep_vars=True)
         assert list(after) == list(before)
         assert all(after[key] is before[key] for key in before)
     ids = random_ids(1, 9)
     with torch.no_grad():
         assert torch.isfinite(untouched(ids).logits).all()
-    names = {type(module).__name__ for module in untouched.modules()}
-    assert not any(name.startswith("Sharded") for name in names)
+    assert any(isinstance(module.forward, SubstitutedForward) for module in model.modules())
+    assert not any(isinstance(module.forward, SubstitutedForward) for module in untouched.modules())
+    detach(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def cut(linear: nn.Linear, rows: list[int] | None, columns: list[int] | None) -> nn.Linear:
@@ -130,9 +133,9 @@ def test_heads_of_a_shard_take_their_own_slopes(name: str) -> None:
                 setattr(module, out, cut(getattr(module, out), None, columns.reshape(-1).tolist()))
                 module.head_shard = SimpleNamespace(query_heads=tuple(kept))
         runtime = DenseRuntime()
-        attach(part, runtime)
+        attach(part, runtime.attend)
         runtime.tokens.append(new_tokens(np.ones((1, 50), dtype=bool), np.arange(50)[None], 0))
-        attention: Any = next(module for module in part.modules() if hasattr(module, RUNTIME_ATTRIBUTE))
+        attention: Any = next(module for module in part.modules() if hasattr(module, ATTEND_ATTRIBUTE))
         with torch.no_grad():
             outputs.append(
                 attention(
@@ -171,4 +174,4 @@ def test_bloom_with_sliced_products_is_refused() -> None:
     model = plain_model("bloom")
     model.config.slow_but_exact, model.config.pretraining_tp = True, 2
     with pytest.raises(ValueError, match="slow_but_exact"):
-        attach(model, DenseRuntime())
+        attach(model, DenseRuntime().attend)

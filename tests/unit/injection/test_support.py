@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megakv
 from megakv.dry_run import dry_run
-from megakv.injection.interface import RUNTIME_ATTRIBUTE
+from megakv.injection.interface import ATTEND_ATTRIBUTE, attention_modules
 from megakv.offload.weights import ALIGNMENT, layer_places
 from megakv.weights.loading import build_model
 from tests.tiny_configs import FAMILIES, VOCAB, tiny_config
@@ -83,9 +83,9 @@ def late_uses(engine: Any) -> list[str]:
 
     The list grows with every pass of the engine.
     """
-    model, runtime = engine.module, engine._runtime
+    model = engine.module
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    attend, attended, found = runtime.attend, set(), []
+    attend, attended, found = engine._runtime.attend, set(), []
 
     def noted(layer: int, *args: Any) -> Tensor:
         attended.add(layer)
@@ -101,7 +101,8 @@ def late_uses(engine: Any) -> list[str]:
                 owner = model.get_submodule(place.name.rpartition(".")[0])
                 owner.register_forward_pre_hook(lambda *_, name=place.name, layer=layer: check(name, layer))
     model.register_forward_pre_hook(lambda *_: attended.clear())
-    runtime.attend = noted
+    for module in attention_modules(model):
+        setattr(module, ATTEND_ATTRIBUTE, noted)
     return found
 
 
@@ -121,7 +122,7 @@ def test_right_or_refused(model_type: str, alone: None) -> None:
         assert f"model type {model.config.model_type!r} ({type(model).__name__}) is not supported: " in str(error)
         assert model_type in VARIES or REFUSED[model_type] in str(error)
         assert model.config._attn_implementation == before._attn_implementation
-        assert not any(hasattr(module, RUNTIME_ATTRIBUTE) for module in model.modules())
+        assert not any(hasattr(module, ATTEND_ATTRIBUTE) for module in model.modules())
         return
     assert model_type in VARIES or model_type not in REFUSED
     try:

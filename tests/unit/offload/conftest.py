@@ -1,7 +1,8 @@
 """Engines that offload."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -9,6 +10,29 @@ import megakv
 from megakv.costmodel.offload import LayerCosts
 from megakv.offload.auto import Auto
 from megakv.offload.costs import OffloadCosts
+from megakv.offload.link import Direction, EmulatedLink, Move, Transfer
+
+
+@pytest.fixture(autouse=True)
+def no_buffer_in_flight_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is not used again while a transfer of an emulated link into it is under way."""
+    start, under_way = EmulatedLink.start, WeakKeyDictionary[Transfer, tuple[int, int]]()
+
+    def started(link: EmulatedLink, direction: Direction, moves: Sequence[Move]) -> Transfer:
+        begins = [move.device.data_ptr() for move in moves] if direction == "in" else []
+        low = min(begins, default=0)
+        high = max((begin + move.nbytes for begin, move in zip(begins, moves, strict=False)), default=0)
+        for other, (begin, end) in under_way.items():
+            assert other.done or high <= begin or end <= low, (
+                "a buffer is used again while a transfer into it is under way"
+            )
+        transfer = start(link, direction, moves)
+        if direction == "in":
+            under_way[transfer] = low, high
+        return transfer
+
+    monkeypatch.setattr(EmulatedLink, "start", started)
+
 
 SETTINGS = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16}
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megakv.offload.cuda_link import CudaStreams
+
 
 class Moment:
     """What `torch.cuda.Event` is."""
@@ -65,8 +67,8 @@ class AtOnce:
         work()
 
 
-class ThreadStreams:
-    """The `Streams` of such an accelerator.
+class ThreadStreams(CudaStreams):
+    """The streams of such an accelerator.
 
     Parameters
     ----------

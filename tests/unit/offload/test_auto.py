@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megakv.offload.auto import SHARE, Auto
-from megakv.offload.split import Plan, Split
+from megakv.offload.method import Plan, Split
 
 Times = dict[str, float]
 

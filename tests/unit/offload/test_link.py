@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload.assembly import make_link
-from megakv.offload.emulated_link import EmulatedLink
-from megakv.offload.link import Move
+from megakv.offload.link import EmulatedLink, Move, Place
+from megakv.offload.runtime import make_link
 
 
 class Gate:
@@ -72,26 +71,45 @@ def test_one_direction_keeps_its_order_and_the_other_goes_on() -> None:
     link.close()
 
 
-def test_a_transfer_waits_for_those_it_comes_after() -> None:
-    link, gate = EmulatedLink(), Gate()
+def test_a_transfer_waits_for_those_that_wrote_what_it_reads() -> None:
+    link, gate, place = EmulatedLink(), Gate(), Place()
     written = torch.zeros(1, 1)
     slow = link.start("out", [Move(gate, torch.ones(1, 1))])
-    writing = link.start("out", moves((written, torch.full((1, 1), 3.0))))
+    link.start("out", [Move(written, torch.full((1, 1), 3.0), [place])])
     read = torch.zeros(1, 1)
-    reading = link.start("in", moves((written, read)), after=[writing])
+    reading = link.start("in", [Move(written, read, [place])])
     time.sleep(0.02)
-    assert not slow.done and not reading.done
+    assert not slow.done and not reading.done and len(place.busy) == 2
     gate.open.set()
     reading.wait()
-    assert read.item() == 3
+    assert read.item() == 3 and not place.busy
+    link.close()
+
+
+def test_a_transfer_waits_for_those_that_read_what_it_writes() -> None:
+    link, gate, place = EmulatedLink(), Gate(), Place()
+    link.start("in", [Move(gate, torch.ones(1, 1))])
+    written, read = torch.ones(1, 1), torch.zeros(1, 1)
+    reading = link.start("in", [Move(written, read, [place])])
+    writing = link.start("out", [Move(written, torch.full((1, 1), 3.0), [place])])
+    time.sleep(0.02)
+    assert not reading.done and not writing.done
+    gate.open.set()
+    writing.wait()
+    assert read.item() == 1 and written.item() == 3
     link.close()
 
 
 def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
     link = EmulatedLink()
-    broken = link.start("in", [Move(Broken(), torch.zeros(1, 1))])
-    depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
-    for transfer in (broken, depending):
+    place = Place()
+    broken = link.start("out", [Move(Broken(), torch.zeros(1, 1), [place])])
+    depending = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), [place])])
+    with pytest.raises(MegaKVError, match="no space left"):
+        broken.wait()
+    # Also long after it has failed.
+    later = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), [place])])
+    for transfer in (broken, depending, later):
         with pytest.raises(MegaKVError, match="transfer of 4 bytes failed.*no space left"):
             transfer.wait()
     target = torch.zeros(3, 2)
@@ -133,17 +151,16 @@ def test_a_stress_of_both_directions_corrupts_nothing() -> None:
     host = torch.randn(64, 33, generator=generator)
     expected, buffers = host.clone(), [torch.empty(16, 33) for _ in range(2)]
     held: list = [None, None]
-    last_out = None
+    place = Place()
     for step in range(1000):
         slot, first = step % 2, int(torch.randint(0, 49, (1,), generator=generator))
         if held[slot] is not None:
             held[slot].wait()
-        after = [last_out] if last_out is not None else []
-        link.start("in", moves((host[first : first + 16], buffers[slot])), after=after).wait()
+        link.start("in", [Move(host[first : first + 16], buffers[slot], [place])]).wait()
         assert torch.equal(buffers[slot], expected[first : first + 16])
         new = torch.randn(1, 33, generator=generator)
         expected[first] = new[0]
-        held[slot] = last_out = link.start("out", moves((host[first : first + 1], new)))
+        held[slot] = link.start("out", [Move(host[first : first + 1], new, [place])])
     link.close()
     assert torch.equal(host, expected)
 
@@ -152,4 +169,4 @@ def test_impossible_links_are_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes per second"):
         EmulatedLink(0)
     with pytest.raises(ValueError, match="emulated_link_gb_s"):
-        make_link(torch.device("cuda"), 1e9)
+        make_link(torch.device("cuda"), 1.0)

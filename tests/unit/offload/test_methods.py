@@ -11,8 +11,7 @@ from megakv.costmodel.offload import GroupCosts, LayerCosts, WeightTimes
 from megakv.offload.chunked import Chunked
 from megakv.offload.cpu_rank import All
 from megakv.offload.kvpr import KVPR, split_seconds
-from megakv.offload.method import steady_split
-from megakv.offload.split import spread
+from megakv.offload.method import spread, steady_split
 
 INSTANCES = 300
 

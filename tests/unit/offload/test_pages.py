@@ -10,10 +10,9 @@ from torch import Tensor
 from megakv.errors import MegaKVError
 from megakv.offload import host_memory
 from megakv.offload.disk import DiskTier
-from megakv.offload.emulated_link import EmulatedLink
 from megakv.offload.host_memory import HostTier, available_memory, check_host_budget
-from megakv.offload.pages import OutgoingRows, PagedRows, mark_written, start_reading, unwritten
-from megakv.offload.pool import PagePool
+from megakv.offload.link import EmulatedLink
+from megakv.offload.pages import PagedRows, PagePool
 
 WIDTH = 5
 PAGE = 7 * WIDTH * 4
@@ -27,15 +26,12 @@ def make_pool(host_pages: int, disk_pages: int = 0, folder: Path | None = None) 
 
 
 def write(link: EmulatedLink, paged: PagedRows, rows: Tensor) -> None:
-    first = paged.extend(len(rows))
-    moves, pages = paged.moves(first, rows)
-    mark_written(pages, link.start("out", moves))
+    link.start("out", paged.append(rows))
 
 
 def read(link: EmulatedLink, paged: PagedRows, first: int, count: int) -> Tensor:
     target = torch.empty(count, WIDTH)
-    moves, pages = paged.moves(first, target)
-    link.start("in", moves, after=unwritten(pages)).wait()
+    link.start("in", paged.moves(first, target)).wait()
     return target
 
 
@@ -48,13 +44,9 @@ def test_a_freed_page_is_written_to_when_it_was_read() -> None:
         write(link, paged, each)
     targets = torch.empty(2, 7, WIDTH)
     for paged, target in zip((first, second), targets, strict=True):
-        moves, pages = paged.moves(0, target)
-        transfer = start_reading(link, moves, pages)
+        transfer = link.start("in", paged.moves(0, target))
     second.truncate(0)
-    following, outgoing = PagedRows(pool, WIDTH, torch.float32), OutgoingRows()
-    outgoing.add(following, torch.randn(7, WIDTH))
-    sent = outgoing.send(link)
-    assert sent is not None
+    sent = link.start("out", PagedRows(pool, WIDTH, torch.float32).append(torch.randn(7, WIDTH)))
     for each in (sent, transfer):
         each.settle()
     assert torch.equal(targets, rows)
@@ -113,9 +105,9 @@ def test_a_prompt_moves_in_one_copy() -> None:
     pool = make_pool(40)
     paged = PagedRows(pool, WIDTH, torch.float32)
     paged.extend(100)
-    moves, pages = paged.moves(3, torch.empty(90, WIDTH))
+    moves = paged.moves(3, torch.empty(90, WIDTH))
     assert len(moves) == 1 and moves[0].nbytes == 90 * WIDTH * 4
-    assert len(pages) == 14
+    assert len(moves[0].places) == 14
 
 
 def test_budgets_that_are_used_up_change_nothing() -> None:

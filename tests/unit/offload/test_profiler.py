@@ -4,6 +4,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel import offload_pipeline
+from megakv.costmodel.hardware import Fingerprint, load_profile
 from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, WeightTimes
 from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
 from megakv.offload.link import Traffic
+from megakv.offload.method import Plan, Split
 from megakv.offload.record import StepRecord
-from megakv.offload.split import Plan, Split
 from tests.measuring import until_it_holds
+from tests.unit.costmodel.profiles import ideal
 from tests.unit.offload.test_exactness import generate, plain_model
 
 LINK_GB_S = 0.001
@@ -80,12 +83,33 @@ def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
     path = tmp_path / "offload.json"
     offloader_after(offloaded, profile=str(path))
     values = json.loads(path.read_text())
-    assert values["emulated_link_gb_s"] == LINK_GB_S and values["disk_read_bytes_s"] == 0
-    # As in older files.
-    values |= {"recompute_s": 1.0, "both_bytes_s": 1e9}
-    path.write_text(json.dumps(values))
+    assert values["emulated_link_gb_s"] == LINK_GB_S and values["disk_bandwidth"] is None
+    # A second a token.
+    operations = 2 * 64 * 2 * 64
+    path.write_text(json.dumps(values | {"recompute_flops": operations}))
     offloader = offloader_after(offloaded, profile=str(path))
-    assert offloader.steps[0].split.recomputed == 0
+    assert offloader.steps[0].split.recomputed == 0 and offloader.costs.measured.recompute_s == pytest.approx(1.0)
+
+
+def test_a_profile_of_megakv_profile_is_added_to_and_stays_one(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    here = Fingerprint.of_this_process(hosts=1, ranks=4, dtype=torch.float32)
+    before = ideal(fingerprint=here, memory_bytes=1 << 30)
+    before.save(path)
+    offloader_after(offloaded, profile=str(path))
+    after = load_profile(path)
+    assert after.host_link is not None and after.recompute_flops is not None
+    assert after.host_link.bandwidth == pytest.approx(LINK_GB_S * 1e9, rel=0.5)
+    # What it had is the same, and so it is one profile to ranks of other hosts, whose links differ.
+    assert after.digest() == before.digest() and after.attention == before.attention
+    assert after.fingerprint.ranks == 4 and after.memory_bytes == 1 << 30
+
+
+def test_what_an_engine_measured_does_not_pass_for_the_whole(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    offloader_after(offloaded, profile=str(path), method="stream")
+    with pytest.raises(ValueError, match="Field required; write a new one with megakv profile --json FILE"):
+        load_profile(path)
 
 
 def test_a_profile_of_one_method_serves_another(offloaded: Any, tmp_path: Path) -> None:
@@ -95,11 +119,11 @@ def test_a_profile_of_one_method_serves_another(offloaded: Any, tmp_path: Path) 
         offloader_after(offloaded, profile=str(path), method=method)
         found.append(json.loads(path.read_text()))
     streamed, recomputed, attended, last = found
-    assert streamed["input_bytes"] == streamed["recompute_s"] == recomputed["host_attend_s"] == 0
-    assert recomputed["recompute_s"] > 0 and recomputed["input_bytes"] > 0 and attended["host_attend_s"] > 0
+    assert streamed["recompute_flops"] is recomputed["host_attention_bandwidth"] is None
+    assert recomputed["recompute_flops"] > 0 and attended["host_attention_bandwidth"] > 0
     # Nothing is measured twice.
-    assert {**last, "recompute_s": 0} == {**attended, "recompute_s": 0}
-    assert len({values["link_bytes_s"] for values in found}) == 1
+    assert last == attended and attended["recompute_flops"] == recomputed["recompute_flops"]
+    assert all(values["host_link"] == streamed["host_link"] for values in found)
 
 
 def test_the_disk_is_measured_where_there_is_one(offloaded: Any, tmp_path: Path) -> None:
@@ -114,10 +138,10 @@ def test_the_disk_is_measured_where_there_is_one(offloaded: Any, tmp_path: Path)
         held = offloader.pool.used()["disk"]
         assert held and all(0 < step.disk_bytes < min(step.bytes_in, 1.5 * held) for step in offloader.steps)
         assert offloader.steps[-1].report().disk_utilisation > 0
-    assert found[0]["disk_read_bytes_s"] > 0
+    assert found[0]["disk_bandwidth"] > 0
     assert found[0]["disk"] == f"{tmp_path / 'one'} (files)" and found[1] == found[0]
     assert found[2]["disk"] == f"{tmp_path / 'two'} (files)"
-    assert found[2]["link_bytes_s"] == found[0]["link_bytes_s"]
+    assert found[2]["host_link"] == found[0]["host_link"]
 
 
 @pytest.mark.full
@@ -175,7 +199,7 @@ def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
 
 def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -> None:
     costs = offloader_after(offloaded, method="stream").costs
-    costs.profile = costs.profile.model_copy(update={"row_bytes": 64})
+    costs.profile = replace(costs.profile, row_bytes=64)
     plain = LayerCosts(kv_s=1.0, activation_s=1.0, recompute_s=1.0)
 
     def predicted() -> float:
@@ -196,13 +220,9 @@ def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"row_bytes": 77},
-            "77 bytes of keys and values for a token in a layer, here 512: another model, tp_size or kv_bits",
-        ),
-        ({"model_type": "gpt_neox"}, "model type 'gpt_neox', here 'opt'"),
         ({"fingerprint": {"processor": "abacus"}}, "processor 'abacus', here"),
-        ({"link_bytes_s": -1}, "link_bytes_s: Input should be greater than 0"),
+        ({"disk_bandwidth": -1}, "disk_bandwidth: Input should be greater than 0"),
+        ({"format": "megakv offload profile"}, "is not a megakv hardware profile"),
     ],
 )
 def test_foreign_profiles_are_refused(changes: dict[str, Any], message: str, offloaded: Any, tmp_path: Path) -> None:
@@ -213,8 +233,8 @@ def test_foreign_profiles_are_refused(changes: dict[str, Any], message: str, off
         values[key] = {**values[key], **value} if isinstance(value, dict) else value
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"megakv.offload.profile = .*{message}.*remove it, and it is measured anew"):
-        # Of one token the prompt is all that is computed: nothing is, in vain.
-        offloader_after(offloaded, profile=str(path), new_tokens=1)
+        # Nothing is computed in vain.
+        offloaded(plain_model("opt"), profile=str(path), emulated_link_gb_s=LINK_GB_S)
 
 
 def test_a_pipeline_runs_at_the_pace_of_its_slower_side() -> None:

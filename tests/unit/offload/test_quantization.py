@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import megakv
-from megakv.offload.quantization import GroupQuantiser, group_size
-from megakv.offload.staging import StagedLayer
+from megakv.offload.row_format import GroupQuantiser, group_size
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
@@ -54,19 +53,15 @@ def test_attention_sees_rows_within_half_a_step(
     engine = offloaded(copy.deepcopy(model), method=method, kv_bits=4, kv_group=8, num_gpu_batches=groups)
     exact = offloaded(copy.deepcopy(model), method="stream")
     errors: list[float] = []
-    unpack = StagedLayer.unpack
+    unpack = GroupQuantiser.unpack
 
-    def compared(self: StagedLayer) -> None:
-        places = [rows for _, rows in self.packed]
-        unpack(self)
-        for rows in places:
-            quantiser = self.store.quantiser
-            assert quantiser is not None
-            again = torch.empty_like(rows)
-            quantiser.unpack(quantiser.pack(rows), again)
-            errors.append((again - rows).abs().max().item())
+    def compared(self: GroupQuantiser, packed: torch.Tensor, rows: torch.Tensor) -> None:
+        unpack(self, packed, rows)
+        again = torch.empty_like(rows)
+        unpack(self, self.pack(rows), again)
+        errors.append((again - rows).abs().max().item())
 
-    monkeypatch.setattr(StagedLayer, "unpack", compared)
+    monkeypatch.setattr(GroupQuantiser, "unpack", compared)
     generate(engine, ids, mask)
     # What was rounded once stays as it is.
     assert errors and max(errors) < 1e-5

@@ -11,8 +11,8 @@ import torch
 
 from megakv.costmodel.offload import GroupCosts
 from megakv.launcher.commands import check
+from megakv.offload.method import Split
 from megakv.offload.methods import METHODS
-from megakv.offload.split import Split
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 

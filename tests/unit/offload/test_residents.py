@@ -35,7 +35,7 @@ def check_last(cache: Any, prompt: int, tokens: int) -> None:
     for layer in range(len(cache)):
         store = cache.store(layer)
         for sequence in range(cache.table.batch):
-            rows, length = store.resident(sequence), store.rows(sequence)
+            rows, length = store.residents.rows[sequence], store.rows(sequence)
             assert rows is not None and len(rows.rows) == tokens
             assert prompt <= rows.end <= length <= rows.end + tokens
             whole = torch.cat([run for _, run in store.rows_in_memory(sequence, length)])
@@ -77,7 +77,7 @@ def test_prompts_in_pieces_and_later_turns(method: str, offloaded: Callable[...,
     expected = generate(model, longer, torch.ones_like(longer))
     for each in (twin, session):
         assert torch.equal(each.generate(turn, max_new_tokens=NEW, **GREEDY), expected)
-        assert 0 < engine._offloader.residents.used <= tokens_gb(model, 7) * (1 << 30)
+        assert 0 < sum(engine._offloader.residents.used) <= tokens_gb(model, 7) * (1 << 30)
         assert all(step.resident for step in decoding(engine))
 
 
@@ -111,7 +111,8 @@ def test_the_report_says_what_was_done(offloaded: Callable[..., Any], tmp_path: 
     assert len(asked) == len(steps) * layers
     for number, step in enumerate(steps):
         own = asked[number * layers : (number + 1) * layers]
-        assert step.report().on_host == round(sum(own) / layers) != step.plan.total.on_host
+        planned = sum(split.on_host for split in step.plan.splits)
+        assert step.report().on_host == round(sum(own) / layers) != planned
     # What is restored has no activations, and what begins with it reports none that were recomputed.
     session.save(tmp_path / "saved")
     recomputing = offloaded(copy.deepcopy(model), method="kvpr")

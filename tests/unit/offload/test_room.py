@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megakv.errors import MegaKVError
+from megakv.offload import runtime
 from tests.unit.offload.test_exactness import generate, plain_model
 
 
@@ -121,3 +122,16 @@ def test_turns_are_refused_when_there_is_no_room_and_not_before(method: str, off
     assert f"of which {total / 1024:.2f} KiB can be used" in refusal
     # A turn's 36 tokens take three pages at most, and the page begun before has room for its activations, or one more.
     assert free < layers * (3 + 2 * (method != "stream")) * 8192
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(
+    offloaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain_model("opt")
+    expected = copy.deepcopy(model.state_dict())
+    # All else of the engine is there by then.
+    monkeypatch.setattr(runtime, "Prefetch", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        offloaded(model, weights=True)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert all(torch.equal(found, expected[name]) for name, found in model.state_dict().items())

@@ -1,5 +1,7 @@
 """The link in streams, on an accelerator made of threads: order, files beside computation, errors, and times."""
 
+from __future__ import annotations
+
 import copy
 import threading
 from collections.abc import Iterator
@@ -11,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.offload import assembly, cuda_link
+from megakv.offload import cuda_link, runtime
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
-from megakv.offload.link import Move, StoredRows
+from megakv.offload.link import Move, Place
 from tests.unit.offload.streams import Ahead, ThreadStreams
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
@@ -36,7 +38,7 @@ class Gate:
     def write_from(self, source: Tensor) -> None:
         self.read_into(torch.empty_like(source))
 
-    def part(self, first: int, nbytes: int) -> StoredRows:
+    def part(self, first: int, nbytes: int) -> Gate:
         assert (first, nbytes) == (0, self.nbytes)
         return self
 
@@ -69,13 +71,13 @@ def test_rows_go_both_ways_and_only_files_take_a_thread(link: StreamLink, tmp_pa
     before = threads()
     rows = [torch.randn(count, 5) for count in (1, 77, 200, 0)]
     for tiers in ((memory, memory, memory, memory), (disk, memory, disk, disk), (disk, disk, disk, memory)):
-        places, offset = [], 0
+        places, offset, held = [], 0, [Place()]
         for tier, data in zip(tiers, rows, strict=True):
             places.append(tier.rows(offset, len(data), 5, data.dtype))
             offset += data.nbytes
-        out = link.start("out", [Move(place, data) for place, data in zip(places, rows, strict=True)])
+        out = link.start("out", [Move(place, data, held) for place, data in zip(places, rows, strict=True)])
         found = [torch.zeros_like(data) for data in rows]
-        back = link.start("in", [Move(place, data) for place, data in zip(places, found, strict=True)], after=[out])
+        back = link.start("in", [Move(place, data, held) for place, data in zip(places, found, strict=True)])
         back.settle()
         assert out.done and back.done and all(map(torch.equal, found, rows))
         assert (threads() - before != set()) == (disk in tiers)
@@ -87,9 +89,9 @@ def test_rows_go_both_ways_and_only_files_take_a_thread(link: StreamLink, tmp_pa
 def test_computation_comes_before_and_behind_and_nobody_waits(link: StreamLink, ahead: ThreadStreams) -> None:
     slow, host, device, found = threading.Event(), torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
     ahead.compute.put(lambda: slow.wait(10) and device.fill_(7))
-    out = link.start("out", moves((host, device)))
-    back = torch.zeros(3, 2)
-    came = link.start("in", moves((host, back)), after=[out])
+    back, place = torch.zeros(3, 2), [Place()]
+    out = link.start("out", [Move(host, device, place)])
+    came = link.start("in", [Move(host, back, place)])
     came.wait()
     ahead.compute.put(lambda: found.copy_(back))
     assert not out.done and not came.done and host.sum() == 0
@@ -101,11 +103,12 @@ def test_computation_comes_before_and_behind_and_nobody_waits(link: StreamLink, 
 def test_what_comes_behind_a_file_keeps_its_turn(link: StreamLink) -> None:
     gate, target, later, other = Gate(), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
     first = link.start("in", [Move(gate, target)])
-    second = link.start("in", moves((torch.ones(1, 1), later)))
+    place = [Place()]
+    second = link.start("in", [Move(torch.ones(1, 1), later, place)])
     out = link.start("out", moves((other, torch.ones(1, 1))))
     out.settle()
     # What must come after something that a thread is still to do waits there, too.
-    third = link.start("out", moves((torch.zeros(1, 1), torch.ones(1, 1))), after=[second])
+    third = link.start("out", [Move(torch.zeros(1, 1), torch.ones(1, 1), place)])
     assert not first.done and not second.done and not third.done and later.item() == 0 and other.item() == 1
     gate.open.set()
     third.settle()
@@ -115,10 +118,15 @@ def test_what_comes_behind_a_file_keeps_its_turn(link: StreamLink) -> None:
 
 def test_errors_reach_the_waiter_and_the_link_goes_on(link: StreamLink) -> None:
     gate, memory = Gate(broken=True), torch.zeros(1, 1)
-    broken = link.start("in", [*moves((torch.ones(1, 1), memory)), Move(gate, torch.zeros(1, 1))])
-    depending = link.start("out", moves((torch.zeros(1, 1), torch.zeros(1, 1))), after=[broken])
+    place = [Place()]
+    broken = link.start("out", [*moves((memory, torch.ones(1, 1))), Move(gate, torch.zeros(1, 1), place)])
+    depending = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), place)])
     gate.open.set()
-    for transfer in (broken, depending):
+    with pytest.raises(MegaKVError, match="no such rows"):
+        broken.wait()
+    # Also long after it has failed.
+    later = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), place)])
+    for transfer in (broken, depending, later):
         with pytest.raises(MegaKVError, match=r"transfer of \d bytes failed.*no such rows"):
             transfer.wait()
         with pytest.raises(MegaKVError, match="no such rows"):
@@ -155,22 +163,21 @@ def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: T
     host = torch.randn(64, width, generator=generator)
     link.start("out", [Move(disk.rows(0, 64, width, host.dtype), host.clone())]).settle()
     expected, buffers, wrong = host.clone(), [torch.empty(16, width) for _ in range(2)], []
-    written: dict[int, Any] = {}
+    held_in = [Place() for _ in range(64)]
     for step in range(1000):
         on_disk, first = bool(step % 3), int(torch.randint(0, 49, (1,), generator=generator))
-        target, after = buffers[step % 2], [written[row] for row in range(first, first + 16) if row in written]
+        target = buffers[step % 2]
         # Rows lie in memory and in a file: those that are written last are in both.
         source = disk.rows(first * 132, 16, width, host.dtype) if on_disk else host[first : first + 16]
-        link.start("in", [Move(source, target)], after=after).wait()
+        link.start("in", [Move(source, target, held_in[first : first + 16])]).wait()
         held = expected[first : first + 16].clone()
         ahead.compute.put(lambda target=target, held=held: wrong.append(not torch.equal(target, held)))
         new = torch.randn(1, width, generator=generator)
         expected[first] = new[0]
         places = [host[first : first + 1], disk.rows(first * 132, 1, width, host.dtype)]
-        # It may be read no more before it is written again.
-        written[first] = link.start("out", [Move(place, new) for place in places])
+        last = link.start("out", [Move(place, new, [held_in[first]]) for place in places])
     ahead.compute.synchronize()
-    written[first].settle()
+    last.settle()
     assert len(wrong) == 1000 and not any(wrong)
     found = torch.empty(64, width)
     link.start("in", [Move(disk.rows(0, 64, width, host.dtype), found)]).settle()
@@ -183,7 +190,7 @@ def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: T
 def test_tokens_are_the_plain_model_s_over_both_tiers(
     method: str, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "make_link", lambda *_: StreamLink(ThreadStreams()))
+    monkeypatch.setattr(runtime, "make_link", lambda *_: StreamLink(ThreadStreams()))
     monkeypatch.setattr(cuda_link, "PINNED_BYTES", 3000)
     model = plain_model("opt")
     ids, mask = ragged(4)
@@ -197,7 +204,7 @@ def test_tokens_are_the_plain_model_s_over_both_tiers(
 
 def test_costs_are_learned_behind_the_steps(offloaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = ThreadStreams()
-    monkeypatch.setattr(assembly, "make_link", lambda *_: StreamLink(streams))
+    monkeypatch.setattr(runtime, "make_link", lambda *_: StreamLink(streams))
     engine = offloaded(plain_model("opt"), method="chunked")
     log, clock = engine._offloader._log, engine._offloader.link.clock
     passed, marks = clock.passed, []

@@ -28,19 +28,13 @@ class Shadow:
         self.rows: dict[tuple[int, int], list[Tensor]] = {}
         self.errors: list[Tensor] = []
         self.places: list[str] = []
-        append, each, part, packed = (
-            *(TieredStore.append, TieredStore.append_each),
-            *(TieredStore.part, TieredStore.packed),
-        )
+        append, part, packed = TieredStore.append_each, TieredStore.part, TieredStore.packed
 
-        def appended(store: TieredStore, sequence: int, keys: Tensor, values: Tensor) -> None:
-            self._note(store, sequence, keys, values)
-            append(store, sequence, keys, values)
-
-        def appended_each(store: TieredStore, sequences: Sequence[int], keys: Tensor, values: Tensor) -> None:
-            for index, sequence in enumerate(sequences):
-                self._note(store, sequence, keys[:, index : index + 1], values[:, index : index + 1])
-            each(store, sequences, keys, values)
+        def appended(store: TieredStore, sequences: Sequence[int], keys: Tensor, values: Tensor) -> None:
+            pieces = (rows.chunk(len(sequences), dim=1) for rows in (keys, values))
+            for sequence, own_keys, own_values in zip(sequences, *pieces, strict=True):
+                self._note(store, sequence, own_keys, own_values)
+            append(store, sequences, keys, values)
 
         def compared(store: TieredStore, sequence: int) -> tuple[Tensor, Tensor]:
             keys, values = part(store, sequence)
@@ -56,8 +50,7 @@ class Shadow:
                     self._compare(store, sequence, keys[:, rows], values[:, rows])
             return found
 
-        monkeypatch.setattr(TieredStore, "append", appended)
-        monkeypatch.setattr(TieredStore, "append_each", appended_each)
+        monkeypatch.setattr(TieredStore, "append_each", appended)
         monkeypatch.setattr(TieredStore, "part", compared)
         monkeypatch.setattr(TieredStore, "packed", compared_packed)
 

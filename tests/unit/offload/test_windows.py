@@ -1,7 +1,8 @@
 """Layers with a sliding window bring only what their queries see, whatever becomes of the other tokens."""
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
+from megakv.offload.method import Split
 from megakv.offload.methods import AUTO, METHODS
-from megakv.offload.split import Split
-from megakv.offload.windows import OutOfWindow, Windows
+from megakv.offload.prefetch import OutOfWindow, Windows
 from tests.families import WINDOW
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
-LONG = {"max_new_tokens": 40, "min_new_tokens": 40}
+LONG = {"max_new_tokens": 24, "min_new_tokens": 24}
+BEAMS = {"num_beams": 3, "max_new_tokens": 8}
 WAYS: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in (*METHODS, AUTO)},
     "groups": {"method": "auto", "num_gpu_batches": 2},
@@ -78,15 +80,28 @@ def test_a_layer_has_its_part_of_the_mean() -> None:
     assert Split(0).of_tokens(7).streamed == 7
 
 
-@pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "starcoder2"])
-def test_tokens_are_the_plain_model_s(name: str, way: str, offloaded: Callable[..., Any], tmp_path: Any) -> None:
+@functools.cache
+def answered(name: str) -> tuple[Any, list[torch.Tensor]]:
+    """A plain model and what it generates."""
     model = plain_model(name)
-    ids, mask = ragged(3, 70)
+    return model, [generate(model, *ragged(3, 70), **options) for options in (LONG, BEAMS)]
+
+
+def ways() -> Iterator[Any]:
+    """Every way with windows in all layers and with windows in some; with the other families three of them each."""
+    for index, name in enumerate(("mistral", "gemma3", "gemma2", "gpt_oss", "starcoder2")):
+        for place, way in enumerate(WAYS):
+            quick = index < 2 or place % 3 == index - 2
+            yield pytest.param(name, way, id=f"{name}-{way}", marks=[] if quick else pytest.mark.full)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize(("name", "way"), ways())
+def test_tokens_are_the_plain_model_s(name: str, way: str, offloaded: Callable[..., Any], tmp_path: Any) -> None:
+    model, expected = answered(name)
     engine = offloaded(copy.deepcopy(model), **({"disk_path": str(tmp_path)} | WAYS[way]))
-    for options in (LONG, {"num_beams": 3, "max_new_tokens": 12}):
-        assert torch.equal(generate(engine, ids, mask, **options), generate(model, ids, mask, **options))
+    for options, wanted in zip((LONG, BEAMS), expected, strict=True):
+        assert torch.equal(generate(engine, *ragged(3, 70), **options), wanted)
         step = engine._offloader.steps[-1].report()
         assert 0 < step.out_of_window < step.cached and step.streamed >= 0
         parts = (step.resident, step.recomputed, step.on_host, step.streamed, step.out_of_window)

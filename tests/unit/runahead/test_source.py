@@ -29,13 +29,9 @@ class Ranks:
         everyone = [value] * self.mesh.world_size
         if self._digest is not None and isinstance(value, str):
             everyone[-1] = self._digest
+        if self._failure is not None and value is None:
+            everyone[-1] = self._failure
         return everyone
-
-    def agree(self, error: Exception | None) -> None:
-        if error is not None:
-            raise error
-        if self._failure is not None:
-            raise MegaKVError(self._failure)
 
 
 def here(some: LookupTable, ranks: int) -> LookupTable:
@@ -56,23 +52,24 @@ def source(path: Path, some: LookupTable, *, comm: Any = None, model: Any = MODE
 def test_searched_interpolated_and_outside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     some = here(table({1000: (500, 300, 200), 2000: (900, 600, 500)}), 3)
     found = source(tmp_path / "table.json", some)
-    assert found.find(1000) == ((500, 300, 200), "searched")
-    assert found.find(2000) == ((900, 600, 500), "searched")
-    parts, origin = found.find(1500)
-    assert origin == "interpolated" and parts == from_fractions((0.475, 0.3, 0.225), 1500) and sum(parts) == 1500
+    assert found.sizes(1000) == (500, 300, 200)
+    assert found.sizes(2000) == (900, 600, 500)
+    parts = found.sizes(1500)
+    assert parts == from_fractions((0.475, 0.3, 0.225), 1500) and sum(parts) == 1500
+    assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert found.find(999) == (from_fractions((0.5, 0.3, 0.2), 999), "nearest")
-        assert found.find(4001) == (from_fractions((0.45, 0.3, 0.25), 4001), "nearest")
+        assert found.sizes(999) == from_fractions((0.5, 0.3, 0.2), 999)
+        assert found.sizes(4001) == from_fractions((0.45, 0.3, 0.25), 4001)
     assert len(caplog.records) == 1
     assert "megakv.runahead.table covers 1000 to 2000 tokens, the prompt has 999" in caplog.text
     found = source(tmp_path / "table.json", some)
     found.predict = lambda new, cached: (new - 2, 1, 1)
     with caplog.at_level(logging.WARNING):
-        assert found.find(999) == ((997, 1, 1), "predicted")
+        assert found.sizes(999) == (997, 1, 1)
     assert "the cost model's partition is used for such prompts" in caplog.text
-    assert found.find(1000) == ((500, 300, 200), "searched")
+    assert found.sizes(1000) == (500, 300, 200)
     # The table knows nothing of prompts behind cached tokens.
-    assert found.find(1000, 5000) == ((998, 1, 1), "predicted")
+    assert found.sizes(1000, 5000) == (998, 1, 1)
     found.predict = None
 
 
@@ -87,8 +84,8 @@ def test_only_rank_0_speaks(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_without_a_table() -> None:
     tokens, size = random.randint(1, 10**5), random.randint(2, 9)
-    assert PartitionSource(size).find(tokens) == (even(tokens, size), "even")
-    assert PartitionSource(size, "even", any_table(size, 3)).find(tokens) == (even(tokens, size), "even")
+    assert PartitionSource(size).sizes(tokens) == even(tokens, size)
+    assert PartitionSource(size, "even", any_table(size, 3)).sizes(tokens) == even(tokens, size)
     asked = []
 
     def predict(new: int, cached: int) -> tuple[int, ...]:
@@ -96,15 +93,14 @@ def test_without_a_table() -> None:
         return (new, *[0] * (size - 1))
 
     some = PartitionSource(size, predict=predict)
-    assert some.find(tokens, 7) == ((tokens, *[0] * (size - 1)), "predicted")
-    assert some.sizes(tokens, 7) == some.sizes(tokens, 7)
+    assert some.sizes(tokens, 7) == some.sizes(tokens, 7) == (tokens, *[0] * (size - 1))
     assert asked == [(tokens, 7)], "a prediction is made once"
-    assert PartitionSource(1, predict=predict).find(tokens) == ((tokens,), "even")
+    assert PartitionSource(1, predict=predict).sizes(tokens) == (tokens,)
 
 
 def test_a_users_own_and_one_in_use_for_a_while() -> None:
     some = PartitionSource.from_config(RunaheadConfig(partition=[0.5, 0.25, 0.25]), comm=Ranks(3), model=None)
-    assert some.find(8) == ((4, 2, 2), "given")
+    assert some.sizes(8) == (4, 2, 2)
     some.use([1, 1, 6])
     assert some.sizes(8) == (1, 1, 6)
     with pytest.raises(ValueError, match="sums to 8 tokens, but a sequence of the prompt has 9 new ones"):
@@ -145,7 +141,8 @@ def test_foreign_tables_are_refused_unless_accepted(
     assert text.startswith(f"megakv.runahead.table = {str(path)!r} was searched elsewhere: ") and message in text
     assert "or set megakv.runahead.accept_foreign_table = true" in text
     accepted = source(path, some, accept_foreign_table=True, **settings)
-    assert accepted.find(some.entries[0].context)[1] == "searched"
+    first = some.entries[0]
+    assert accepted.sizes(first.context) == from_fractions(first.fractions, first.context)
 
 
 def test_another_number_of_ranks_is_never_accepted(tmp_path: Path) -> None:
@@ -167,6 +164,6 @@ def test_ranks_with_other_files_or_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="megakv.runahead.table: the file of rank 1 differs from that of rank 0"):
         source(tmp_path / "t", some, comm=Ranks(2, digest="other"))
     with pytest.raises(MegaKVError, match="rank 1 failed"):
-        source(tmp_path / "t", some, comm=Ranks(2, failure="rank 1 failed: no such file"))
+        source(tmp_path / "t", some, comm=Ranks(2, failure="no such file"))
     with pytest.raises(ValueError, match=r"megakv.runahead.table = .* cannot be read"):
         PartitionSource.from_config(RunaheadConfig(table=str(tmp_path / "none")), comm=Ranks(2), model=MODEL)

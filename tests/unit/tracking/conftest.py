@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from megakv.tracking import RunReport
+from megakv.tracking.report import RunReport
 from tests.unit.tracking.reports import random_report
 
 

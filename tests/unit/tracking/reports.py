@@ -2,7 +2,8 @@
 
 import random
 
-from megakv.tracking import Event, PrefillPlan, RankReport, RunReport, Traffic
+from megakv.tracking.measurements import Event, PrefillPlan, Traffic
+from megakv.tracking.report import RankReport, RunReport
 
 
 def random_report(

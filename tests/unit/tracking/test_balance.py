@@ -2,7 +2,7 @@
 
 import pytest
 
-from megakv.tracking import head_balance
+from megakv.tracking.measurements import head_balance
 
 
 def test_ranks_wait_for_the_slowest_of_their_group_in_every_layer() -> None:

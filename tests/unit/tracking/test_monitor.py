@@ -1,9 +1,10 @@
-"""deepspeed's monitor and W&B keep state in the process, so what really starts them runs in a child process."""
+"""W&B keeps state in the process, so what really starts it runs in a child process."""
 
 import csv
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -14,9 +15,10 @@ import pytest
 
 import megakv
 from megakv.errors import MegaKVError
-from megakv.tracking import Tracker, TrackingConfig, WandbTrackingConfig, load_report, report_to_json
-from megakv.tracking.wandb_run import WandbRunMonitor
-from tests.distributed.launch import Result, run_forked
+from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
+from megakv.tracking.report import RunReport, load_report, report_to_json
+from megakv.tracking.tracker import Tracker
+from megakv.tracking.wandb_run import WandbRun
 from tests.unit.tracking.reports import random_report
 
 REPOSITORY = Path(megakv.__file__).parents[1]
@@ -36,21 +38,6 @@ def run_child(script: str, folder: Path, *arguments: str) -> subprocess.Complete
     return child
 
 
-FORKED_SCRIPT = """
-import os
-os.chdir({folder!r})
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    del os.environ[name]
-"""
-
-
-def run_forked_child(script: str, folder: Path, *arguments: str) -> Result:
-    """The same without W&B, in a process that has imported everything."""
-    path = folder / "child.py"
-    path.write_text(FORKED_SCRIPT.format(folder=str(folder)) + script)
-    return run_forked(path, [arguments], timeout=120).check()
-
-
 def rows(path: Path) -> list[list[str]]:
     with path.open(newline="") as file:
         return list(csv.reader(file))
@@ -58,7 +45,9 @@ def rows(path: Path) -> list[list[str]]:
 
 WANDB_SCRIPT = """
 import os, sys, wandb
-from megakv.tracking import Tracker, TrackingConfig, load_report, log_runs
+from megakv.tracking.config import TrackingConfig
+from megakv.tracking.report import load_report
+from megakv.tracking.tracker import Tracker, log_runs
 before = dict(os.environ)
 users = wandb.init(mode="offline", project="of-the-user", settings=wandb.Settings(silent=True))
 config = TrackingConfig(wandb={"enabled": True, "name": "the-name", "group": "the-group"}, json="out/report.json")
@@ -106,30 +95,26 @@ def test_real_wandb_offline(report, tmp_path):
     assert load_report(tmp_path / "out" / "report.json") == report
 
 
-CSV_SCRIPT = """
-import shutil, sys
-sys.modules["wandb"] = None  # as if it were not installed
-from megakv.tracking import Tracker, TrackingConfig, load_report
-config = TrackingConfig(csv={"enabled": True, "job_name": "job"}, json="out/report.json", timeline="out/picture.png")
-tracker = Tracker(config, {}, 0)
-assert tracker.wandb_directory is None
-tracker.log({"speed of light": 3.5, "loss/first": 1.0}, 4)
-tracker.log({"loss/first": 0.5}, 5)
-tracker.log_report(load_report(sys.argv[1]))
-if sys.argv[2] == "disk-lost":
-    shutil.rmtree("runs/job")
-    for step in range(6, 9):
-        tracker.log({"loss/first": 0.25}, step)
-tracker.close()
-import deepspeed.comm
-assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
-"""
+def track(report: RunReport, *, lose_disk: bool = False) -> None:
+    """Log to CSV, JSON and a picture in this folder."""
+    files = {"json": "out/report.json", "timeline": "out/picture.png"}
+    tracker = Tracker(TrackingConfig(csv={"enabled": True, "job_name": "job"}, **files), {}, 0)
+    assert tracker.wandb_directory is None
+    tracker.log({"speed of light": 3.5, "loss/first": 1.0}, 4)
+    tracker.log({"loss/first": 0.5}, 5)
+    tracker.log_report(report)
+    if lose_disk:
+        shutil.rmtree("runs/job")
+        for step in range(6, 9):
+            tracker.log({"loss/first": 0.25}, step)
+    tracker.close()
 
 
-def test_csv_json_and_picture_without_wandb(random_source, tmp_path):
+def test_csv_json_and_picture_without_wandb(random_source, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     report = random_report(random_source, cp=3, tp=1)
-    (tmp_path / "given.json").write_text(report_to_json(report))
-    run_forked_child(CSV_SCRIPT, tmp_path, "given.json", "")
+    track(report)
     job = tmp_path / "runs" / "job"
     assert rows(job / "loss_first.csv") == [["step", "first"], ["4", "1.0"], ["5", "0.5"]]
     assert rows(job / "speed_of_light.csv") == [["step", "speed of light"], ["4", "3.5"]]
@@ -138,16 +123,18 @@ def test_csv_json_and_picture_without_wandb(random_source, tmp_path):
     assert load_report(tmp_path / "out" / "report.json") == report
     assert (tmp_path / "out" / "picture.png").stat().st_size > 10_000
 
-    child = run_forked_child(CSV_SCRIPT, tmp_path, "given.json", "disk-lost")
-    assert child.stderr.count("megakv.tracking.csv") == 1, "warned once, and the run went on"
+    with caplog.at_level(logging.WARNING, logger="megakv"):
+        track(report, lose_disk=True)
+    [record] = caplog.records
+    assert "megakv.tracking.csv" in record.getMessage(), "warned once, and the run went on"
 
 
-def test_a_second_run_of_a_job_appends_without_a_second_header(report, tmp_path):
+def test_a_second_run_of_a_job_appends_without_a_second_header(report, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     job = tmp_path / "runs" / "job"
     job.mkdir(parents=True)
     (job / "loss_first.csv").write_text("step,first\n3,9.0\n")
-    (tmp_path / "given.json").write_text(report_to_json(report))
-    run_forked_child(CSV_SCRIPT, tmp_path, "given.json", "")
+    track(report)
     assert rows(job / "loss_first.csv") == [["step", "first"], ["3", "9.0"], ["4", "1.0"], ["5", "0.5"]]
 
 
@@ -231,18 +218,19 @@ def fake_wandb(*, mode="online", logged_in=False, active=None, failing=()):
 def test_online_only_for_a_user_who_is_logged_in_and_wants_it(monkeypatch, situation, expected):
     wandb = fake_wandb(**situation)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monitor = WandbRunMonitor(WandbTrackingConfig(enabled=True, project="p", team="t", name="n"), {"a": 1})
+    run = WandbRun(WandbTrackingConfig(enabled=True, project="p", team="t", name="n"), {"a": 1})
     [(_, _, options)] = wandb.calls
     assert options["mode"] == expected and options["settings"].silent == (expected != "online")
     assert (options["project"], options["entity"], options["name"], options["config"]) == ("p", "t", "n", {"a": 1})
-    assert monitor.directory == Path("/somewhere")
+    assert run.directory == Path("/somewhere")
 
 
 def test_events_of_one_step_are_one_call(monkeypatch):
     wandb = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monitor = WandbRunMonitor(WandbTrackingConfig(enabled=True), {})
-    monitor.write_events([("a", 1.0, 3), ("b", 2.0, 3), ("a", 5.0, 4)])
+    tracker = Tracker(TrackingConfig(wandb={"enabled": True}), {}, 0)
+    tracker.log({"a": 1.0, "b": 2.0}, 3)
+    tracker.log({"a": 5.0}, 4)
     logged = [(args[0], options["step"]) for name, args, options in wandb.calls if name == "log"]
     assert logged == [({"a": 1.0, "b": 2.0}, 3), ({"a": 5.0}, 4)]
 
@@ -252,10 +240,10 @@ def test_a_failing_service_warns_once_and_the_run_goes_on(monkeypatch, caplog, f
     wandb = fake_wandb(failing=(failing,))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with caplog.at_level(logging.WARNING, logger="megakv"):
-        monitor = WandbRunMonitor(WandbTrackingConfig(enabled=True), {})
+        run = WandbRun(WandbTrackingConfig(enabled=True), {})
         for step in range(3):
-            monitor.write_events([("a", 1.0, step)])
-        monitor.close()
+            run.log({"a": 1.0}, step)
+        run.close()
     [message] = [record.getMessage() for record in caplog.records]
     assert f"no {failing} today" in message
     assert sum(name == "log" for name, _, _ in wandb.calls) == {"init": 0, "log": 1, "finish": 3}[failing]

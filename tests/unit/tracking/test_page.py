@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megakv.launcher.command import main
-from megakv.tracking import OffloadStep, PrefillPlan, RunReport, report_to_json
-from megakv.tracking.measurements import head_balance
+from megakv.tracking.measurements import OffloadStep, PrefillPlan, head_balance
 from megakv.tracking.page import MOST_RUNS, page, read_runs
+from megakv.tracking.report import RunReport, report_to_json
 from megakv.tracking.tables import by_layer, comparison, operations, report_tables
 from tests.unit.tracking.reports import random_report
 

@@ -4,8 +4,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megakv.tracking import Event, draw_timeline, write_trace
-from megakv.tracking.timeline import busy_share, default_window
+from megakv.tracking.measurements import Event
+from megakv.tracking.timeline import busy_share, default_end, draw_timelines, write_trace
 from tests.unit.tracking.reports import random_report
 
 BLUE, ORANGE, RED = (0x2F, 0x6D, 0xB3), (0xF2, 0xB8, 0x72), (0xB3, 0x26, 0x1E)
@@ -24,7 +24,7 @@ def count(picture, colour):
 def test_every_rank_has_its_lanes(random_source, tmp_path, cp, tp, layers):
     report = random_report(random_source, cp=cp, tp=tp, layers=layers)
     path = tmp_path / "new" / "timeline.png"
-    draw_timeline(report, path)
+    draw_timelines([report], path)
     picture = pixels(path)
     height, width, _ = picture.shape
     assert 1500 <= width <= 2500 and 200 <= height <= 1800
@@ -37,7 +37,7 @@ def test_every_rank_has_its_lanes(random_source, tmp_path, cp, tp, layers):
 def test_length_in_the_picture_is_time_in_the_run(report, tmp_path):
     for rank in report.ranks:
         rank.events = [Event("a", "compute", 0.0, 0.5), Event("r", "communication", 0.5, 0.75)]
-    draw_timeline(report, tmp_path / "t.png", window=(0.0, 1.0))
+    draw_timelines([report], tmp_path / "t.png", window=(0.0, 1.0))
     row = pixels(tmp_path / "t.png")
     blue = (np.abs(row - np.array(BLUE)).max(axis=2) <= 3).sum(axis=1).max()
     orange = (np.abs(row - np.array(ORANGE)).max(axis=2) <= 3).sum(axis=1).max()
@@ -47,27 +47,26 @@ def test_length_in_the_picture_is_time_in_the_run(report, tmp_path):
 def test_window_chooses_what_is_seen(report, tmp_path):
     for rank in report.ranks:
         rank.events = [Event("a", "compute", 0.0, 1.0), Event("b", "wait", 1.0, 2.0)]
-    draw_timeline(report, tmp_path / "first.png", window=(0.0, 1.0))
-    draw_timeline(report, tmp_path / "second.png", window=(1.0, 2.0))
+    draw_timelines([report], tmp_path / "first.png", window=(0.0, 1.0))
+    draw_timelines([report], tmp_path / "second.png", window=(1.0, 2.0))
     first, second = pixels(tmp_path / "first.png"), pixels(tmp_path / "second.png")
     assert count(first, BLUE) > 20 * count(second, BLUE) and count(second, RED) > 20 * count(first, RED)
     with pytest.raises(ValueError, match=r"window is \(2.0, 2.0\)"):
-        draw_timeline(report, tmp_path / "none.png", window=(2.0, 2.0))
+        draw_timelines([report], tmp_path / "none.png", window=(2.0, 2.0))
     assert not (tmp_path / "none.png").exists()
 
 
-def test_default_window_holds_prefill_and_first_tokens(random_source):
+def test_the_default_end_holds_prefill_and_first_tokens(random_source):
     report = random_report(random_source, new_tokens=200)
-    begin, end = default_window(report)
     last = max(event.end for event in report.ranks[0].events)
-    assert begin == 0.0 and report.ttft_s + 8 * report.ttit_s <= end < last
+    assert report.ttft_s + 8 * report.ttit_s <= default_end(report) < last
 
 
 def test_a_run_without_events_or_tokens_still_draws(report, tmp_path):
     for rank in report.ranks:
         rank.events = []
     report.ttft_s = report.ttit_s = None
-    draw_timeline(report, tmp_path / "empty.png")
+    draw_timelines([report], tmp_path / "empty.png")
     assert pixels(tmp_path / "empty.png").std() > 1
 
 
@@ -100,3 +99,19 @@ def test_trace_holds_every_event_in_microseconds(report, tmp_path):
         ended = {event["id"]: event["ts"] for event in own if event["ph"] == "e"}
         assert begun.keys() == ended.keys() and len(begun) == sum(e.kind == "communication" for e in rank.events)
         assert all(ended[key] >= begun[key] for key in begun)
+
+
+def test_runs_beside_each_other_share_an_axis_of_time(random_source, tmp_path):
+    reports = [random_report(random_source, cp=cp, tp=1) for cp in (1, 3)]
+    draw_timelines(reports, tmp_path / "both.png")
+    parts = []
+    for report in reports:
+        draw_timelines([report], tmp_path / "one.png")
+        parts.append(pixels(tmp_path / "one.png"))
+    both = pixels(tmp_path / "both.png")
+    assert abs(both.shape[0] - sum(part.shape[0] for part in parts)) <= 2 and both.shape[1] == parts[0].shape[1]
+    longest = max(reports, key=default_end)
+    end = default_end(longest)
+    draw_timelines([reports[0]], tmp_path / "one.png", window=(0.0, end))
+    alone, top = pixels(tmp_path / "one.png"), both[: parts[0].shape[0]]
+    assert count(top, BLUE) == pytest.approx(count(alone, BLUE), rel=0.02)

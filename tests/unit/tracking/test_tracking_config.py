@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megakv.tracking import TrackingConfig
+from megakv.tracking.config import TrackingConfig
 
 
 def test_everything_is_off_by_default():

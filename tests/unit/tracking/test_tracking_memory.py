@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import megakv.tracking.machine as machine
-from megakv.tracking import peak_memory_bytes, reset_peak_memory
+from megakv.tracking.machine import peak_memory_bytes, reset_peak_memory
 
 MIB = 2**20
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megakv.costmodel.latency_lines import LatencySample, fit_latency, fit_line
+from benchmarks.harness.latency_lines import LatencySample, fit_latency, fit_line
 
 
 def test_lines_are_recovered() -> None:
@@ -32,26 +32,3 @@ def test_latency_in_batch_and_budget() -> None:
     # Two layers, the slower rank with 4 heads of 100 and of 50 tokens on average.
     seconds = model.barrier_seconds([[400, 100], [200, 200]], batch=3, kv_heads=4)
     assert seconds == pytest.approx(per_token * 3 * (100 + 50) + 2 * start)
-
-
-def test_one_line_only() -> None:
-    model = fit_latency([LatencySample(b, 256, 1e-3 * b) for b in (1, 2, 4)])
-    assert list(model.over_batch) == [256] and not model.over_budget
-
-
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([], "0 samples"),
-        ([LatencySample(1, 128, 1e-3), LatencySample(2, 256, 1e-3)], "no two of them at one batch or one budget"),
-        ([LatencySample(1, 128, 1e-3)] * 5, "no two of them"),
-        ([LatencySample(0, 128, 1e-3)], "LatencySample.batch=0.*allowed: a batch and a budget of 1 or more"),
-        ([LatencySample(1, 128, float("nan"))], "finite seconds above 0"),
-        ([LatencySample(1, 128, 0.0)], "finite seconds above 0"),
-    ],
-)
-def test_samples_that_say_nothing(samples: list[LatencySample], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_latency(samples)
-    with pytest.raises(ValueError, match="two different values"):
-        fit_line([3, 3], [1, 2])

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from benchmarks.harness.ragged_times import RaggedTimes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.decoding import RaggedTimes
 from megakv.costmodel.hardware import SumTimes
 from megakv.costmodel.shape import LayerShape, ModelShape
 from tests.unit.costmodel.profiles import ideal

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
+from benchmarks.harness.plain import PlainTimes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import SumTimes
-from megakv.costmodel.plain import PlainTimes
 from megakv.costmodel.shape import LayerShape, ModelShape
 from tests.unit.costmodel.profiles import ideal
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes, all_reduce_seconds
-from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.hardware import CallTimes, HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.device import LARGEST_REUSED_BYTES
@@ -22,15 +22,16 @@ class PlainTimes:
     """Predictions for one model: transformers' own, or on `tp_size` ranks of DeepSpeed's tensor parallelism."""
 
     def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
-        self._profile = profile
+        # Without what MegaKV adds.
+        self._profile = profile = profile.model_copy(update={"added": CallTimes()})
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
-        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory, plain=True)
+        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
 
     def prefill(self, new: int, *, masked: bool = False, generating: bool = False) -> float:
         """TTFT of a prompt that `generate` reads, or the model; `masked`: hidden scores are computed, too."""
-        seconds = self._end(1) + (self._tokens.begin_s if generating else 0.0)
+        seconds = self._end(1) + (self._profile.begin_s if generating else 0.0)
         for index, count in self._model.layer_kinds:
             shape = self._shape(index)
             if masked:

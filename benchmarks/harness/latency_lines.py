@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scipy.stats import linregress
 
 
-@dataclass(frozen=True)
-class LatencySample:
+class LatencySample(NamedTuple):
     """Seconds L of one token's attention at one layer."""
 
     batch: int  # B, sequences decoded together.
@@ -48,31 +48,18 @@ class LatencyModel:
 
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """Least squares; a ValueError where there are not two different values of x."""
-    if len(xs) != len(ys) or len(set(xs)) < 2:
-        raise ValueError(f"a line needs samples at two different values or more; got {sorted(set(xs))}")
     found = linregress(xs, ys)
     return Line(float(found.slope), float(found.intercept), float(found.rvalue**2) if len(set(ys)) > 1 else 1.0)
 
 
-def fit_latency(samples: Iterable[LatencySample]) -> LatencyModel:
-    """Fit the model; a ValueError where a sample is impossible, or there is nothing to fit a line to."""
-    found = list(samples)
-    by_budget, by_batch = defaultdict(list), defaultdict(list)
-    for sample in found:
-        if sample.batch < 1 or sample.budget < 1 or not 0 < sample.seconds < float("inf"):
-            raise ValueError(f"{sample}: allowed: a batch and a budget of 1 or more, and finite seconds above 0")
-        by_budget[sample.budget].append((sample.batch, sample.seconds))
-        by_batch[sample.batch].append((sample.budget, sample.seconds))
-    over_batch, over_budget = (
-        {
-            key: fit_line(*zip(*rows, strict=True))
-            for key, rows in sorted(groups.items())
-            if len({x for x, _ in rows}) > 1
-        }
-        for groups in (by_budget, by_batch)
-    )
-    if not over_batch and not over_budget:
-        raise ValueError(f"{len(found)} samples, no two of them at one batch or one budget; nothing can be fitted")
-    tokens = [sample.batch * sample.budget for sample in found]
-    return LatencyModel(over_batch, over_budget, fit_line(tokens, [sample.seconds for sample in found]))
+def fit_latency(samples: Sequence[LatencySample]) -> LatencyModel:
+    """Of a grid of batches and budgets, two of each at least."""
+
+    def lines(group: int, x: int) -> dict[int, Line]:
+        groups = defaultdict(list)
+        for sample in samples:
+            groups[sample[group]].append((sample[x], sample.seconds))
+        return {int(key): fit_line(*zip(*rows, strict=True)) for key, rows in sorted(groups.items())}
+
+    tokens = [sample.batch * sample.budget for sample in samples]
+    return LatencyModel(lines(1, 0), lines(0, 1), fit_line(tokens, [sample.seconds for sample in samples]))
