@@ -60,10 +60,11 @@ def test_random_engines_are_the_plain_model(
 
 
 def replay(lines: list[dict[str, Any]], ranks: int) -> str:
-    """What went wrong, and how to run each of them alone."""
+    """What went wrong, and how to run each of them again, after the cases on more ranks that it may go on from."""
     command = "MEGAKV_TEST_SEED={} pytest 'tests/distributed/test_random_engines.py' -k '{}' --cases 1"
+    which = " or ".join(str(more) for more in CASES if more >= ranks)
     return "\n\n".join(
-        f"{command.format(line['seed'], ranks)}\n"
+        f"{command.format(line['seed'], which)}\n"
         + "\n".join(f"{name}: {text}" for name, text in line.items() if "failure" in name)
         for line in lines
         if any("failure" in name for name in line)

@@ -192,7 +192,8 @@ def main() -> None:
             if rank == 0:
                 with out.open("a") as lines:
                     lines.write(json.dumps(line) + "\n")
-                if case.then is not None and len(line) == 3:
+                # Where all that it was asked went well, its sessions are there.
+                if case.then is not None and line.keys() == {"seed", "ranks", "actions"}:
                     (folder / f"then-{case.then.ranks}-{case.seed}").write_text(json.dumps([case.seed, ranks]))
 
 
