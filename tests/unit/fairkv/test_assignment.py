@@ -16,7 +16,7 @@ def test_without_copies_equal_to_the_optimum(count: int, most: int) -> None:
         size = int(RANDOM.integers(2, min(most, 8) + 1))
         weights = budgets(int(RANDOM.integers(size, most + 1)))
         limits = CopyLimits(size)
-        best, bound = best_layer(weights, limits)
+        best, bound = best_layer(weights, limits, reached=map_layer(weights, limits).slowest)
         for split in ("free", "even"):
             found = map_layer(weights, limits, split)
             assert bound * (1 - 1e-6) <= found.slowest <= best * (1 + 1e-6), (weights, size, split)

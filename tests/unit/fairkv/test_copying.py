@@ -33,7 +33,7 @@ def test_with_copies_equal_to_the_optimum(split: str, count: int) -> None:
         weights, limits = budgets(heads), CopyLimits(size, copies)
         limits.check(heads)
         found = map_layer(weights, limits, split)
-        best, bound = best_layer(weights, limits, split)
+        best, bound = best_layer(weights, limits, split, reached=found.slowest)
         check(found.mapping, weights, limits)
         assert bound * (1 - 1e-6) <= found.slowest <= best * (1 + 1e-6), (weights, limits)
         assert found.bound == pytest.approx(found.slowest, rel=1e-6)
@@ -45,7 +45,7 @@ def test_eight_heads_on_eight_ranks_within_two_percent(split: str) -> None:
     for weights in skewed(6, 8):
         limits = CopyLimits(8, 4)
         found = map_layer(weights, limits, split)
-        assert found.slowest <= best_layer(weights, limits, split)[0] * 1.02
+        assert found.slowest <= best_layer(weights, limits, split, reached=found.slowest)[0] * 1.02
 
 
 def test_the_printed_algorithms() -> None:
@@ -127,7 +127,8 @@ def test_limits_of_replicas_and_of_copied_heads(split: str) -> None:
 def test_limited_replicas_against_the_optimum(limits: CopyLimits) -> None:
     for _ in range(3):
         weights = budgets(5)
-        assert map_layer(weights, limits).slowest <= best_layer(weights, limits)[0] * 1.05
+        slowest = map_layer(weights, limits).slowest
+        assert slowest <= best_layer(weights, limits, reached=slowest)[0] * 1.05
 
 
 def test_nothing_kept_at_all() -> None:
