@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from megakv.errors import MegaKVError
 from megakv.launcher.process import own_rank
+from megakv.launcher.remote import encode
 
 # What measures is imported by the ranks, not by who asks for a command's arguments.
 if TYPE_CHECKING:
@@ -26,6 +30,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TIMEOUT_S = 600.0
 OWN = ("command", "run", "ranks", "local_rank")
 """Of the arguments of a command, those that its ranks do not take."""
+SAID = (1, 130)
+"""Statuses of ranks that have said why they ended: `process.report_errors`."""
+PASSED = ("PATH", "OMP_NUM_THREADS", "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_OFFLINE") + (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+)
+"""Of the environment, what ranks on other hosts get too."""
 
 
 def add_rank_arguments(
@@ -73,38 +84,127 @@ def command_line(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def start_ranks(module: str, ranks: int, arguments: argparse.Namespace) -> None:
-    """Run a module on so many processes of this machine, with the arguments of the command that it belongs to."""
-    options = ["--num_accelerators", str(ranks), "--master_port", str(_free_port()), "--no_local_rank", "--quiet"]
-    words = [*options, "--module", module, *command_line(arguments)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher.runner", *words],
-        stdin=subprocess.DEVNULL,
-        env=_environment(ranks, arguments.threads),
-        start_new_session=True,
-    )
-    try:
-        status = process.wait()
-    finally:
-        # Asked to terminate, deepspeed's runner would end other processes by name.
+def start_ranks(
+    module: str,
+    words: Sequence[str],
+    *,
+    ranks: int,
+    threads: int | None = None,
+    hostfile: str | None = None,
+    stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+) -> None:
+    """Run a module with these arguments on so many ranks, through the deepspeed launcher, until all have ended.
+
+    However this process ends, so do the ranks. They are of this machine, or of the hosts of a hostfile, which must have
+    as many slots. `threads` are those of every rank (default: OMP_NUM_THREADS, else this machine's cores over the ranks
+    on a host); `stdin` is what the ranks of this machine read, as `subprocess.Popen` takes it.
+
+    Raises
+    ------
+    ValueError
+        If the hostfile cannot be read, has another number of slots, or pdsh is missing.
+    SystemExit
+        If a rank ended with an error that it has reported.
+    MegaKVError
+        If a rank was killed.
+    """
+    slots = {} if hostfile is None else read_hostfile(hostfile)
+    if slots and sum(slots.values()) != ranks:
+        raise ValueError(
+            f"--hostfile {hostfile} has {sum(slots.values())} slots, but the mesh has {ranks} ranks: allowed: as many"
+        )
+    options = ["--master_port", str(_free_port()), "--no_local_rank", "--log_level", "critical", "--module"]
+    with ExitStack() as stack:
+        if hostfile is None:
+            environment = _environment(ranks, threads)
+            command = ["--num_accelerators", str(ranks), *options, module, *words]
+        else:
+            environment = _environment(max(slots.values()), threads, local=False)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megakv-")))
+            environment["DS_ENV_FILE"] = str(_environment_file(folder, environment))
+            hosts = ["--hostfile", hostfile, "--launcher", "pdsh", "--launcher_args=-N", "--force_multi"]
+            command = [*hosts, *options, "megakv.launcher.remote", module, encode(words)]
+        watched, kept = os.pipe()
+        stack.callback(os.close, kept)
+        guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py")), str(watched)]
+        process = subprocess.Popen(
+            [*guard, sys.executable, "-m", "deepspeed.launcher.runner", *command],
+            stdin=stdin,
+            env=environment,
+            start_new_session=True,
+            pass_fds=[watched],
+        )
+        os.close(watched)
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
             status = process.wait()
+        finally:
+            # Asked to terminate, deepspeed's runner would end other processes by name.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status in SAID:
+        raise SystemExit(status)
     if status != 0:
-        raise MegaKVError(f"the {ranks} ranks ended with status {status}")
+        why = f"signal {256 - status}" if status > 128 else f"status {status}"
+        raise MegaKVError(f"of {ranks} ranks, one ended with {why}: killed, perhaps for want of memory (see dmesg)")
 
 
-def _environment(ranks: int, threads: int) -> dict[str, str]:
-    import torch
+def read_hostfile(path: str) -> dict[str, int]:
+    """Slots by host, in the order of a hostfile's lines ``NAME slots=RANKS``."""
+    if shutil.which("pdsh") is None:
+        raise ValueError(f"--hostfile {path} needs pdsh on this host (Debian, Ubuntu: apt install pdsh)")
+    found: dict[str, int] = {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hostfile {path} cannot be read: {error}") from error
+    for line in lines:
+        if not line.strip() or line.strip().startswith("#"):
+            continue
+        host = re.match(r"\s*(\S+)\s+slots=([1-9]\d*)\s*(#.*)?$", line)
+        if host is None or host[1] in found:
+            raise ValueError(f"--hostfile {path}: the line {line!r}: allowed: NAME slots=RANKS, once for each host")
+        found[host[1]] = int(host[2])
+    if not found:
+        raise ValueError(f"--hostfile {path} names no host: allowed: lines NAME slots=RANKS")
+    return found
 
+
+def _environment(ranks: int, threads: int | None, *, local: bool = True) -> dict[str, str]:
+    """Of so many ranks on a host."""
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(threads)}
-    # Ranks that outnumber the GPUs run on the CPU.
-    if torch.cuda.device_count() < ranks:
-        environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment = {**os.environ, "PATH": path}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    if local and "DS_ACCELERATOR" not in environment:
+        import torch
+
+        # Ranks that outnumber the GPUs run on the CPU.
+        if torch.cuda.device_count() < ranks:
+            environment["DS_ACCELERATOR"] = "cpu"
     return environment
+
+
+def _environment_file(folder: Path, environment: dict[str, str]) -> Path:
+    """The file from which deepspeed takes the environment on other hosts: ours, then the user's, which prevails."""
+    lines = []
+    for name in (name for name in PASSED if name in environment):
+        value = environment[name]
+        # deepspeed puts it between double quotes and escapes nothing.
+        if re.search(r'["$`\\\n%]', value):
+            raise ValueError(
+                f"{name}={value!r}: deepspeed cannot pass this value on to other hosts; change or unset it"
+            )
+        lines.append(f"{name}={value}")
+    own = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for path in (Path.home() / own, Path(own)):
+        if path.is_file():
+            lines += [line for line in path.read_text().splitlines() if line.strip()]
+    file = folder / "environment"
+    file.write_text("\n".join(lines))
+    return file
 
 
 def _free_port() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megakv.launcher.prompts import read_prompts
-from megakv.launcher.ranks import check_writable, start_ranks
+from megakv.launcher.ranks import check_writable, command_line, start_ranks
 
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Start the ranks, which write the profile and print its tables."""
     config = budget_config(arguments, arguments.ranks)
     check_budgets(arguments)
-    start_ranks("megakv.launcher.budget_ranks", config.cp_size * config.tp_size, arguments)
+    ranks = config.cp_size * config.tp_size
+    start_ranks("megakv.launcher.budget_ranks", command_line(arguments), ranks=ranks, threads=arguments.threads)
 
 
 def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:

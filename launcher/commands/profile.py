@@ -14,6 +14,7 @@ from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, repo
 from megakv.launcher.ranks import (
     add_rank_arguments,
     check_rank_arguments,
+    command_line,
     dtype_of,
     join_ranks,
     progress,
@@ -55,7 +56,7 @@ def measure(module: str, arguments: argparse.Namespace) -> None:
     check_rank_arguments(arguments, arguments.ranks)
     if arguments.model:
         model_shape(arguments)
-    start_ranks(module, arguments.ranks, arguments)
+    start_ranks(module, command_line(arguments), ranks=arguments.ranks, threads=arguments.threads)
 
 
 def model_shape(arguments: argparse.Namespace) -> ModelShape:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakv.launcher.ranks import check_writable, start_ranks
+from megakv.launcher.ranks import check_writable, command_line, start_ranks
 
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = search_config(arguments, arguments.ranks)
     check_search(arguments, config)
     try:
-        start_ranks("megakv.launcher.search", config.cp_size * config.tp_size, arguments)
+        ranks = config.cp_size * config.tp_size
+        start_ranks("megakv.launcher.search", command_line(arguments), ranks=ranks, threads=arguments.threads)
     except KeyboardInterrupt:
         print(
             f"megakv: stopped; what was measured is in {journal_path(arguments)}: the same command goes on from there",
