@@ -7,7 +7,6 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +18,12 @@ from transformers import AutoConfig
 
 import megakv
 from megakv.config import MegaKVConfig
+from megakv.distributed.launchers import read_launch
 from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, ModelIdentity, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.job import prompt_ids, read_tokenizer
-from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Prompt, read_prompts
 from megakv.weights.files import local_directory
 from megakv.weights.placement import contiguous_head_map, head_counts
@@ -101,9 +101,8 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_libraries()
     with report_errors():
-        adopt_slurm()
         torch.set_num_threads(arguments.threads)
-        config = budget_config(arguments, int(os.environ.get("WORLD_SIZE", "1")))
+        config = budget_config(arguments, read_launch().world_size)
         if own_rank() == 0:
             check_budgets(arguments)
         prompts = tokenized(arguments, config, read_prompts(arguments.prompts, field=arguments.field))

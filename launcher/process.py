@@ -5,62 +5,23 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from megakv.distributed.launchers import read_launch
 from megakv.errors import MegaKVError, PeerLostError
 
-DEFAULT_PORT = "29500"
 PATIENCE_SECONDS = 10.0
 """How long another rank leaves the word to rank 0, whose exit makes the launcher end all ranks."""
 
 
-# Who it is, before any process group stands: deepspeed, torchrun and Slurm say it differently.
-
-
 def own_rank() -> int:
-    """This process's rank as its launcher said it."""
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0
-
-
-def adopt_slurm() -> None:
-    """Translate Slurm's task variables into those that torch.distributed reads, where nothing else set them."""
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
-        return
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
-    os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
-    os.environ.setdefault("MASTER_PORT", DEFAULT_PORT)
-    if "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"] = _first_slurm_host()
-
-
-def _first_slurm_host() -> str:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    if nodes and not any(mark in nodes for mark in "[,"):
-        return nodes
-    scontrol = shutil.which("scontrol")
-    if scontrol is None or not nodes:
-        raise ValueError("MASTER_ADDR is not set and scontrol is not there to ask for the first Slurm host; set it")
-    shown = subprocess.run([scontrol, "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    return shown.stdout.split()[0]
-
-
-def adopt_single_process() -> None:
-    """Let a script that no launcher started be a world of one rank."""
-    if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
+    """This process's rank as its launcher said it, before any process group stands."""
+    return read_launch().rank
 
 
 def quiet_libraries() -> None:
@@ -83,9 +44,6 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-# How it ends: in order when its work is done, at once when something went wrong.
 
 
 def leave(code: int) -> NoReturn:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megakv.launcher.process import (
-    adopt_single_process,
-    adopt_slurm,
-    importing,
-    own_rank,
-    quiet_libraries,
-    report_errors,
-)
+from megakv.launcher.process import importing, own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import read_text
 
 with importing():
@@ -43,8 +36,6 @@ def main() -> None:
     quiet_libraries()
     with report_errors():
         arguments = parse_arguments()
-        adopt_slurm()
-        adopt_single_process()
         text = make_text(arguments)
         outcome = run_job(arguments.model, arguments, lambda _: text, chat=not arguments.no_chat_template)
         if own_rank() == 0:

@@ -7,7 +7,6 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megakv.costmodel.chain import Chain
 from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.hardware import load_profile
 from megakv.costmodel.shape import ModelShape
+from megakv.distributed.launchers import read_launch
 from megakv.launcher.commands.search_partition import (
     add_arguments,
     check_search,
@@ -31,7 +31,7 @@ from megakv.launcher.commands.search_partition import (
     search_config,
 )
 from megakv.launcher.passes import TimedPasses
-from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
 from megakv.runahead.journal import JournalFile
@@ -150,9 +150,8 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_libraries()
     with report_errors():
-        adopt_slurm()
         torch.set_num_threads(arguments.threads)
-        config = search_config(arguments, int(os.environ.get("WORLD_SIZE", "1")))
+        config = search_config(arguments, read_launch().world_size)
         if own_rank() == 0:
             # The files are on its host, maybe on no other.
             check_search(arguments, config)

@@ -57,7 +57,8 @@ def init_inference(
 
     Notes
     -----
-    Starts the process group through DeepSpeed unless it stands; the deepspeed launcher, torchrun and Slurm work alike.
+    Starts the process group through DeepSpeed unless it stands: of all ranks that deepspeed, torchrun, accelerate, srun
+    or mpirun started, else of this process alone.
     Where no engine comes of it, all else that was begun is ended, on every rank.
     """
     if not isinstance(model, str | Path | nn.Module):

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import deepspeed.comm
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from megakv.distributed.launchers import Launch, check_torch_variables, read_launch, slurm_address
 from megakv.errors import MegaKVError
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,9 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
     """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted and can work."""
     if deepspeed.comm.is_initialized():
         return
+    launch = read_launch()
     take_device()
-    wanted = shared_memory and _all_on_this_host(int(os.environ.get("WORLD_SIZE", "1")))
+    wanted = shared_memory and _all_on_this_host(launch.world_size)
     if wanted:
         drop_stale_lock(SHARED_MEMORY_OP)
     # DeepSpeed builds and starts its collective whenever the process group starts on CPU, unless its table of usable
@@ -52,13 +55,31 @@ def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> No
     present = table.get(SHARED_MEMORY_OP, False)
     table[SHARED_MEMORY_OP] = present and wanted
     try:
-        deepspeed.init_distributed(timeout=timeout, verbose=False)
+        if not dist.is_initialized():
+            _start_torch(launch, timeout)
+        deepspeed.init_distributed(timeout=timeout, verbose=False, auto_mpi_discovery=launch.kind == "mpi")
     finally:
         table[SHARED_MEMORY_OP] = present
     if shared_memory and shared_memory_available():
         _unlink_shared_memory()
     # Under MPI, the local rank is known only now.
     take_device()
+
+
+def _start_torch(launch: Launch, timeout: timedelta) -> None:
+    """Start the world where DeepSpeed, which goes by torch's variables or asks MPI, could not."""
+    if launch.kind == "torch":
+        check_torch_variables()
+    elif launch.kind != "mpi":
+        accelerator = get_accelerator()
+        options: dict[str, Any] = {"store": dist.HashStore()}
+        if launch.kind == "slurm":
+            options = {"init_method": f"tcp://{slurm_address()}"}
+            if accelerator.device_name() == "cuda":
+                # As DeepSpeed binds NCCL.
+                options["device_id"] = torch.device("cuda", launch.local_rank)
+        backend = accelerator.communication_backend_name()
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout, **options)
 
 
 def take_device() -> None:
@@ -70,7 +91,7 @@ def take_device() -> None:
     if accelerator.device_name() == "cpu":
         return
     bound = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
-    index, count = dist.get_node_local_rank(0) if bound is None else bound.index, accelerator.device_count()
+    index, count = read_launch().local_rank if bound is None else bound.index, accelerator.device_count()
     if index >= count:
         raise MegaKVError(
             f"LOCAL_RANK = {index}, but this process sees {count} devices ({accelerator.visible_devices_envs()[0]}); "

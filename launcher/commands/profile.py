@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megakv.launcher.process import adopt_slurm, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.ranks import (
     add_rank_arguments,
     check_rank_arguments,
@@ -104,7 +104,6 @@ def join_and_measure(
     arguments = parser.parse_args()
     quiet_libraries()
     with report_errors():
-        adopt_slurm()
         comm = join_ranks(arguments)
         with progress(parser.prog.removesuffix(".py").replace("_", "-")) as step:
             found = work(arguments, comm, step)

@@ -11,7 +11,7 @@ from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
 from megakv.launcher.job import add_job_arguments, print_outcome, run_job, write_outcome
-from megakv.launcher.process import adopt_single_process, adopt_slurm, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import read_text
 
 
@@ -55,8 +55,6 @@ def main() -> None:
     arguments = parse_arguments()
     quiet_libraries()
     with report_errors():
-        adopt_slurm()
-        adopt_single_process()
         prompter = Prompter(arguments)
         outcome = run_job(arguments.model, arguments, prompter, chat=False)
         correct = None if prompter.number is None else is_correct(outcome.answer, prompter.number)

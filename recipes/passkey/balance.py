@@ -21,7 +21,7 @@ from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, make_profile
 from megakv.fairkv.splitting import slowest_loads
-from megakv.launcher.process import adopt_single_process, quiet_libraries
+from megakv.launcher.process import quiet_libraries
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 CELLS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 3), (4, 8))
@@ -92,7 +92,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     quiet_libraries()
-    adopt_single_process()
     record: dict[str, Any] = {name: getattr(args, name) for name in ("tokens", "prompts", "budget", "seed")}
     record["cells"] = {}
     for name, extra in SECTIONS.items():

@@ -20,7 +20,7 @@ from task import MODEL_DIR, Document, document, is_correct, load_tokenizer, ques
 from transformers import PreTrainedTokenizerBase
 
 import megakv
-from megakv.launcher.process import adopt_single_process, orderly_end, quiet_libraries
+from megakv.launcher.process import orderly_end, quiet_libraries
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
 HEADS_FILE = RESULTS_DIR / "heads.json"
@@ -213,7 +213,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     quiet_libraries()
-    adopt_single_process()
     write_importance()
     path = args.output / "compression.json"
     sizes = {"tokens": args.tokens, "prompts": args.prompts, "pairs": args.pairs, "seed": args.seed}

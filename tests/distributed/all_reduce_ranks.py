@@ -1,4 +1,7 @@
-"""The ranks of test_launch.py: an all-reduce; then every rank writes what it got, and one may fail or stay behind."""
+"""The ranks of test_launch.py: an all-reduce; then every rank writes what it got, and one may fail or stay behind.
+
+They start the world as a plain script does: by nothing but MegaKV, which leaves no variable behind.
+"""
 
 import argparse
 import json
@@ -11,16 +14,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megakv.distributed.mesh import start_distributed, stop_distributed
+
 parser = argparse.ArgumentParser()
 parser.add_argument("job", type=Path)
 job = json.loads(parser.parse_args().job.read_text())
 
-dist.init_process_group("gloo")
+variables = dict(os.environ)
+start_distributed(tp_only=False, timeout_s=60)
 rank = dist.get_rank()
 total = torch.tensor([float(value) for value in job["values"][rank]])
 dist.all_reduce(total)
 Path(job["results"], f"{rank}.json").write_text(json.dumps({"total": total.tolist(), "pid": os.getpid()}))
-dist.destroy_process_group()
+stop_distributed()
+assert os.environ == variables
+if len(job["values"]) == 1:
+    # Once more: where nobody started it, a process can.
+    start_distributed(tp_only=False, timeout_s=60)
+    stop_distributed()
 match job.get("then") if rank == job.get("odd_rank") else None:
     case "fail":
         print("rank failed on purpose", file=sys.stderr)

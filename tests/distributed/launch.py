@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import psutil
 
-Launcher = Literal["forked", "deepspeed", "torchrun", "python"]
+Launcher = Literal["forked", "deepspeed", "torchrun", "accelerate", "srun", "python"]
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "MEGAKV_TEST_LAUNCH"
 # How long processes may take to go after their launcher has ended before they count as left over.
@@ -79,7 +79,7 @@ def run_ranks(
     env : dict, optional
         Variables set on top of the present ones and of the defaults: one thread per rank, and this checkout on
         PYTHONPATH.
-    launcher : {"forked", "deepspeed", "torchrun", "python"}
+    launcher : {"forked", "deepspeed", "torchrun", "accelerate", "srun", "python"}
         ``forked`` costs least: ranks are forked from a process that has imported everything.
 
     Returns
@@ -89,7 +89,14 @@ def run_ranks(
     """
     if launcher == "forked":
         return run_forked(script, [list(args)] * ranks, timeout=timeout, env=env)
-    return _on_a_free_port(lambda port: _run_once(_command(launcher, ranks, port, script, args), timeout, env or {}))
+    return _on_a_free_port(
+        lambda port: _run_once(
+            _command(launcher, ranks, port, script, args),
+            timeout,
+            # Only Slurm's ranks look for it there.
+            {"MASTER_PORT": str(port), **(env or {})} if launcher == "srun" else env or {},
+        )
+    )
 
 
 def run_command(command: Sequence[str | Path], *, timeout: float, env: dict[str, str] | None = None) -> Result:
@@ -204,6 +211,12 @@ def _command(launcher: str, ranks: int, port: int, script: str | Path, args: tup
         return [sys.executable, str(script), *map(str, args)]
     if launcher == "deepspeed":
         start = ["deepspeed.launcher.runner", "--num_accelerators", ranks, "--master_port", port, "--no_local_rank"]
+    elif launcher == "accelerate":
+        # Without --multi_gpu it would start one process on a machine without GPUs.
+        options = ["--multi_gpu", "--num_processes", ranks, "--main_process_port", port]
+        start = ["accelerate.commands.launch", *options]
+    elif launcher == "srun":
+        start = ["tests.distributed.srun", ranks]
     else:
         rendezvous: list[object] = ["--master-addr", "127.0.0.1", "--master-port", port]
         start = ["torch.distributed.run", "--nproc-per-node", ranks, *rendezvous]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import ROOT, Launcher, Result, free_port, run_ranks
+from tests.distributed.launch import ROOT, Launcher, Result, run_ranks
 from tests.distributed.models import prose, save_model
 
 RUN = ROOT / "launcher" / "run.py"
@@ -98,11 +98,3 @@ def test_one_plain_process_without_the_chat_template(job: Job) -> None:
     job.run(1, *more, launcher="python")
     first = job.outcome()
     check_outcome(first, ranks=1, prompt_tokens=PROMPT_TOKENS + 1)
-
-
-def test_slurm(job: Job) -> None:
-    script = Path(__file__).parent / "ranks" / "srun.py"
-    arguments = ["2", RUN, *job.arguments(2, "--compare")]
-    environment = {"MASTER_PORT": str(free_port())}
-    run_ranks(script, *arguments, ranks=1, timeout=120, launcher="python", env=environment).check()
-    check_outcome(job.outcome(), ranks=2)

@@ -41,10 +41,27 @@ def launch(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> Launch:
 
 # The others' success is what test_job.py begins with.
 @pytest.mark.parametrize(
-    "launcher", ["forked", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepspeed", "torchrun"))]
+    "launcher",
+    [
+        "forked",
+        "srun",
+        "accelerate",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("deepspeed", "torchrun")),
+    ],
 )
 def test_ranks_reduce(launch: Launch, launcher: Launcher) -> None:
     launch.run(launcher=launcher).check()
+    launch.check_results()
+
+
+def test_a_process_that_nobody_launched_is_a_world(
+    tmp_path: Path, write_json: Callable[[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also within a Slurm allocation of several tasks, whose script is one process."""
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "MASTER_ADDR": "nowhere"}.items():
+        monkeypatch.setenv(name, value)
+    launch = Launch(tmp_path, write_json, ranks=1)
+    launch.run(launcher="python").check()
     launch.check_results()
 
 

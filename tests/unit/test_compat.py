@@ -44,6 +44,7 @@ def test_the_device_is_that_of_the_local_rank(accelerator: Accelerator, monkeypa
 
 
 def test_a_rank_without_a_device_is_refused(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(MegaKVError, match=r"LOCAL_RANK = 4, but this process sees 4 devices \(CUDA_VISIBLE_DEVICES\)"):
         megakv.compat.take_device()
