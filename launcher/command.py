@@ -10,11 +10,13 @@ from types import ModuleType
 
 from megakv.errors import MegaKVError
 from megakv.launcher.commands import SUMMARIES
+from megakv.version import __version__
 
 
 def _parser(given: list[str]) -> argparse.ArgumentParser:
     """All commands by name; the arguments of the one that was given."""
     parser = argparse.ArgumentParser(prog="megakv", description="Long-context inference: its tools.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, summary in SUMMARIES.items():
         command = commands.add_parser(name, help=summary, description=summary)

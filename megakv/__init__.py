@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megakv.version import __version__
+
 if TYPE_CHECKING:
     from megakv.build import init_inference
     from megakv.config import MegaKVConfig
@@ -15,7 +17,15 @@ if TYPE_CHECKING:
     from megakv.engine import MegaKVEngine
     from megakv.errors import MegaKVError, PeerLostError
 
-__all__ = ["MegaKVConfig", "MegaKVEngine", "MegaKVError", "PeerLostError", "init_inference", "stop_distributed"]
+__all__ = [
+    "MegaKVConfig",
+    "MegaKVEngine",
+    "MegaKVError",
+    "PeerLostError",
+    "__version__",
+    "init_inference",
+    "stop_distributed",
+]
 
 _HOMES = {
     "MegaKVConfig": "config",

@@ -13,6 +13,8 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megakv.version import __version__
+
 _PROC = Path("/proc/self")
 
 
@@ -33,8 +35,8 @@ def machine_info() -> dict[str, Any]:
 
 def version_info() -> dict[str, str]:
     """Versions of Python and of the packages a result depends on; a package that is not installed is left out."""
-    versions = {"python": platform.python_version()}
-    for package in ("megakv", "torch", "transformers", "deepspeed"):
+    versions = {"python": platform.python_version(), "megakv": __version__}
+    for package in ("torch", "transformers", "deepspeed"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
