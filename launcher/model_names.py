@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 
 import torch
@@ -24,20 +23,6 @@ def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
         near = _nearest(name)
         hint = f"; did you mean {' or '.join(near)}?" if near and not found.exists() else ""
         raise ValueError(f"--model: {error}{hint}") from None
-
-
-def asks_for_fp8(name: str) -> bool:
-    """Whether a JSON beside a model's config says that its feed-forward layers are to be FP8."""
-    folder = Path(name) if Path(name).exists() else _recipes() / name
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        section = values.get("megakv") if isinstance(values, dict) else None
-        if isinstance(section, dict) and section.get("feed_forward") == "fp8":
-            return True
-    return False
 
 
 def _nearest(name: str) -> list[str]:

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megakv.costmodel.choices import Demand, choice_config
     from megakv.costmodel.cluster import ClusterPlanner
     from megakv.costmodel.presets import hardware
-    from megakv.launcher.model_names import asks_for_fp8, model_shape
+    from megakv.launcher.model_names import model_shape
 
     begun = time.perf_counter()
     machine = hardware(arguments.hardware, setting="--hardware")
@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> None:
         new_tokens=arguments.new_tokens,
         slo_ttft_s=arguments.slo_ttft,
         lossy=arguments.allow_lossy,
-        fp8_given=asks_for_fp8(arguments.model),
     )
     model = model_shape(arguments.model, dtype=getattr(torch, machine.spec.dtype))
     with tqdm(desc="plan", unit="mesh", leave=False, delay=1.0) as bar:

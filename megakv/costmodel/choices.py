@@ -30,7 +30,6 @@ class Demand:
     new_tokens: int = 0  # Tokens generated for every sequence, which memory must hold.
     slo_ttft_s: float | None = None  # Longest time to first token.
     lossy: bool = False  # Whether FP8 weights may be chosen, and compressed caches where nothing else fits.
-    fp8_given: bool = False  # Whether FP8 weights may be chosen all the same: the model is meant to run with them.
 
     def __post_init__(self) -> None:
         allowed = {
@@ -45,10 +44,6 @@ class Demand:
                 raise ValueError(f"--{name} {value}: allowed: {low} to {high:,}")
         if self.slo_ttft_s is not None and not 0 < self.slo_ttft_s < math.inf:
             raise ValueError(f"--slo-ttft {self.slo_ttft_s}: allowed: seconds above 0")
-
-    @property
-    def fp8(self) -> bool:
-        return self.lossy or self.fp8_given
 
     @property
     def total(self) -> int:

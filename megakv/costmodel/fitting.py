@@ -121,7 +121,7 @@ class Fitting:
                 reason = self.too_large(demand, memory)
                 if reason is not None:
                     rejected.append(Rejection(f"{mesh} {fit}".strip(), reason))
-                elif fit.fp8 and not demand.fp8 or fit.kept_share < 1 and not demand.lossy:
+                elif not fit.exact and not demand.lossy:
                     rejected.append(Rejection(f"{mesh} {fit}", "not exact: --allow-lossy admits it"))
                 else:
                     found.append((mesh, fit, memory))

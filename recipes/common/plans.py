@@ -14,7 +14,6 @@ from megakv.costmodel.choices import Demand, choice_config
 from megakv.costmodel.cluster import ClusterPlanner
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.launcher.model_names import asks_for_fp8
 from megakv.tracking.files import write_whole
 from recipes.common.catalogue import RECIPES, Run, load_recipe, names
 
@@ -40,13 +39,7 @@ def planned(name: str, run: Run) -> dict[str, Any]:
         raise ValueError(f"{run.config}: allowed: planned_N.json, N accelerators")
     folder, machine = RECIPES / name, hardware(run.hardware)
     model = ModelShape.from_path(folder, dtype=getattr(torch, machine.spec.dtype))
-    demand = Demand(
-        context=run.context,
-        gpus=gpus,
-        batch=run.batch,
-        new_tokens=run.new_tokens,
-        fp8_given=asks_for_fp8(str(folder)),
-    )
+    demand = Demand(context=run.context, gpus=gpus, batch=run.batch, new_tokens=run.new_tokens)
     return choice_config(ClusterPlanner(machine, model).plan(demand).choices[0], machine, model)
 
 

@@ -24,7 +24,6 @@ from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.errors import MegaKVError
 from megakv.launcher.command import main
-from tests.families import llama
 
 LARGE = ROOT / "recipes" / "llama3_405b"
 RDMA = hardware("h100-rdma")
@@ -151,7 +150,7 @@ def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
 def test_the_largest_model_on_128() -> None:
     """405B, a million tokens, 128 H100: the paper takes 77 s with FP8 feed-forward layers."""
     planner, demand = ClusterPlanner(RDMA, large()), Demand(context=1_000_000, gpus=128)
-    exact, lossy = planner.plan(demand), planner.plan(replace(demand, fp8_given=True))
+    exact, lossy = planner.plan(demand), planner.plan(replace(demand, lossy=True))
     assert exact.choices[0].fit == Fit() and lossy.choices[0].fit == Fit(fp8=True)
     assert str(lossy.choices[0].mesh) == "CP16 x TP8"
     assert lossy.choices[0].ttft_s <= 77 * 1.15
@@ -299,12 +298,11 @@ def test_what_cannot_be_planned_or_simulated(
     assert message in capsys.readouterr().err
 
 
-def test_fp8_is_admitted_where_a_recipe_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    llama().save_pretrained(tmp_path)
+def test_a_recipe_whose_runs_are_fp8_is_planned_exactly(tmp_path: Path) -> None:
     out = tmp_path / "out" / "plan.json"
-    command = [*PLAN, "--model", str(tmp_path), "--hardware", "h100-rdma", "--json", str(out)]
-    assert main(command) == 0
-    assert json.loads(out.read_text())["demand"]["fp8_given"] is False
-    (tmp_path / "run.json").write_text('{"megakv": {"feed_forward": "fp8"}}')
-    assert main(command) == 0
-    assert json.loads(out.read_text())["demand"]["fp8_given"] is True
+    command = ["plan", "--model", str(LARGE), "--context", "1000000", "--gpus", "128"]
+    for more, fp8 in ((), False), (("--allow-lossy",), True):
+        assert main([*command, "--hardware", "h100-rdma", "--json", str(out), *more]) == 0
+        plan = json.loads(out.read_text())
+        assert any(choice["fit"]["fp8"] for choice in plan["choices"]) is fp8
+        assert (plan["best"]["config"]["megakv"].get("feed_forward") == "fp8") is fp8
