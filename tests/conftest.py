@@ -46,13 +46,24 @@ LONG_FILES = (
 )
 
 
+def new_seed() -> int:
+    """The variable's, or another each time."""
+    return int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full: the whole matrix")
     parser.addoption("--cases", type=int, help="how many cases a test draws at random, in place of its own number")
+    parser.addoption("--draw", type=int, default=new_seed(), help="seed by which parameters of tests are drawn")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"parameters drawn with --draw {config.getoption('--draw')}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: part of the whole matrix, run with --full only")
+    config.addinivalue_line("markers", "drawn(count, pool): of a test's parameters so marked, so many run, at random")
     config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
     torch.set_num_threads(1)
     # A script's background jobs ignore Ctrl-C, and so does all that they start; tests send it to what they start.
@@ -69,6 +80,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="needs --full"))
+    if not config.getoption("--full"):
+        draw(items, config.getoption("--draw"))
+
+
+def draw(items: list[pytest.Item], seed: int) -> None:
+    """Skip what is not drawn of each test's parameters that are marked `drawn`. One asked for by its name runs.
+
+    Tests of a file that have as many draw the same.
+    """
+    pools: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("drawn")
+        if marker is not None and not item.get_closest_marker("full"):
+            pools.setdefault((item.nodeid.partition("[")[0], *marker.args), []).append(item)
+    for (name, count, *pool), found in pools.items():
+        numbers = random.Random(f"{seed} {name.partition('::')[0]} {pool}")
+        chosen = numbers.sample(found, min(count, len(found)))
+        for item in found:
+            if item not in chosen:
+                item.add_marker(pytest.mark.skip(reason="not drawn"))
+
+
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
+    """A function that gives a parameter's values of all of this file's tests that run: what one launch answers."""
+
+    def values(parameter: str) -> list[Any]:
+        here = [item for item in request.session.items if item.path == request.path]
+        found = [vars(item).get("callspec") for item in here if not item.get_closest_marker("skip")]
+        return [call.params[parameter] for call in found if call is not None and parameter in call.params]
+
+    return values
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +120,7 @@ def fresh_numbers() -> int:
 
     Generators of a test's own must be seeded from these.
     """
-    seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
+    seed = new_seed()
     print(f"{SEED}={seed}")
     random.seed(seed)
     np.random.seed(seed)

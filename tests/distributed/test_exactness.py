@@ -1,11 +1,12 @@
 """Every family on every mesh gives the plain model's tokens and, to 1e-4, its logits.
 
-One launch of ranks runs many families. The quick set has every family on one mesh, and Llama on all of them with all
-methods; `--full` has all families, meshes, lengths and kinds of generation.
+One launch of ranks runs many families. The quick set has Llama on all meshes with all methods, and draws some other
+families, each with a mesh; `--full` has all families, meshes, lengths and kinds of generation.
 """
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,21 @@ def method_runs(mesh: str, cases: tuple[str, ...], decoded: int) -> list[Run]:
 
 
 def quick_runs() -> list[Run]:
-    """Llama on every mesh, every other family on one with context parallelism."""
-    runs = [Run("llama", mesh, (*ALL_CASES, *AUTOCAST, *PADDED), decoded=4) for mesh in ("4x1", "2x2", "1x4", "2x1")]
+    """Llama on every mesh, with every method, and what is refused."""
+    runs = [Run("llama", mesh, (*ALL_CASES, *AUTOCAST, *PADDED), decoded=4) for mesh in ("4x1", "2x2")]
+    runs += [Run("llama", mesh, (*SHORT_CASES, *AUTOCAST, *PADDED), decoded=4) for mesh in ("1x4", "2x1")]
     runs += method_runs("4x1", ("greedy 3", "greedy 65", "ragged beams", *AUTOCAST, *PADDED), decoded=4)
-    others = [family for family in FAMILIES if family != "llama"]
-    for index, family in enumerate(others):
-        cases = (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES
-        mesh = "4x1" if family in REFUSED_WITH_TP else ("2x2", "2x1", "4x1")[index % 3]
-        runs.append(Run(family, mesh, cases, decoded=3))
-    runs += [Run(family, "2x2", SHORT_CASES, decoded=3) for family in REFUSED_WITH_TP]
-    return runs + [Run(family, "1x4", SHORT_CASES, decoded=3) for family in FEW_KV_HEADS]
+    return runs + [Run(family, "2x2", SHORT_CASES, decoded=3) for family in REFUSED_WITH_TP]
+
+
+def drawn_runs() -> list[Run]:
+    """Every other family on meshes with context parallelism."""
+    return [
+        Run(family, mesh, (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES, decoded=3)
+        for family in FAMILIES
+        for mesh in ("2x2", "2x1", "4x1")
+        if family != "llama" and not (family in REFUSED_WITH_TP and mesh == "2x2")
+    ]
 
 
 def full_runs() -> list[Run]:
@@ -98,15 +104,16 @@ def full_runs() -> list[Run]:
     return runs + [run for mesh in ("4x1", "2x2", "3x1", "2x1") for run in method_runs(mesh, ALL_CASES, decoded=8)]
 
 
-QUICK, FULL = quick_runs(), full_runs()
+QUICK, DRAWN, FULL = quick_runs(), drawn_runs(), full_runs()
+FEW = [Run(family, "1x4", SHORT_CASES, decoded=3) for family in FEW_KV_HEADS]
 
 
 class Launches:
     """Results by run; a launch of ranks is made when the first run of its size is asked for."""
 
-    def __init__(self, folder: Path, *, full: bool):
+    def __init__(self, folder: Path, runs: list[Run]):
         self._folder = folder
-        self._full = full
+        self._runs = runs
         self._rows: dict[int, dict[str, Any]] = {}
 
     def result(self, run: Run) -> Any:
@@ -120,13 +127,13 @@ class Launches:
         return self._rows[ranks][run.name]
 
     def _launch(self, ranks: int) -> dict[str, Any]:
-        runs = [run for run in (FULL if self._full else QUICK) if ranks_of(run.mesh) == ranks]
+        runs = [run for run in self._runs if ranks_of(run.mesh) == ranks]
         folder = self._folder / str(ranks)
         folder.mkdir()
         plan, out = folder / "plan.json", folder / "out.json"
         keys = ("family", "mesh", "cases", "decoded", "section")
         plan.write_text(json.dumps([{key: getattr(run, key) for key in keys} for run in runs]))
-        run_ranks(SCRIPT, plan, out, folder, ranks=ranks, timeout=3000 if self._full else 400).check()
+        run_ranks(SCRIPT, plan, out, folder, ranks=ranks, timeout=400 + 10 * len(runs)).check()
         return {run.name: row["result"] for run, row in zip(ordered(runs), json.loads(out.read_text()), strict=True)}
 
 
@@ -137,16 +144,25 @@ def ordered(runs: list[Run]) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Launches:
-    return Launches(tmp_path_factory.mktemp("exactness"), full=request.config.getoption("--full"))
+def launches(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, running: Callable[[str], list[Run]]
+) -> Launches:
+    runs = running("run")
+    if request.config.getoption("--full"):
+        full = {run.name: run for run in FULL}
+        runs = [full[run.name] for run in runs]
+    return Launches(tmp_path_factory.mktemp("exactness"), runs)
 
 
 def parameters() -> list[Any]:
-    """One test per run; with `--full`, the quick set's runs are among the full set's."""
+    """One test per run; with `--full`, all are those of the full set."""
+    marks = {run.name: pytest.mark.full for run in FULL}
+    marks |= {run.name: pytest.mark.drawn(10, "families") for run in DRAWN}
+    marks |= {run.name: pytest.mark.drawn(1, "few KV heads") for run in FEW}
     quick = {run.name for run in QUICK}
     return [
-        pytest.param(run, id=run.name, marks=[] if run.name in quick else pytest.mark.full)
-        for run in {run.name: run for run in (*QUICK, *FULL)}.values()
+        pytest.param(run, id=run.name, marks=[] if run.name in quick else marks[run.name])
+        for run in {run.name: run for run in (*FULL, *FEW, *DRAWN, *QUICK)}.values()
     ]
 
 
@@ -166,6 +182,6 @@ def test_tokens_and_logits_are_the_plain_models(launches: Launches, run: Run) ->
     assert not wrong, wrong
 
 
-def test_every_family_of_the_project_is_in_the_quick_set() -> None:
-    assert {run.family for run in QUICK} == set(FAMILIES)
-    assert {run.name for run in QUICK} <= {run.name for run in FULL}
+def test_every_family_of_the_project_may_be_drawn() -> None:
+    assert {run.family for run in (*QUICK, *DRAWN)} == set(FAMILIES)
+    assert {run.name for run in (*QUICK, *DRAWN, *FEW)} <= {run.name for run in FULL}

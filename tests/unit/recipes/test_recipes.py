@@ -37,6 +37,7 @@ def test_every_model_of_the_papers_has_a_recipe() -> None:
     assert set(names()) == MODELS
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", names())
 def test_dry_run_fits_and_readme_is_fresh(name: str) -> None:
     written = (RECIPES / name / "README.md").read_text()
