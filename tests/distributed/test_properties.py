@@ -11,8 +11,6 @@ import pytest
 from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "properties.py"
-LAUNCHES = {"4x1": "4x1,2x2", "2x2": "4x1,2x2", "2x1": "2x1", "3x1": "3x1"}
-
 REFUSALS = {
     "labels": r"^labels is not supported with MegaKV",
     "output_attentions": r"^output_attentions is not supported with MegaKV",
@@ -32,7 +30,7 @@ REFUSALS = {
 
 
 class Launches:
-    """Figures by mesh; meshes of one size share a launch."""
+    """Figures by mesh."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -40,17 +38,16 @@ class Launches:
 
     def figures(self, mesh: str) -> Any:
         """What the ranks of one mesh found, by check."""
-        meshes = LAUNCHES[mesh]
-        if meshes not in self._figures:
-            self._figures[meshes] = {}
-            folder = self._folder / meshes
+        if mesh not in self._figures:
+            self._figures[mesh] = {}
+            folder = self._folder / mesh
             folder.mkdir()
             out = folder / "out.json"
             cp, tp = (int(part) for part in mesh.split("x"))
-            run_ranks(SCRIPT, out, folder, meshes, ranks=cp * tp, timeout=400).check()
-            self._figures[meshes] = json.loads(out.read_text())
-        assert mesh in self._figures[meshes], f"the launch of {meshes} failed, see the first test that needed it"
-        return self._figures[meshes][mesh]
+            run_ranks(SCRIPT, out, folder, mesh, ranks=cp * tp, timeout=400).check()
+            self._figures[mesh] = json.loads(out.read_text())
+        assert self._figures[mesh], f"the launch of {mesh} failed, see the first test that needed it"
+        return self._figures[mesh]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +55,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     return Launches(tmp_path_factory.mktemp("properties"))
 
 
-@pytest.fixture(
-    params=["4x1", "2x2", pytest.param("2x1", marks=pytest.mark.full), pytest.param("3x1", marks=pytest.mark.full)]
-)
+@pytest.fixture(params=[pytest.param(mesh, marks=pytest.mark.drawn(1)) for mesh in ("4x1", "2x2", "2x1", "3x1")])
 def mesh(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -1,6 +1,6 @@
 """Started on every rank: what an engine promises beyond equal tokens. Each check writes figures; the test judges them.
 
-Usage: properties.py OUT.json WORK_DIR MESHES, meshes as CPxTP, separated by commas.
+Usage: properties.py OUT.json WORK_DIR CPxTP.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
 from families import FAMILIES, llama
+from sessions import Plain
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -91,10 +93,11 @@ def kv_memory(context: Context) -> dict[str, Any]:
     engine.generate(ids_of(1001), max_new_tokens=1, **GREEDY)
     report = engine.report()
     engine.destroy()
-    plain = context.plain(folder)
-    with torch.no_grad():
-        cache = plain(ids_of(1001), use_cache=True).past_key_values
-    single = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    single = 0
+    if context.rank == 0:
+        with torch.no_grad():
+            cache = context.plain(folder)(ids_of(1001), use_cache=True).past_key_values
+        single = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
     return {"ranks": [rank.kv_bytes for rank in report.ranks], "single": single}
 
 
@@ -102,7 +105,7 @@ def session_turns(context: Context) -> dict[str, Any]:
     """Turns of a session against the plain model on the whole conversation."""
     folder = context.folder("llama")
     engine = context.engine(folder)
-    plain = context.plain(folder)
+    plain = Plain(folder)
     session = engine.session()
     history = ids_of(0)
     equal = []
@@ -276,15 +279,13 @@ CHECKS = [bf16_error, kv_memory, session_turns, rank_zero_decides, other_inputs,
 
 def main() -> None:
     """Entry of every rank."""
-    out, work, meshes = sys.argv[1], Path(sys.argv[2]), sys.argv[3].split(",")
+    out, work, mesh = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     quiet_libraries()
     disable_progress_bar()
     start_distributed(tp_only=False, timeout_s=300)
-    results = {}
-    for mesh in meshes:
-        context = Context(work, mesh)
-        results[mesh] = {check.__name__: check(context) for check in CHECKS}
+    context = Context(work, mesh)
+    results = {check.__name__: check(context) for check in CHECKS}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
 

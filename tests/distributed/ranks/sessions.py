@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from families import llama
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.distributed.mesh import start_distributed
@@ -43,6 +43,20 @@ def ids_of(length: int, batch: int = 1, seed: int = 1) -> Tensor:
     return torch.randint(3, 120, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+class Plain:
+    """The plain model, which rank 0 asks for all."""
+
+    def __init__(self, folder: Path):
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def generate(self, ids: Tensor, **options: Any) -> Tensor:
+        """Of rank 0, on every rank."""
+        said = [self._model.generate(ids, **options) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(said)
+        assert said[0] is not None
+        return said[0]
+
+
 def make_engine(folder: Path, mesh: str, section: dict[str, str]) -> megakv.MegaKVEngine:
     """An engine on the whole mesh."""
     cp, tp = (int(part) for part in mesh.split("x"))
@@ -60,7 +74,7 @@ def spread(session: Session) -> int:
     return int((counts.max(axis=0) - counts.min(axis=0)).max())
 
 
-def long_turns(engine: Any, plain: PreTrainedModel) -> dict[str, Any]:
+def long_turns(engine: Any, plain: Plain) -> dict[str, Any]:
     """One conversation of unlike turns against the plain model on all of it."""
     session, history, equal = engine.session(), ids_of(0), []
     for turn, (length, new) in enumerate(TURNS):
@@ -80,7 +94,7 @@ def long_turns(engine: Any, plain: PreTrainedModel) -> dict[str, Any]:
     return result
 
 
-def ragged_turns(engine: Any, plain: PreTrainedModel) -> dict[str, Any]:
+def ragged_turns(engine: Any, plain: Plain) -> dict[str, Any]:
     """Five sequences of different new and cached lengths in one pass, against each alone."""
     session = engine.session()
     alone = [ids_of(0) for _ in RAGGED[0]]
@@ -112,7 +126,7 @@ def balance(engine: Any, decoded: int) -> dict[str, Any]:
     return result
 
 
-def save(engine: Any, plain: PreTrainedModel, folder: Path) -> dict[str, Any]:
+def save(engine: Any, plain: Plain, folder: Path) -> dict[str, Any]:
     """Save a batch after two turns, over an older save too; say what the next turn should give."""
     session = engine.session()
     session.generate(ids_of(301, 2), max_new_tokens=3, **GREEDY)
@@ -186,7 +200,7 @@ def main() -> None:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(llama(), dtype=torch.float32).save_pretrained(model)
     dist.barrier()
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    plain = Plain(model)
     results: dict[str, Any] = {}
     if stage != "restore":
         for section in METHODS if stage == "all" else METHODS[:1] + METHODS[2:3]:
