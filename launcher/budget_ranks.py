@@ -22,7 +22,7 @@ from megakv.distributed.launchers import read_launch
 from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, ModelIdentity, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
-from megakv.launcher.job import prompt_ids, read_tokenizer
+from megakv.launcher.conversation import Turns, read_tokenizer
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Prompt, read_prompts
 from megakv.weights.files import local_directory
@@ -33,14 +33,14 @@ def tokenized(
     arguments: argparse.Namespace, config: MegaKVConfig, prompts: Sequence[Prompt]
 ) -> list[tuple[Prompt, Tensor]]:
     """Prompts as ``[1, S]`` tokens; refused are those too long for the model, or too short to be compressed."""
-    tokenizer = read_tokenizer(arguments.model)
+    turns = Turns(read_tokenizer(arguments.model), chat=not arguments.no_chat_template)
     text = AutoConfig.from_pretrained(local_directory(arguments.model, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     fairkv = config.megakv.fairkv
     assert fairkv.budget is not None
     found = []
     for prompt in prompts:
-        ids = prompt_ids(tokenizer, prompt.text, chat=not arguments.no_chat_template)
+        ids = turns.first(prompt.text)
         length = ids.shape[1]
         where = f"--prompts {prompt.source}: the prompt has {length} tokens"
         if positions is not None and length > positions:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from megakv.build import init_inference
-from megakv.config import load_config
-from megakv.engine import MegaKVEngine
+from megakv.launcher.comparison import plain_turns
+from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
 from megakv.launcher.process import own_rank
+from megakv.launcher.prompts import Question
+from megakv.launcher.settings import check_job_arguments, run_config
 from megakv.tracking.files import write_whole
+from megakv.tracking.page import page
 from megakv.tracking.report import RunReport
 from megakv.tracking.tables import operations, passes_by_plan
-from megakv.weights.files import local_directory
 from megakv.weights.placement.plan import decoder_layers
 
 MEGABYTE = 1 << 20
@@ -32,13 +34,42 @@ RANK_KEYS = ("rank", "host", "tokens", "kv_bytes", "head_tokens", "bytes_sent", 
 
 
 @dataclass
-class Outcome:
-    """What a job produced, the same on every rank but for `tokens_equal`, which rank 0 alone knows."""
+class Answer:
+    """One turn of a job, the same on every rank but for `tokens_equal`, which rank 0 alone knows."""
 
+    question: str
     answer: str  # The generated text.
+    tokens: list[int]
+    prompt_tokens: int  # Computed in this turn: the first one's hold the document.
+    new_tokens: int
+    ttft_s: float | None
+    ttit_s: float | None
     # Whether the tokens are those of a single-process transformers run; None where that was not asked for.
-    tokens_equal: bool | None
-    report: RunReport
+    tokens_equal: bool | None = None
+
+
+@dataclass
+class Outcome:
+    """What a job produced."""
+
+    answers: list[Answer]
+    reports: list[RunReport]  # Of every turn.
+
+    @property
+    def answer(self) -> str:
+        """The first answer's text."""
+        return self.answers[0].answer
+
+    @property
+    def report(self) -> RunReport:
+        """That of the turn that read the document."""
+        return self.reports[0]
+
+    @property
+    def tokens_equal(self) -> bool | None:
+        """Whether those of all answers are; None where that was not asked for."""
+        found = [answer.tokens_equal for answer in self.answers]
+        return None if None in found else all(found)
 
     def to_json(self, **more: Any) -> dict[str, Any]:
         """The main job's JSON."""
@@ -48,6 +79,7 @@ class Outcome:
             "answer": self.answer,
             "tokens_equal": self.tokens_equal,
             **more,
+            "answers": list(map(asdict, self.answers)),
             **{key: getattr(report, key) for key in keys},
             "prefill": None if report.prefill is None else asdict(report.prefill),
             "ranks": [
@@ -68,40 +100,6 @@ class JobParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         if own_rank() == 0:
             super().print_help(file)
-
-
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every job takes."""
-    parser.add_argument("--config", required=True, help="JSON: a DeepSpeed inference config with a megakv section")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most (default 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus for sampling (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default 0)")
-    parser.add_argument("--json", help="write the outcome to this file")
-    parser.add_argument("--timeline", help="draw compute and communication of every rank to this PNG")
-    parser.add_argument(
-        "--compare", action="store_true", help="also run plain transformers on rank 0 and compare tokens"
-    )
-
-
-def read_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's directory or hub id."""
-    directory = local_directory(model)
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # a broken tokenizer.json raises a bare Exception
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--model {model}: its tokenizer cannot be read: {reason}") from error
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> Tensor:
-    """``[1, S]`` tokens of a prompt, through the model's chat template where it has one."""
-    if chat and tokenizer.chat_template is not None:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
-        return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
-    return tokenizer(text, return_tensors="pt").input_ids
 
 
 @contextmanager
@@ -125,58 +123,61 @@ def prefill_bar(model: PreTrainedModel, *, shown: bool) -> Iterator[None]:
 def run_job(
     model: str,
     arguments: argparse.Namespace,
-    make_prompt: Callable[[PreTrainedTokenizerBase], str],
+    make_questions: Callable[[PreTrainedTokenizerBase], Sequence[Question]],
     *,
     chat: bool = True,
 ) -> Outcome:
-    """Start the engine, generate, and report; `arguments` are those of `add_job_arguments`. Every rank must call it."""
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: allowed: 1 or more")
-    if arguments.temperature < 0:
-        raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
-    config = load_config(arguments.config)
+    """Start the engine, answer in one session, and report; `arguments` are those of `add_job_arguments`.
+
+    Every rank must call it.
+    """
+    check_job_arguments(arguments)
+    config = run_config(arguments)
     if arguments.compare and config.megakv.load == "random":
         raise ValueError("--compare is not possible with megakv.load = 'random': transformers needs a checkpoint")
     if arguments.timeline:
         config.megakv.tracking.timeline = arguments.timeline
     tokenizer = read_tokenizer(model)
-    ids = prompt_ids(tokenizer, make_prompt(tokenizer), chat=chat)
+    questions, turns = make_questions(tokenizer), Turns(tokenizer, chat=chat)
+    prompts = [(turns.next if index else turns.first)(question.prompt) for index, question in enumerate(questions)]
     engine = init_inference(model, config)
     # What stands now stays: looking through it again in the midst of an answer takes as long as many tokens, while all
     # other ranks wait. So does looking through it now, on ranks that may have different errors to report.
     gc.freeze()
-    ids = ids.to(engine.mesh.device)
-    first = engine.mesh.rank == 0
+    mesh, first = engine.mesh, engine.mesh.rank == 0
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if options["do_sample"]:
         options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
-    torch.manual_seed(arguments.seed)
     if first:
-        print(f"megakv: {ids.shape[1]} tokens on CP {engine.mesh.cp_size} x TP {engine.mesh.tp_size}", flush=True)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if first else None
-    with prefill_bar(engine.module, shown=first):
-        sequences = engine.generate(ids, streamer=streamer, **options)
-    report = engine.report()
-    equal = None
+        print(f"megakv: {prompts[0].shape[1]} tokens on CP {mesh.cp_size} x TP {mesh.tp_size}", flush=True)
+    outcome, asked, session = Outcome([], []), [], engine.session()
+    for index, (question, ids) in enumerate(zip(questions, prompts, strict=True)):
+        if first and len(questions) > 1:
+            print(f"\n> {question.text}", flush=True)
+        end_answer(session, engine.module)
+        torch.manual_seed(arguments.seed + index)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if first else None
+        with prefill_bar(engine.module, shown=first and index == 0):
+            sequences = session.generate(ids.to(mesh.device), streamer=streamer, **options)
+        report = engine.report()
+        end = sequences.shape[1] - report.new_tokens
+        asked.append((sequences[:, :end], sequences))
+        tokens = sequences[0, end:].tolist()
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        times = (report.ttft_s, report.ttit_s)
+        outcome.answers.append(Answer(question.text, text, tokens, ids.shape[1], len(tokens), *times))
+        outcome.reports.append(report)
     if arguments.compare and first:
-        equal = torch.equal(plain_tokens(model, engine, ids, options, arguments.seed), sequences.cpu())
-    answer = tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True)
-    outcome = Outcome(answer=answer, tokens_equal=equal, report=report)
+        equal = plain_turns(model, engine, asked, options, arguments.seed)
+        for answer, same in zip(outcome.answers, equal, strict=True):
+            answer.tokens_equal = same
     if first:
-        engine.tracker.log_report(report)
+        engine.tracker.log_report(outcome.report)
     engine.destroy()
     gc.unfreeze()
     return outcome
-
-
-def plain_tokens(model: str, engine: MegaKVEngine, ids: Tensor, options: dict[str, Any], seed: int) -> Tensor:
-    """What a single-process transformers run of the same model generates."""
-    print("megakv: running plain transformers on one process, to compare", flush=True)
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=engine.module.dtype).eval().to(engine.mesh.device)
-    torch.manual_seed(seed)
-    return plain.generate(ids, **options).cpu()
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -194,6 +195,9 @@ def print_outcome(outcome: Outcome) -> None:
             f"{rank.rank:>4} {rank.cp_rank:>3} {rank.tp_rank:>3} {rank.tokens:>8} {rank.kv_bytes / MEGABYTE:>8.2f} "
             f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}"
         )
+    for number, answer in enumerate(outcome.answers[1:], 2):
+        ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (answer.ttft_s, answer.ttit_s))
+        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {answer.new_tokens} new tokens")
     _print_budgets(report)
     _print_offload(report)
     _print_traffic(report)
@@ -244,6 +248,11 @@ def _print_traffic(report: RunReport) -> None:
         print(f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {exposed:>11.1f}")
 
 
-def write_outcome(path: str, values: dict[str, Any]) -> None:
-    """Write the outcome's JSON, whole or not at all."""
-    write_whole(path, json.dumps(values, indent=2).encode())
+def write_outcome(outcome: Outcome, arguments: argparse.Namespace, **more: Any) -> None:
+    """Write the files that were asked for, each whole or not at all, and say where the page is; on rank 0 alone."""
+    if arguments.json:
+        write_whole(arguments.json, json.dumps(outcome.to_json(**more), indent=2).encode())
+    if arguments.report:
+        names = [f"answer {number}" for number in range(1, len(outcome.reports) + 1)]
+        write_whole(arguments.report, page(list(zip(names, outcome.reports, strict=True))).encode())
+        print(f"report: {Path(arguments.report).resolve()}")

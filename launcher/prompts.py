@@ -1,23 +1,68 @@
-"""A user's texts: single files, and data sets that are files or folders."""
+"""A user's texts: questions about a document, and data sets that are files or folders."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 
+@dataclass(frozen=True)
+class Question:
+    """What is asked in a turn of a conversation."""
+
+    text: str
+    prompt: str  # Of the whole turn: in the first one the document too.
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments for `questions`."""
+    parser.add_argument("--prompt-file", metavar="FILE", help="a document: UTF-8 text")
+    parser.add_argument(
+        "--question",
+        action="append",
+        default=[],
+        help="what to ask about the document, or the whole prompt without one; several are asked in turn, and the "
+        "document is read once",
+    )
+    parser.add_argument("--no-chat-template", action="store_true", help="feed the text as it is")
+
+
+def questions(document: str | None, asked: Sequence[str]) -> list[Question]:
+    """The turns of a conversation about a document."""
+    for text in asked:
+        if not text.strip():
+            raise ValueError(f"--question {text!r} is empty: leave it out, or ask something")
+    if document is None and not asked:
+        raise ValueError("the prompt is empty: give --prompt-file, --question or both")
+    first = "\n\n".join(part for part in (document, *asked[:1]) if part is not None)
+    return [Question("".join(asked[:1]), first), *(Question(text, text) for text in asked[1:])]
+
+
+def read_document(arguments: argparse.Namespace) -> str | None:
+    """That of --prompt-file."""
+    return None if arguments.prompt_file is None else read_text(arguments.prompt_file, "--prompt-file")
+
+
 def read_text(path: str, setting: str) -> str:
     """A user's text file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{setting} {path} cannot be read: {error.strerror}") from error
+    return decoded(content, f"{setting} {path}")
+
+
+def decoded(content: bytes, source: str) -> str:
+    """A user's text."""
+    try:
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{setting} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if not text.strip():
-        raise ValueError(f"{setting} {path} is empty: the prompt is empty")
+        raise ValueError(f"{source} is empty: the prompt is empty")
     return text
 
 

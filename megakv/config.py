@@ -191,7 +191,9 @@ def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
             _check_keys(value, source, f"{within}{key}.")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a configuration's file, unchecked."""
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -288,7 +290,7 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         source, values = "config", dict(config or {})
         _check_keys(values, source)
     elif isinstance(config, str | Path):
-        source, values = str(config), _read_json(Path(config))
+        source, values = str(config), read_json(config)
     else:
         raise ValueError(f"config must be a dict or the path of a JSON file, not {type(config).__name__}")
     for key, value in overrides.items():

@@ -10,9 +10,10 @@ import numpy as np
 from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
-from megakv.launcher.job import add_job_arguments, print_outcome, run_job, write_outcome
+from megakv.launcher.job import print_outcome, run_job, write_outcome
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
-from megakv.launcher.prompts import read_text
+from megakv.launcher.prompts import Question, read_text
+from megakv.launcher.settings import add_job_arguments
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -35,10 +36,11 @@ class Prompter:
         self._arguments = arguments
         self.number: str | None = None
 
-    def __call__(self, tokenizer: PreTrainedTokenizerBase) -> str:
+    def __call__(self, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
         asked = self._arguments
         if asked.prompt_file is not None:
-            return "\n\n".join([read_text(asked.prompt_file, "--prompt-file").rstrip(), asked.question or question()])
+            what = asked.question or question()
+            return [Question(what, f"{read_text(asked.prompt_file, '--prompt-file').rstrip()}\n\n{what}")]
         if asked.question is not None:
             raise ValueError("--question needs --prompt-file: the made-up document has a question of its own")
         if asked.depth is not None and not 0 <= asked.depth <= 1:
@@ -47,7 +49,7 @@ class Prompter:
         depth = float(rng.random()) if asked.depth is None else asked.depth
         document: Document = prompt(asked.tokens, depth, rng, tokenizer)
         self.number = document.number
-        return document.text
+        return [Question(question(), document.text)]
 
 
 def main() -> None:
@@ -65,8 +67,7 @@ def main() -> None:
                 print(f"hidden number {prompter.number}, answer {outcome.answer.strip()!r}: {verdict}")
             if arguments.timeline:
                 print(f"timeline: {Path(arguments.timeline).resolve()}")
-            if arguments.json:
-                write_outcome(arguments.json, outcome.to_json(answer_correct=correct, expected=prompter.number))
+            write_outcome(outcome, arguments, answer_correct=correct, expected=prompter.number)
         if own_rank() == 0 and (correct is False or outcome.tokens_equal is False):
             sys.stdout.flush()
             raise SystemExit(1)

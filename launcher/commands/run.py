@@ -1,0 +1,84 @@
+"""``megakv run``: starts the ranks that read a document together and answer questions about it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+from megakv.launcher.prompts import add_question_arguments, decoded, questions, read_document
+from megakv.launcher.ranks import check_writable, command_line, read_hostfile, start_ranks
+from megakv.launcher.settings import add_job_arguments, check_job_arguments, run_config
+
+STDIN = "-"
+FILES = ("json", "timeline", "report")
+"""Arguments that name a file to write."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("model", metavar="MODEL", help="directory, GGUF file or hub id of the model")
+    add_question_arguments(parser)
+    add_job_arguments(parser)
+    parser.add_argument("--threads", type=int, help="threads of every rank (default: cores / ranks, on the CPU)")
+    parser.add_argument("--hostfile", metavar="FILE", help="ranks on these hosts: lines NAME slots=RANKS")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Start the ranks, which answer and write what was asked for."""
+    check_job_arguments(arguments)
+    cp, tp = _mesh(arguments)
+    piped = _piped(arguments)
+    questions(read_document(arguments) if piped is None else piped.decode(), arguments.question)
+    if arguments.hostfile is None:
+        for name in FILES:
+            if path := getattr(arguments, name):
+                Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
+                check_writable(f"--{name}", path)
+    where = "this machine" if arguments.hostfile is None else f"the hosts of {arguments.hostfile}"
+    print(f"megakv: {arguments.model}: {cp * tp} ranks on {where}, CP {cp} x TP {tp}", flush=True)
+    words = [f"--question={text}" for text in arguments.question]
+    start = {"ranks": cp * tp, "threads": arguments.threads, "hostfile": arguments.hostfile}
+    for name in ("question", "threads", "hostfile"):
+        delattr(arguments, name)
+    with tempfile.TemporaryFile() as document:
+        if piped is not None:
+            # Without a name nothing can be left behind, and every rank that opens its standard input reads all of it.
+            document.write(piped)
+            document.seek(0)
+            arguments.prompt_file = "/dev/stdin"
+        start_ranks("megakv.launcher.run", [*command_line(arguments), *words], stdin=document, **start)
+
+
+def _mesh(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Context-parallel and tensor-parallel degree: of the JSON, else as asked for, else all slots of the hostfile."""
+    if arguments.config is not None:
+        config = run_config(arguments)
+        return config.cp_size, config.tp_size
+    tp = 1 if arguments.tp is None else arguments.tp
+    if arguments.cp is None and arguments.hostfile is not None:
+        arguments.cp = max(1, sum(read_hostfile(arguments.hostfile).values()) // max(1, tp))
+    return 1 if arguments.cp is None else arguments.cp, tp
+
+
+def _piped(arguments: argparse.Namespace) -> bytes | None:
+    """The document that standard input brings, if that is where it comes from."""
+    if arguments.prompt_file is None:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+        if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
+            return None
+    elif arguments.prompt_file != STDIN:
+        return None
+    content = sys.stdin.buffer.read()
+    if not content and arguments.prompt_file is None:
+        return None
+    decoded(content, "standard input")
+    if arguments.hostfile is not None:
+        raise ValueError(
+            f"--hostfile {arguments.hostfile} with a document from standard input: give --prompt-file, which all hosts "
+            "can read"
+        )
+    return content

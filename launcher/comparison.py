@@ -1,0 +1,34 @@
+"""Plain transformers on one process, asked the same as a session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from megakv.engine import MegaKVEngine
+from megakv.weights.files import local_directory
+
+
+def plain_turns(
+    model: str, engine: MegaKVEngine, turns: Sequence[tuple[Tensor, Tensor]], options: dict[str, Any], seed: int
+) -> list[bool]:
+    """Of every turn, its whole ``[1, S]`` prompt and what came of it, whether plain transformers makes the same of it.
+
+    The plain model keeps its own cache from turn to turn, as the session does.
+    """
+    print("megakv: running plain transformers on one process, to compare", flush=True)
+    directory, device = local_directory(model), engine.mesh.device
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
+    found, cache = [], None
+    for index, (prompt, sequences) in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):
+        torch.manual_seed(seed + index)
+        output = plain.generate(prompt, past_key_values=cache, return_dict_in_generate=True, **options)
+        found.append(torch.equal(output.sequences, sequences))
+        # What follows another answer is computed from the start.
+        cache = output.past_key_values if found[-1] else None
+    return found

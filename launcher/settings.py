@@ -1,0 +1,87 @@
+"""What every job takes on the command line, and the settings of the run that it comes to."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from megakv.launcher.ranks import DTYPES
+
+if TYPE_CHECKING:
+    from megakv.config import MegaKVConfig
+
+KEYS = {
+    "cp": ("megakv", "context_parallel", "size"),
+    "tp": ("tensor_parallel", "tp_size"),
+    "dtype": ("dtype",),
+}
+"""Where the JSON has what an argument says."""
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that every job takes."""
+    parser.add_argument("--config", metavar="FILE", help="JSON: a DeepSpeed inference config with a megakv section")
+    parser.add_argument("--cp", type=int, help="context-parallel ranks, which share the tokens (default 1)")
+    parser.add_argument("--tp", type=int, help="tensor-parallel ranks, which share the heads (default 1)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus for sampling (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default 0)")
+    parser.add_argument("--json", help="write the outcome to this file")
+    parser.add_argument("--timeline", help="draw compute and communication of every rank to this PNG")
+    parser.add_argument("--report", metavar="FILE", help="write the HTML page of megakv report about all answers")
+    parser.add_argument(
+        "--compare", action="store_true", help="also run plain transformers on rank 0 and compare tokens"
+    )
+
+
+def check_job_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse impossible ones before anything starts."""
+    for name in ("cp", "tp", "threads", "max_new_tokens"):
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
+    if arguments.temperature < 0:
+        raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
+
+
+def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
+    """The settings that --config, --cp, --tp and --dtype come to."""
+    from megakv.config import load_config, read_json
+
+    given = {name: value for name in KEYS if (value := getattr(arguments, name)) is not None}
+    if arguments.config is None or not given:
+        return load_config(_added({}, given) if arguments.config is None else arguments.config)
+    config = load_config(_added(read_json(arguments.config), given))
+    held = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
+    for name, value in given.items():
+        key = ".".join(KEYS[name])
+        allowed = _short(held[name])
+        if _short(value) != allowed:
+            raise ValueError(
+                f"--{name} {value} contradicts {key} = {allowed} of {arguments.config}: give --{name} {allowed}, or "
+                "leave one of the two out"
+            )
+    return config
+
+
+def _added(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The JSON's values, and the given ones where it has none."""
+    for name, value in given.items():
+        section, (*path, key) = values, KEYS[name]
+        for part in path:
+            # DeepSpeed knows this section by another name too.
+            part = "tp" if part == "tensor_parallel" and "tp" in section else part
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                break
+        else:
+            section.setdefault(key, value)
+    return values
+
+
+def _short(value: Any) -> Any:
+    """A torch type by its name on the command line."""
+    named = {long: short for short, long in DTYPES.items()}
+    return named.get(str(value).removeprefix("torch."), value)
