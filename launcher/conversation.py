@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -50,7 +49,7 @@ class Turns:
         ]
         try:
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
+        except Exception as error:  # whatever a template calls
             raise ValueError(f"the model's chat template fails: {error}: give --no-chat-template") from error
 
     def _ids(self, text: str) -> Tensor:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a recipe; each recipe's run.sh calls this with its folder. What is not known here goes to launcher/run.py.
+# Runs a recipe; each recipe's run.sh calls this with its folder. What is not known here goes to `megakv run`.
 #   --dry-run          build every rank without weights, check it and add up its memory, all runs or that of --config
 #   --model DIR        checkpoint: a directory or hub id
 #   --config FILE      JSON of this folder (default: the first of recipe.json), or any other
@@ -37,18 +37,4 @@ if [ -z "$config" ]; then
     config=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["runs"][0]["config"])' "$recipe/recipe.json")
 fi
 [ -f "$config" ] || config=$recipe/$config
-ranks=$(megakv check "$config" 2>/dev/null | python -c 'import json, sys; print(json.load(sys.stdin)["ranks"])') ||
-    exec megakv check "$config"
-if [ -n "$hostfile" ]; then
-    where=(--hostfile "$hostfile")
-else
-    where=(--num_accelerators "$ranks" --master_port
-        "$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')")
-    gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
-    # Ranks that outnumber the GPUs run on the CPU, and share its cores.
-    if [ "${gpus:-0}" -lt "$ranks" ]; then
-        cores=$(nproc)
-        export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-    fi
-fi
-exec deepspeed "${where[@]}" --no_local_rank "$root/launcher/run.py" --model "$model" --config "$config" "${rest[@]}"
+exec megakv run "$model" --config "$config" ${hostfile:+--hostfile "$hostfile"} "${rest[@]}"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megakv.errors import MegaKVError
+from megakv.weights.gguf import SUFFIX, gguf_directory
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges
 
@@ -29,10 +30,15 @@ ADVICE = (
 
 
 def local_directory(model: str | Path, *, weights: bool = True) -> Path:
-    """The directory of a model: itself, or its copy in the hub's cache, of small files alone without `weights`."""
+    """The directory of a model: itself, what a GGUF file is converted to, or its copy in the hub's cache.
+
+    That copy is of small files alone without `weights`.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.suffix == SUFFIX:
+        return gguf_directory(path)
     name = str(model)
     if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise MegaKVError(f"model {name!r} is no directory; give a directory with config.json, or a hub id")
