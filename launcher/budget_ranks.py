@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig
 
 import megakv
 from megakv.config import MegaKVConfig
@@ -25,7 +24,7 @@ from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config
 from megakv.launcher.conversation import Turns, read_tokenizer
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Prompt, read_prompts
-from megakv.weights.files import local_directory
+from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 
@@ -34,7 +33,7 @@ def tokenized(
 ) -> list[tuple[Prompt, Tensor]]:
     """Prompts as ``[1, S]`` tokens; refused are those too long for the model, or too short to be compressed."""
     turns = Turns(read_tokenizer(arguments.model), chat=not arguments.no_chat_template)
-    text = AutoConfig.from_pretrained(local_directory(arguments.model, weights=False)).get_text_config()
+    text = read_config(local_directory(arguments.model, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     fairkv = config.megakv.fairkv
     assert fairkv.budget is not None

@@ -6,8 +6,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from megakv.session import Session
-from megakv.weights.files import local_directory
+from megakv.weights.folder import local_directory, read_config
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")
 ANSWER = "<<megakv-answer>>"
 """Stands for an answer in a rendered conversation; no tokenizer ever sees it."""
 
@@ -15,11 +16,14 @@ ANSWER = "<<megakv-answer>>"
 def read_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's directory or hub id."""
     directory = local_directory(model)
+    # A folder that holds no model is not to be called one without a tokenizer.
+    read_config(directory)
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # a broken tokenizer.json raises a bare Exception
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--model {model}: its tokenizer cannot be read: {reason}") from error
+        found = any(path for pattern in TOKENIZER_FILES for path in directory.glob(pattern))
+        reason = " ".join(str(error).split()) if found else "there is none; copy tokenizer.json from the original model"
+        raise ValueError(f"--model {model}: its tokenizer cannot be read: {reason or type(error).__name__}") from error
 
 
 class Turns:

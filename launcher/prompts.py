@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megakv.json_files import parse_json
+
 
 @dataclass(frozen=True)
 class Question:
@@ -108,10 +110,7 @@ def _read(path: Path, name: str, field: str, setting: str) -> list[Prompt]:
 
 def _line(path: Path, number: int, line: str, name: str, field: str, setting: str) -> Prompt:
     source = f"{path} line {number}"
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{setting} {source} is not valid JSON: {error}") from error
+    value = parse_json(line, f"{setting} {source}")
     if isinstance(value, dict):
         if field not in value:
             raise ValueError(f"{setting} {source} has no {field!r} among {sorted(value)}: --field names the prompt's")

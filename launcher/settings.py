@@ -48,12 +48,12 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
     """The settings that --config, --cp, --tp and --dtype come to."""
-    from megakv.config import load_config, read_json
+    from megakv.config import load_config, read_settings
 
     given = {name: value for name in KEYS if (value := getattr(arguments, name)) is not None}
     if arguments.config is None or not given:
         return load_config(_added({}, given) if arguments.config is None else arguments.config)
-    config = load_config(_added(read_json(arguments.config), given))
+    config = load_config(_added(read_settings(arguments.config), given))
     held = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
     for name, value in given.items():
         key = ".".join(KEYS[name])

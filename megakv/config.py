@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.config import FairKVConfig
+from megakv.json_files import read_json
 from megakv.offload.config import OffloadConfig
 from megakv.offload.methods import AUTO, METHODS
 from megakv.runahead.config import RunaheadConfig
@@ -172,16 +172,6 @@ def _known_keys(path: Sequence[int | str]) -> str:
     return f"allowed: {', '.join(own)}" + ("" if own == keys else " and those of DeepSpeed's inference config")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    """A JSON object, of whose equal keys the last would win without a word."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"config {path}: the key {key!r} is given twice in one object; leave one out")
-        values[key] = value
-    return values
-
-
 def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
     """Only strings: JSON has no other keys, and nothing here is called otherwise."""
     for key, value in values.items():
@@ -191,21 +181,9 @@ def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
             _check_keys(value, source, f"{within}{key}.")
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_settings(path: str | Path) -> dict[str, Any]:
     """The object in a configuration's file, unchecked."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"config {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"config {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    try:
-        values = json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"config {path} is not valid JSON: line {error.lineno}: {error.msg}") from error
-    except RecursionError as error:
-        raise ValueError(f"config {path} is not valid JSON: {error}") from error
+    values = read_json(path, f"config {path}")
     if not isinstance(values, dict):
         raise ValueError(f"config {path} must be a JSON object, not {type(values).__name__}")
     return values
@@ -290,7 +268,7 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         source, values = "config", dict(config or {})
         _check_keys(values, source)
     elif isinstance(config, str | Path):
-        source, values = str(config), read_json(config)
+        source, values = str(config), read_settings(config)
     else:
         raise ValueError(f"config must be a dict or the path of a JSON file, not {type(config).__name__}")
     for key, value in overrides.items():

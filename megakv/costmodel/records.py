@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megakv.json_files import read_json
 from megakv.tracking.files import write_whole
 
 
@@ -45,11 +45,9 @@ def load_record(kind: type[R], path: str | Path, *, setting: str, remedy: str, b
         raise ValueError(f"{source} has {length} bytes, more than the {MOST_BYTES} that it may have; {remedy}")
     wanted = kind.model_fields["format"].default
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not valid JSON ({error}); {remedy}") from error
+        values = read_json(path, source)
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from error
     if not isinstance(values, dict) or values.get("format", wanted if by_hand else None) != wanted:
         raise ValueError(f"{source} is not a {wanted}; {remedy}")
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from megakv.errors import MegaKVError
+from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import head_counts
 
 FEED_FORWARD_NAMES = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
@@ -133,15 +134,9 @@ class ModelShape:
     def from_path(cls, path: str | Path, *, dtype: torch.dtype | None = None) -> ModelShape:
         """Sizes of the model of a directory, hub id or config file; a ValueError if there is no such config."""
         try:
-            if Path(path).is_file():
-                values = json.loads(Path(path).read_text(encoding="utf-8"))
-                config = AutoConfig.for_model(values.pop("model_type"), **values)
-            else:
-                config = AutoConfig.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            missing = "it names no " if isinstance(error, KeyError) else ""
-            first = missing + (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"no model config in {str(path)!r}: {first}") from error
+            config = read_config(Path(path) if Path(path).is_file() else local_directory(path, weights=False))
+        except (ValueError, MegaKVError) as error:
+            raise ValueError(f"no model config in {str(path)!r}: {error}") from error
         return cls.from_config(config, dtype=dtype)
 
     @property

@@ -23,8 +23,8 @@ from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import LengthLimits
 from megakv.offload.host_memory import in_units
 from megakv.runahead.partition import even, explicit
-from megakv.weights.files import local_directory
-from megakv.weights.loading import empty_model, read_config
+from megakv.weights.folder import local_directory, read_config
+from megakv.weights.loading import empty_model
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 LARGEST_CONTEXT = 1 << 24

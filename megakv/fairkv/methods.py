@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from megakv.fairkv.budgets import FloatArray, HeadBudgets, equal, pyramid, shared, weighted
 from megakv.fairkv.method import EVERYTHING, CompressionMethod, Segment
+from megakv.json_files import read_json
 
 
 class StreamingLLM(CompressionMethod):
@@ -144,12 +143,7 @@ class HeadKV(SnapKV):
 def read_importance(path: str, layers: int, kv_heads: int) -> FloatArray:
     """``[layers, K]`` importance of heads; a `ValueError` if the file holds no such numbers, or another model's."""
     setting = f"megakv.fairkv.importance = {path!r}"
-    try:
-        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{setting} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{setting} is not valid JSON: {error}") from error
+    values = read_json(path, setting)
     table = values.get("importance", values.get("budgets")) if isinstance(values, dict) else None
     try:
         weights = np.array(table, dtype=np.float64)

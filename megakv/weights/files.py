@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megakv.errors import MegaKVError
-from megakv.weights.gguf import SUFFIX, gguf_directory
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges
 
@@ -22,34 +20,10 @@ INDEX = "model.safetensors.index.json"
 # Pages of a mapped file count as this process's memory until the file is closed.
 MAPPED_BYTES = 64 << 20
 FLOATS = ("F64", "F32", "F16", "BF16")
-SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 ADVICE = (
     "convert it once with a trusted machine's `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which "
     "writes safetensors"
 )
-
-
-def local_directory(model: str | Path, *, weights: bool = True) -> Path:
-    """The directory of a model: itself, what a GGUF file is converted to, or its copy in the hub's cache.
-
-    That copy is of small files alone without `weights`.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix == SUFFIX:
-        return gguf_directory(path)
-    name = str(model)
-    if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise MegaKVError(f"model {name!r} is no directory; give a directory with config.json, or a hub id")
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=[*SMALL_FILES, *(["model*.safetensors"] if weights else [])])
-        )
-    except Exception as error:  # the hub's client raises a dozen unrelated types, httpx's among them
-        raise MegaKVError(
-            f"model {name!r} is no directory here, and the hub gave none: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:

@@ -13,16 +13,15 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from megakv.errors import MegaKVError
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.weights import HostWeights
 from megakv.weights.checkpoint import CheckpointWeights
-from megakv.weights.files import local_directory
+from megakv.weights.folder import local_directory, read_config
 from megakv.weights.fp8 import Fp8Linear, check_device, use_fp8
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
@@ -45,16 +44,6 @@ class LoadedModel:
     """Bytes of parameters and buffers on this rank."""
     host_weights: HostWeights | None = None
     """Those of the decoder layers, where they lie in host memory; the module's parameters have none then."""
-
-
-def read_config(directory: Path) -> PreTrainedConfig:
-    """The config of a checkpoint directory."""
-    if not (directory / "config.json").is_file():
-        raise MegaKVError(f"{directory} has no config.json, so it is no Hugging Face model")
-    try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise MegaKVError(f"{directory / 'config.json'} describes no model that transformers knows: {error}") from error
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

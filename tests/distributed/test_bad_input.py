@@ -238,7 +238,7 @@ KINDS: dict[str, Kind] = {
         patience=PATIENCE,
     ),
     "JSON that does not parse": Kind(
-        r"config \S+half\.json is not valid JSON: line 1: Expecting property name",
+        r"config \S+half\.json is not valid JSON: column 18: Expecting property name",
         lambda inputs: {"config": inputs.text("half.json", b'{"dtype": "fp32",')},
     ),
     "missing JSON": Kind(

@@ -139,7 +139,7 @@ def test_contradicting_argument() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "is not valid JSON: line 1"),
+        (b"{", "is not valid JSON: column 2"),
         (b"[1]", "must be a JSON object, not list"),
         (b"", "is not valid JSON"),
         (b"[" * 100_000, "broken.json is not valid JSON"),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from megakv.errors import MegaKVError
 from megakv.weights.checkpoint import CheckpointWeights
-from megakv.weights.files import StoredTensors, local_directory
+from megakv.weights.files import StoredTensors
 from megakv.weights.lazy import LazyTensor, from_tensor
 from megakv.weights.loading import build_model, empty_model
 from megakv.weights.placement import SliceSpec, contiguous_head_map, plan_placement
@@ -183,35 +183,6 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(MegaKVError, match=f"neither {SINGLE} nor {INDEX}; config megakv.load = 'random'"):
         StoredTensors(tmp_path)
-
-
-def test_no_directory(tmp_path: Path) -> None:
-    for name in (tmp_path / "none", "./none", "a/b/c"):
-        with pytest.raises(MegaKVError, match="is no directory; give a directory with config.json, or a hub id"):
-            local_directory(name)
-
-
-@pytest.mark.parametrize("weights", [True, False])
-def test_hub_ids_are_fetched_without_pickles(weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, list[str]] = {}
-
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked[name] = allow_patterns
-        return str(tmp_path)
-
-    monkeypatch.setattr("megakv.weights.files.snapshot_download", download)
-    assert local_directory("someone/model", weights=weights) == tmp_path
-    assert ("model*.safetensors" in asked["someone/model"]) == weights
-    assert "*.json" in asked["someone/model"] and not any(".bin" in pattern for pattern in asked["someone/model"])
-
-
-def test_hub_failures_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str, allow_patterns: list[str]) -> str:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("megakv.weights.files.snapshot_download", download)
-    with pytest.raises(MegaKVError, match="'someone/model' is no directory here, and the hub gave none: .*no route"):
-        local_directory("someone/model")
 
 
 def test_tied_weights_stored_twice(tmp_path: Path) -> None:

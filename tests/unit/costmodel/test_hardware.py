@@ -60,7 +60,7 @@ def test_truncated_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not valid JSON"):
         load_profile(path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is not valid JSON"):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
         load_profile(path)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         load_profile(tmp_path / "none.json")

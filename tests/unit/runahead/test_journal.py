@@ -46,7 +46,7 @@ def test_other_journals_are_refused(tmp_path: Path) -> None:
     ):
         JournalFile(path, chain(kv="last"))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match="is not valid JSON .*; delete it to begin anew"):
+    with pytest.raises(ValueError, match="is not valid JSON: .*; delete it to begin anew"):
         JournalFile(path, chain())
     for wrong in ((10, 10, 11), (30,), (31, -1, 0)):
         path.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""The folder of a model: the user's own, or its copy in the hub's cache."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from huggingface_hub import constants, model_info, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from megakv.errors import MegaKVError
+from megakv.json_files import read_json
+from megakv.weights.gguf import SUFFIX, gguf_directory
+
+CONFIG_FILE = "config.json"
+SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+ANSWER_S = 5.0
+"""How long the hub may take for its first answer: without a network nobody should wait for it."""
+
+
+def local_directory(model: str | Path, *, weights: bool = True) -> Path:
+    """The directory of a model: itself, what a GGUF file is converted to, or its copy in the hub's cache.
+
+    That copy is of small files alone without `weights`.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == SUFFIX:
+        return gguf_directory(path)
+    name = str(model)
+    if path.is_file():
+        raise MegaKVError(f"model {name!r} is a file; give the folder in which its config.json and weights lie")
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise MegaKVError(f"model {name!r} is no directory; give a directory with config.json, or a hub id")
+    patterns = [*SMALL_FILES, *(["model*.safetensors"] if weights else [])]
+    problem: Exception | None = None
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            # The download waits for ever for a hub that does not answer, so one that does is made sure of first.
+            model_info(name, timeout=ANSWER_S)
+            return Path(snapshot_download(name, allow_patterns=patterns))
+        except Exception as error:  # the hub's client raises a dozen unrelated types, httpx's among them
+            problem = error
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except Exception as error:
+        raise MegaKVError(
+            f"model {name!r} is no directory here, and the hub's cache has none: {_reason(problem)}"
+        ) from (problem or error)
+
+
+def _reason(problem: Exception | None) -> str:
+    """Why the hub gave nothing, and what would work."""
+    if problem is None:
+        return "HF_HUB_OFFLINE forbids to ask the hub; give a directory, or unset it"
+    first = (str(problem).splitlines() or [""])[0] or type(problem).__name__
+    if isinstance(problem, HfHubHTTPError):
+        return f"the hub says {first!r}; check the spelling, or log in (hf auth login) where access is restricted"
+    if isinstance(problem, HFValidationError):
+        return first
+    return f"the hub cannot be reached ({first}); give a directory, or a model that was fetched before"
+
+
+def read_config(place: Path) -> PreTrainedConfig:
+    """The config of a checkpoint directory, or of such a file itself."""
+    path = place if place.is_file() else place / CONFIG_FILE
+    if not path.is_file():
+        near = sorted(found.parent for inner in ("*", "snapshots/*") for found in place.glob(f"{inner}/{CONFIG_FILE}"))
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise MegaKVError(f"{place} has no {CONFIG_FILE}, so it is no Hugging Face model{hint}")
+    values = read_json(path, str(path))
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(kind, str):
+        raise MegaKVError(f"{path} is no model's: it has no 'model_type', a text such as 'llama'")
+    if kind not in CONFIG_MAPPING:
+        names = get_close_matches(kind, CONFIG_MAPPING, n=3)
+        hint = f"did you mean {' or '.join(map(repr, names))}?" if names else "code beside a model is never run"
+        raise MegaKVError(f"{path}: model_type = {kind!r} is none that transformers knows; {hint}")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # each config's own checks raise what they like
+        reason = " ".join(str(error).split())
+        raise MegaKVError(f"{path} describes no model that transformers knows: {reason}") from error
