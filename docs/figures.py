@@ -1,4 +1,4 @@
-"""Draws the pictures of the methods in the README: ``python docs/figures.py [FOLDER]`` (default docs/images)."""
+"""Draws the pictures of docs/methods.md: ``python docs/figures.py [FOLDER]`` (default docs/images)."""
 
 from __future__ import annotations
 

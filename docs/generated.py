@@ -26,8 +26,15 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 
+from docs.reference import (  # noqa: E402
+    attention_table,
+    commands_table,
+    compression_methods_table,
+    offload_table,
+    refused_table,
+    settings_table,
+)
 from megakv.injection.policy import policy_for  # noqa: E402
-from megakv.offload.methods import METHODS as OFFLOAD  # noqa: E402
 from megakv.weights.loading import empty_model  # noqa: E402
 from megakv.weights.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
 from recipes.common.catalogue import load_recipe, names  # noqa: E402
@@ -81,14 +88,6 @@ def accuracy_table() -> str:
         f"| exact answers, % | {' | '.join(f'{100 * exact / prompts:.1f}' for prompts, exact in totals.values())} |",
     ]
     return "\n".join(lines) + "\n"
-
-
-def offload_table() -> str:
-    """What each registered offload method does, in the words of its class."""
-    lines = ["| method | what it does, and what it makes least |", "|---|---|"]
-    for name, method in OFFLOAD.items():
-        lines.append(f"| `{name}` | {(method.__doc__ or '').strip().rstrip('.').replace('``', '`')} |")
-    return "\n".join([*lines, "| `auto` | the fastest of these |"]) + "\n"
 
 
 METHODS = {
@@ -148,8 +147,8 @@ def recipes_table() -> str:
     lines = ["| recipe | model | configs |", "|---|---|---|"]
     for name in names():
         recipe = load_recipe(name)
-        configs = ", ".join(f"[{run.config}](recipes/{name}/{run.config})" for run in recipe.runs)
-        lines.append(f"| [`recipes/{name}`](recipes/{name}/README.md) | {recipe.title} | {configs} |")
+        configs = ", ".join(f"[{run.config}](../recipes/{name}/{run.config})" for run in recipe.runs)
+        lines.append(f"| [`recipes/{name}`](../recipes/{name}/README.md) | {recipe.title} | {configs} |")
     return "\n".join(lines) + "\n"
 
 
@@ -182,7 +181,12 @@ def predictions_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings_table,
+    "refused": refused_table,
+    "attention": attention_table,
     "offload": offload_table,
+    "compression_methods": compression_methods_table,
+    "commands": commands_table,
     "families": families_table,
     "accuracy": accuracy_table,
     "prefill": prefill_table,

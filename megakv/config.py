@@ -47,25 +47,25 @@ class ContextParallelConfig(Section):
     """Section ``megakv.context_parallel``."""
 
     size: int = Field(1, ge=1)
-    """Number of context-parallel ranks; times ``tensor_parallel.tp_size`` it must be the number of ranks started."""
+    """Context-parallel ranks; times ``tensor_parallel.tp_size`` it must be the number of ranks started."""
 
     prefill: Annotated[str, OneOf(lambda: ("auto", *prefill_methods()))] = "auto"
-    """How the tokens of a prompt attend across ranks."""
+    """How the tokens of a prompt attend across ranks: docs/methods.md."""
 
     decode: Annotated[str, OneOf(lambda: ("auto", *decode_methods()))] = "auto"
-    """How newly generated tokens attend across ranks."""
+    """The same for fewer than 2N new tokens in each sequence, as in decoding."""
 
     policy: Literal["cost", "alg1", "alg5", "fitted"] = "cost"
-    """How ``auto`` chooses: by the cost model, Algorithm 1 or 5 of the paper, or a rule fitted on this machine."""
+    """How ``auto`` chooses: docs/methods.md#auto."""
 
     profile: str | None = None
-    """HardwareProfile that ``megakv profile`` wrote; ``alg1`` and ``alg5`` need it, ``cost`` does better with it."""
+    """File that ``megakv profile --json`` wrote. ``alg1`` and ``alg5`` need it, ``cost`` does better with it."""
 
     fit: str | None = None
-    """Constants that ``megakv fit-policy`` wrote; ``fitted`` needs them."""
+    """File that ``megakv fit-policy --json`` wrote. ``fitted`` needs it."""
 
     accept_foreign_profile: bool = False
-    """Whether `profile` and `fit` may come from another machine, world or model."""
+    """Whether ``profile`` and ``fit`` may come from another machine, world or model."""
 
 
 class MegaKVSection(Section):
@@ -76,16 +76,18 @@ class MegaKVSection(Section):
     runahead: RunaheadConfig = Field(default_factory=RunaheadConfig)
 
     load: Literal["checkpoint", "random"] = "checkpoint"
-    """``random`` builds the architecture from its config alone, for benchmarks without weights."""
+    """``random`` builds the architecture of config.json with random weights, for benchmarks."""
 
     seed: int = Field(0, ge=0)
-    """Seed of ``"load": "random"``."""
+    """Seed of the random weights."""
 
     feed_forward: Literal["dtype", "fp8"] = "dtype"
-    """``fp8``: float8_e4m3fn with a scale per row, activations likewise; half the bytes of 16-bit weights."""
+    """``fp8`` turns the weights of feed-forward layers into row-wise FP8 as they load, and their inputs per token: half
+    the bytes of 16-bit weights, **not exact**. Fast from compute capability 8.9 on, slower on CPU, not for models with
+    experts."""
 
     timeout_s: float = Field(600.0, gt=0, le=1e9)
-    """Seconds after which a peer that does not answer counts as lost; a dead process is noticed at once."""
+    """Seconds after which a silent rank counts as lost. A dead process is noticed at once."""
 
     fairkv: FairKVConfig = Field(default_factory=FairKVConfig)
 

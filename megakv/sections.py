@@ -32,7 +32,8 @@ class OneOf:
 class Section(DeepSpeedConfigModel):
     """A section of the JSON: unknown keys are refused, numbers are finite, and values are of their own JSON type."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    # Docstrings of settings are their descriptions: what docs/config.md says of them.
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def __init__(self, **data: Any):
         # DeepSpeed's own class drops what is "auto", whatever the key.

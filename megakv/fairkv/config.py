@@ -22,18 +22,18 @@ class FairKVConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     method: Annotated[str, OneOf(lambda: tuple(METHODS))] = "ada_snapkv"
-    """How tokens are chosen."""
+    """Which tokens of a prompt the cache keeps: docs/fairkv.md#compression."""
 
     budget: float | None = Field(None, gt=0, strict=True, allow_inf_nan=False)
-    """What a KV head keeps on average: up to 1 a fraction of the prompt's tokens, above 1 their number. None compresses
-    nothing."""
+    """What a KV head keeps on average: up to 1 a fraction of the prompt's tokens, above 1 their number. ``null`` keeps
+    all, which alone is exact."""
 
     min_tokens: int = Field(128, ge=2)
-    """A row is compressed from this many new tokens on; a shorter one, a question, is kept whole."""
+    """A row is compressed from this many new tokens on. A shorter one, such as a question, is kept whole."""
 
     mapping: str | None = None
-    """Head mapping that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. The
-    tokens of a head on several ranks are divided among these."""
+    """File that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. Ranks that
+    share a head divide its tokens. Works with and without a ``budget``."""
 
     @field_validator("budget")
     @classmethod

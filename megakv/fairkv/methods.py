@@ -40,13 +40,13 @@ class SnapKV(CompressionMethod):
 
     name: ClassVar[str] = "snapkv"
     window: int = Field(32, ge=1)
-    """Last tokens whose queries are observed, and which are always kept."""
+    """Last tokens, whose queries are observed, and which are always kept."""
     observe: Literal["window", "prompt"] = "window"
-    """Whose queries are observed: those of the window, or all, which costs as much as the prompt's own attention."""
+    """Whose queries are observed: the window's, or all, which costs as much as the prompt's own attention."""
     reduce: Literal["mean", "peak"] = "mean"
-    """What counts of their attention."""
+    """What counts of their attention. For a question that comes later: ``peak`` over the ``prompt``."""
     pool: int = Field(7, ge=1)
-    """Width of the maximum over neighbouring tokens, odd: clusters are kept together. 1 pools nothing."""
+    """Neighbouring tokens that share the highest of their scores, an odd number. 1 pools nothing."""
 
     @field_validator("pool")
     @classmethod
@@ -80,7 +80,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     decay: float = Field(20.0, ge=1)
-    """The last layer keeps the mean over this, beside its window."""
+    """Mean budget over that of the last layer, beside the window."""
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
         own = pyramid(tokens, layer, layers, length=length, least=min(self.window, length), decay=self.decay)
@@ -95,7 +95,7 @@ class H2O(CompressionMethod):
 
     name: ClassVar[str] = "h2o"
     recent: float = Field(0.5, ge=0, le=1)
-    """Fraction of what is kept that goes to the most recent tokens."""
+    """Share of what is kept that goes to the last tokens."""
     observed: ClassVar[int] = EVERYTHING
     least: ClassVar[int] = 2
 
@@ -109,7 +109,7 @@ class AdaSnapKV(SnapKV):
     name: ClassVar[str] = "ada_snapkv"
     uneven: ClassVar[bool] = True
     safeguard: float = Field(0.2, ge=0, le=1)
-    """Fraction of the mean budget beside the window that every head keeps of its own best."""
+    """Share of the mean budget beside the window that every head keeps of its own best."""
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:
         return shared(tokens, kv_heads, self.safeguard, min(self.window, length))
@@ -122,9 +122,9 @@ class HeadKV(SnapKV):
     uneven: ClassVar[bool] = True
     importance: str | None = None
     """JSON file whose ``budgets`` (or ``importance``) are numbers ``[layer][KV head]``: a head's share of the pool, in
-    proportion. A profile of `megakv fairkv-profile` is one."""
+    proportion. A profile of ``megakv fairkv-profile`` is one."""
     spread: float = Field(1.2, ge=1)
-    """The pool holds one over this of all tokens; the rest is divided evenly."""
+    """All tokens over those that are divided by importance. The rest is divided evenly."""
     _weights: FloatArray = PrivateAttr(default_factory=lambda: np.zeros((0, 0)))
 
     def bind(self, layers: int, kv_heads: int) -> None:

@@ -19,54 +19,58 @@ class OffloadConfig(Section):
     """Keys and values off the accelerator, layer by layer."""
 
     enabled: bool = False
-    """Whether keys and values lie in host memory or on disk."""
+    """Whether keys and values lie in host memory or on disk: docs/offload.md."""
 
     method: Annotated[str, OneOf(lambda: (AUTO, *METHODS))] = AUTO
-    """One of the registry, `megakv.offload.methods`, or ``auto``, the fastest of them."""
+    """What becomes of offloaded tokens: docs/offload.md#how-tokens-are-divided. ``auto`` takes what is predicted
+    to be fastest."""
 
     weights: bool = False
-    """Whether the decoder layers' weights lie in host memory too, and come layer by layer (Figure 3a)."""
+    """Whether the decoder layers' weights lie in host memory too, and come layer by layer."""
 
     num_gpu_batches: int = Field(1, ge=1)
-    """Groups that the sequences of a batch are decoded in, layer by layer, each with keys and values brought for itself
-    alone, while one load of the layer's weights serves them all (column-by-column, Figure 4)."""
+    """Groups that the sequences of a batch are decoded in within each layer: keys and values are brought for one group
+    at a time, one load of the layer's weights serves all."""
 
     kv_bits: Literal[4] | None = None
-    """Bits of each key and value off the accelerator; the model's own type if left out. Four bits are lossy."""
+    """Bits of each key and value off the accelerator, **lossy**. ``null``: the model's own type."""
 
     kv_group: int = Field(64, ge=1)
-    """With `kv_bits`: elements along the head dimension that share a step and a smallest value, at most."""
+    """With ``kv_bits``: at most so many elements of a head share a step and a smallest value."""
 
     host_gb: float = Field(4.0, gt=0, le=MOST)
-    """Host memory of each rank, in GiB: taken at start, page-locked where there is an accelerator."""
+    """Host memory of each rank in GiB: taken at start, page-locked where there is an accelerator."""
 
     disk_gb: float = Field(0.0, ge=0, le=MOST)
-    """Disk space of each rank, in GiB: reserved at start, used where a layer's share of host memory is full."""
+    """Disk space of each rank in GiB: one page or more, reserved at start, used where a layer's share of host memory
+    is full."""
 
     disk_path: str = "."
-    """Folder of the file."""
+    """Folder of the file on disk."""
 
     disk_io: Literal["auto", "aio", "files"] = "auto"
-    """How the file is read: ``aio`` through DeepSpeed's asynchronous I/O, built at start where that has not been done;
-    ``files`` as any file; ``auto`` through asynchronous I/O where DeepSpeed was installed with it."""
+    """How the file is read: ``aio`` through DeepSpeed's asynchronous I/O (libaio), built at start where that has not
+    been done; ``files`` as any file; ``auto`` asynchronously where DeepSpeed was installed with it
+    (``DS_BUILD_AIO=1``)."""
 
     device_gb: float = Field(0.0, ge=0, le=MOST)
-    """Accelerator memory of each rank, in GiB, for keys and values that stay there: the last ones of each sequence."""
+    """Accelerator memory of each rank in GiB for keys and values that stay there, the last ones of each sequence."""
 
     page_kib: int = Field(512, ge=1, le=MOST)
-    """Size of the pages that both are cut into."""
+    """Size of the pages that host memory and disk are cut into."""
 
     chunk_tokens: int = Field(256, ge=1, le=MOST)
     """Tokens of a chunk of activations."""
 
     cpu_threads: int | None = Field(None, ge=1, le=4096)
-    """Cores of each rank with which the host attends; as many as the rank computes with if left out."""
+    """Cores of each rank with which the host attends. ``null``: as many as the rank computes with."""
 
     emulated_link_gb_s: float | None = Field(None, ge=1e-6, le=MOST)
-    """Without an accelerator: bandwidth of the emulated link, in GB/s each way; as fast as memory if left out."""
+    """Without an accelerator: bandwidth of the emulated link in GB/s each way. ``null``: as fast as memory."""
 
     profile: str | None = None
-    """File that the measured speeds of this machine are kept in; what it lacks is measured."""
+    """File that the measured speeds of this machine are kept in. What it lacks is measured. It may be that of
+    ``megakv profile``."""
 
     @property
     def host_bytes(self) -> int:

@@ -14,21 +14,22 @@ class RunaheadConfig(Section):
     """How the chain of ``"prefill": "runahead"`` cuts a prompt, and where its KV ends."""
 
     kv: Literal["sharded", "last"] = "sharded"
-    """``sharded``: each rank keeps the keys and values of its own part. ``last``: the last rank keeps all of them, and
-    decodes alone."""
+    """Which ranks keep the prompt's keys and values in the end: each those of its own part, or the last all of them,
+    which then decodes alone."""
 
     partition: str | list[int | float] = "auto"
-    """Tokens of each rank: ``even``, fractions or token counts, or ``auto``: from `table` where it is given, else from
-    the cost model where ``context_parallel.profile`` is, else even."""
+    """How the chain cuts a prompt: ``auto``, ``even``, or a number for each CP rank. Numbers are fractions that sum to
+    1, or tokens that sum to the prompt. ``auto`` takes ``table``, else the cost model where
+    ``context_parallel.profile`` is given, else even parts: docs/runahead.md."""
 
     table: str | None = None
-    """Lookup table that ``megakv search-partition`` wrote."""
+    """Lookup table that ``megakv search-partition --table`` wrote."""
 
     accept_foreign_table: bool = False
-    """Whether `table` may come from another model, machine or world."""
+    """Whether ``table`` may be of another model, machine or world."""
 
     chunk_tokens: int = Field(1024, ge=1)
-    """Tokens that are forwarded at a time: fewer overlap more hops, more cost fewer merges."""
+    """Tokens that go down the chain at a time: fewer overlap more hops, more need fewer merges."""
 
     @field_validator("partition", mode="before")
     @classmethod

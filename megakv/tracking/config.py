@@ -8,42 +8,52 @@ from megakv.sections import Section
 
 
 class WandbTrackingConfig(Section):
-    """Weights & Biases; offline unless the user is logged in.
-
-    Needs the package ``wandb`` on every rank's machine. `team` is W&B's entity; ``None`` leaves the choice to W&B.
-    """
+    """Weights & Biases. Needs the package ``wandb`` on every rank's machine."""
 
     enabled: bool = False
+    """Whether rank 0 logs to Weights & Biases. Offline unless you are logged in."""
+
     project: str = Field("megakv", min_length=1)
+    """Project of the run."""
+
     team: str | None = None
+    """Entity of the run. ``null`` leaves it to W&B."""
+
     group: str | None = None
+    """Group of the run."""
+
     name: str | None = None
+    """Display name of the run."""
 
 
 class CSVTrackingConfig(Section):
-    """One CSV file per metric in ``output_path/job_name``, named as by deepspeed's monitor.
-
-    A second run with the same folder appends to the same files.
-    """
+    """One CSV file per metric in ``output_path/job_name``, named as by deepspeed's monitor."""
 
     enabled: bool = False
+    """Whether rank 0 writes one CSV file per metric."""
+
     output_path: str = Field("runs", min_length=1)
+    """Folder of the job folders."""
+
     job_name: str = Field("megakv", min_length=1)
+    """Folder of this job's files. Later runs append."""
 
 
 class TrackingConfig(Section):
-    """Where a run's metrics go. Everything is off by default; only rank 0 writes.
-
-    The file ``"json"`` gets the run's whole report, see `megakv.tracking.report.load_report`; `timeline` is a PNG.
-    """
+    """Where a run's metrics go. Everything is off by default; only rank 0 writes."""
 
     # Only "json" is a key of the file: the Python name would be a second spelling of it.
     model_config = ConfigDict(populate_by_name=False)
 
     wandb: WandbTrackingConfig = WandbTrackingConfig()
     csv: CSVTrackingConfig = CSVTrackingConfig()
+
     json_path: str | None = Field(None, alias="json", min_length=1)
+    """File for the whole report, which `megakv.tracking.report.load_report` reads: docs/report.md."""
+
     timeline: str | None = None
+    """Picture of compute and communication per rank, a name that ends in ``.png``. It also turns on the recording of
+    events."""
 
     @field_validator("timeline")
     @classmethod

@@ -3,50 +3,34 @@
 import ast
 import json
 import re
-import types
+import shlex
 import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from docs.figures import DRAWINGS
 from docs.generated import ROOT, TABLES, documents, figure, refresh
+from docs.reference import JSON_TYPES, keys_of, options
+from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
-from megakv.sections import OneOf, Section
+from megakv.launcher import run
+from megakv.launcher.command import _parser
+from megakv.sections import OneOf
 
 README = (ROOT / "README.md").read_text()
+CONFIG = (ROOT / "docs" / "config.md").read_text()
 DOCUMENTS = documents()
-JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def keys_of(model: type[BaseModel], prefix: str) -> dict[str, Any]:
-    """Every key of a section of the JSON, with its field; nested sections are walked."""
-    found: dict[str, Any] = {}
-    for name, field in (model.settings() if issubclass(model, Section) else model.model_fields).items():
-        key = f"{prefix}.{field.alias or name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= keys_of(field.annotation, key)
-        else:
-            found[key] = field
-    return found
-
-
 def reference() -> dict[str, list[str]]:
-    """The rows of the README's reference: key -> type, default, allowed, meaning."""
-    block = README.partition("<!-- reference -->")[2].partition("<!-- end of reference -->")[0]
+    """The rows of the reference of settings: key -> type, default, allowed, meaning."""
+    block = CONFIG.partition("<!-- generated: settings -->")[2].partition("<!-- end -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.strip().splitlines()[2:]]
     return {row[0].strip("`"): row[1:] for row in rows}
-
-
-def options(annotation: Any) -> list[Any]:
-    """The types or values that an annotation allows, None left out."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return [option for part in typing.get_args(annotation) for option in options(part)]
-    return [] if annotation is type(None) else [annotation]
 
 
 FIELDS = keys_of(MegaKVSection, "megakv")
@@ -74,12 +58,11 @@ def test_reference_gives_type_default_and_values(key: str) -> None:
 
 
 def test_keys_of_deepspeed_are_known() -> None:
-    block = README.partition("these keys of DeepSpeed count:")[2].partition("**Reports.**")[0]
-    named = {key.split(".")[0] for key in re.findall(r"^\| `([a-z_.]+)`", block, re.MULTILINE)}
+    taken, _, refused = CONFIG.partition("## Keys of DeepSpeed")[2].partition("<!-- generated: refused -->")
+    named = {key.split(".")[0] for key in re.findall(r"^\| `([a-z_.]+)`", taken, re.MULTILINE)}
     assert named == {"dtype", "tensor_parallel", "max_out_tokens"}
-    refused = re.findall(r"`(\w+)`", block.partition("such as")[2].partition("is refused")[0])
-    assert len(refused) > 2
-    assert set(refused) <= REFUSED_KEYS.keys() & MegaKVConfig.model_fields.keys()
+    keys = set(re.findall(r"`(\w+)`", re.sub(r"\| [^|`]*`tp_size` \|", "", refused)))
+    assert keys == REFUSED_KEYS.keys() & MegaKVConfig.model_fields.keys()
 
 
 def code_blocks(language: str) -> list[Any]:
@@ -135,15 +118,53 @@ def test_commands_name_files(path: Path) -> None:
         assert (ROOT / script).is_file(), f"{path.name} runs {script}"
 
 
+def shell_lines(path: Path) -> list[str]:
+    """The lines of a document's code blocks without a language, continued ones joined."""
+    fenced = re.split(r"^ *```(.*)$", path.read_text(), flags=re.MULTILINE)
+    blocks = [text for language, text in zip(fenced[1::4], fenced[2::4], strict=True) if not language]
+    return [line.strip() for text in blocks for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_take_their_arguments(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in shell_lines(path):
+        parse, words = None, shlex.split(line, comments=True) if line.startswith(("megakv ", "deepspeed ")) else []
+        if words[:1] == ["megakv"]:
+            parse, words = _parser(words[1:2]).parse_args, words[1:]
+        elif "launcher/run.py" in words and "..." not in words:
+            parse, words = run.parse_arguments, words[words.index("launcher/run.py") + 1 :]
+        if parse is not None:
+            try:
+                parse(words)
+            except SystemExit:
+                pytest.fail(f"{path.name}: {line}: {capsys.readouterr().err}")
+
+
 def test_every_benchmark_has_its_command() -> None:
-    results = README.partition("\n## Results")[2].partition("\n## Limits")[0]
+    results = (ROOT / "docs" / "results.md").read_text()
     for script in (ROOT / "benchmarks").glob("*.py"):
-        assert f"python benchmarks/{script.name}" in results, "a row of the table in the README's Results"
+        assert f"python benchmarks/{script.name}" in results, "a row of the first table of docs/results.md"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = README.partition("\n## Where everything else is")[2]
+    assert set(LINK.findall(index)) >= {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(re.sub(r"<!--.*?-->", "", README).split()) < 1700, "more belongs into docs/"
+
+
+def test_every_method_has_a_section() -> None:
+    titles = re.findall(r"^## (.*)", (ROOT / "docs" / "methods.md").read_text(), re.MULTILINE)
+    for name in {"auto", *prefill_methods(), *decode_methods()}:
+        assert any(f"`{name}`" in title for title in titles), f"docs/methods.md says nothing of {name}"
 
 
 def test_every_drawing_is_there() -> None:
+    methods = (ROOT / "docs" / "methods.md").read_text()
     for name in DRAWINGS:
-        assert f"docs/images/{name}.png" in README
+        assert f"images/{name}.png" in methods
         assert (ROOT / "docs" / "images" / f"{name}.png").is_file()
 
 
