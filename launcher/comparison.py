@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from megakv.engine import MegaKVEngine
-from megakv.weights.files import local_directory
+from megakv.weights.folder import local_directory
 
 
 def plain_turns(
