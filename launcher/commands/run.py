@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
@@ -67,12 +66,16 @@ def _mesh(arguments: argparse.Namespace) -> tuple[int, int]:
 def _piped(arguments: argparse.Namespace) -> bytes | None:
     """The document that standard input brings, if that is where it comes from."""
     if arguments.prompt_file is None:
-        kind = os.fstat(sys.stdin.fileno()).st_mode
+        try:
+            kind = os.fstat(0).st_mode
+        except OSError:
+            return None
         if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
             return None
     elif arguments.prompt_file != STDIN:
         return None
-    content = sys.stdin.buffer.read()
+    with open(0, "rb", closefd=False) as file:
+        content = file.read()
     if not content and arguments.prompt_file is None:
         return None
     decoded(content, "standard input")
