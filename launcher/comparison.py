@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ def plain_turns(
 ) -> list[bool]:
     """Of every turn, its whole ``[1, S]`` prompt and what came of it, whether plain transformers makes the same of it.
 
-    The plain model keeps its own cache from turn to turn, as the session does.
+    The plain model keeps its own cache from turn to turn, as the session does, and has all cores: other ranks are done.
     """
     print("megakv: running plain transformers on one process, to compare", flush=True)
     directory, device = local_directory(model), engine.mesh.device
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
     found, cache = [], None
     for index, (prompt, sequences) in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):
