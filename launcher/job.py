@@ -102,6 +102,16 @@ class JobParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+def generation_options(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Of `generate`, as the arguments of `add_settings_arguments` ask for them."""
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    if options["do_sample"]:
+        options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        options["pad_token_id"] = tokenizer.eos_token_id
+    return options
+
+
 @contextmanager
 def prefill_bar(model: PreTrainedModel, *, shown: bool) -> Iterator[None]:
     """Show how many layers of the first forward pass are done, on one rank."""
@@ -145,11 +155,7 @@ def run_job(
     # other ranks wait. So does looking through it now, on ranks that may have different errors to report.
     gc.freeze()
     mesh, first = engine.mesh, engine.mesh.rank == 0
-    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
-    if options["do_sample"]:
-        options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        options["pad_token_id"] = tokenizer.eos_token_id
+    options = generation_options(arguments, tokenizer)
     if first:
         print(f"megakv: {prompts[0].shape[1]} tokens on CP {mesh.cp_size} x TP {mesh.tp_size}", flush=True)
     outcome, asked, session = Outcome([], []), [], engine.session()

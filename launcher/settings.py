@@ -18,16 +18,23 @@ KEYS = {
 """Where the JSON has what an argument says."""
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every job takes."""
+def add_settings_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """The arguments of whatever generates: its run's settings, and how tokens are chosen."""
     parser.add_argument("--config", metavar="FILE", help="JSON: a DeepSpeed inference config with a megakv section")
     parser.add_argument("--cp", type=int, help="context-parallel ranks, which share the tokens (default 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks, which share the heads (default 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most (default 64)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, help="tokens of an answer at most (default %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus for sampling (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default 0)")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that every job takes."""
+    add_settings_arguments(parser, max_new_tokens=64)
     parser.add_argument("--json", help="write the outcome to this file")
     parser.add_argument("--timeline", help="draw compute and communication of every rank to this PNG")
     parser.add_argument("--report", metavar="FILE", help="write the HTML page of megakv report about all answers")
