@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from megakv.fairkv.config import FairKVConfig
 from megakv.json_files import read_json
 from megakv.offload.config import OffloadConfig
 from megakv.offload.methods import AUTO, METHODS
+from megakv.refusals import refusal, shown
 from megakv.runahead.config import RunaheadConfig
 from megakv.sections import OneOf, Section
 from megakv.tracking.config import TrackingConfig
@@ -144,36 +144,6 @@ FILES = (
 """Settings of MegaKV's section that name files and folders, section by section: hosts may have their own."""
 
 
-TYPES = {"bool_type": "true or false", "int_type": "a whole number", "float_type": "a number"}
-
-
-def _allowed(error: Any) -> str:
-    context = error.get("ctx", {})
-    kind = error["type"]
-    if kind == "extra_forbidden":
-        return f"unknown key; {_known_keys(error['loc'])}"
-    if kind in TYPES:
-        return f"allowed: {TYPES[kind]}"
-    if "expected" in context:
-        return f"allowed: {context['expected']}"
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-def _known_keys(path: Sequence[int | str]) -> str:
-    """What the last key of a path could have been: any of MegaKV's own section, or similar ones of DeepSpeed's."""
-    model: Any = MegaKVConfig
-    for part in path[:-1]:
-        fields = getattr(model, "model_fields", {})
-        model = fields[part].annotation if part in fields else None
-    ours = isinstance(model, type) and issubclass(model, Section)
-    keys = sorted(model.settings() if ours else getattr(model, "model_fields", {}))
-    similar = get_close_matches(str(path[-1]), keys, n=3)
-    if similar:
-        return f"did you mean {' or '.join(map(repr, similar))}?"
-    own = keys if ours else ["megakv"]
-    return f"allowed: {', '.join(own)}" + ("" if own == keys else " and those of DeepSpeed's inference config")
-
-
 def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
     """Only strings: JSON has no other keys, and nothing here is called otherwise."""
     for key, value in values.items():
@@ -195,13 +165,14 @@ POLICY_NEEDS = {"alg1": ("profile", "profile"), "alg5": ("profile", "profile"), 
 """The setting that a policy reads, and the command that writes its file."""
 
 
-def _refusals(config: MegaKVConfig) -> Iterator[str]:
-    """What is wrong with settings that are right each for itself."""
+def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with settings that are right each for itself; `given` is what the user wrote."""
     fields = MegaKVConfig.model_fields
     for key in sorted(config.model_fields_set & REFUSED_KEYS.keys()):
         value = getattr(config, key, None)
         if value != fields[key].get_default(call_default_factory=True) and value:
-            yield f"{key} = {value!r} is not supported with MegaKV: {REFUSED_KEYS[key]}"
+            name = next((name for name in (key, fields[key].alias) if name in given), key)
+            yield f"{name} = {shown(given.get(name))} is not supported with MegaKV: {REFUSED_KEYS[key]}; leave it out"
     parallel, named = config.tensor_parallel, "tensor_parallel"
     for key in sorted(parallel.model_fields_set.intersection(REFUSED_TP_KEYS)):
         yield f"{named}.{key} is not supported with MegaKV: groups and shards follow tp_size"
@@ -280,13 +251,11 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
     try:
         parsed = MegaKVConfig(**values)
     except ValidationError as error:
-        entries = ((".".join(map(str, entry["loc"])), entry) for entry in error.errors())
-        lines = (f"{source}: {key} = {entry['input']!r}: {_allowed(entry)}" for key, entry in entries)
-        raise ValueError("\n".join(lines)) from None
+        raise ValueError("\n".join(f"{source}: {refusal(entry, MegaKVConfig)}" for entry in error.errors())) from None
     except AssertionError as error:
         raise ValueError(f"{source}: {error}") from None
     parallel = parsed.megakv.context_parallel
     parsed.megakv.runahead.check(parallel.size, prefill=parallel.prefill, decode=parallel.decode, source=source)
-    for refusal in _refusals(parsed):
-        raise ValueError(f"{source}: {refusal}")
+    for problem in _refusals(parsed, values):
+        raise ValueError(f"{source}: {problem}")
     return parsed

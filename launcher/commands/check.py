@@ -15,9 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ranks that a JSON wants, the methods that it may name, and all its settings."""
     from megakv.config import MegaKVSection, load_config
+    from megakv.named_files import check_files
     from megakv.sections import registered
 
     config = load_config(arguments.config)
+    check_files(config)
     return {
         "config": arguments.config,
         "ranks": config.cp_size * config.tp_size,

@@ -21,6 +21,7 @@ from megakv.dry_run.memory import GB, VirtualRank, kept_share, virtual_rank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.generation import LengthLimits
+from megakv.named_files import check_files
 from megakv.offload.host_memory import in_units
 from megakv.runahead.partition import even, explicit
 from megakv.weights.folder import local_directory, read_config
@@ -117,7 +118,7 @@ def dry_run(
     described = read_config(local_directory(model, weights=False))
     positions = positions_of(described.get_text_config())
     context = _check_lengths(positions if context is None else context, batch, new_tokens)
-    _check_files(parsed)
+    check_files(parsed)
     mapping = read_mapping(parsed.megakv.fairkv, parsed.tp_size)
     if mapping is None:
         head_map = contiguous_head_map(*head_counts(described), parsed.tp_size)
@@ -200,17 +201,3 @@ def _check_lengths(context: int | None, batch: int, new_tokens: int) -> int:
         if value < least:
             raise ValueError(f"{name} = {value}: allowed: {least} or more")
     return context
-
-
-def _check_files(config: MegaKVConfig) -> None:
-    """Refuse a setting that names a file which is not there."""
-    section = config.megakv
-    named = {
-        "megakv.context_parallel.profile": section.context_parallel.profile,
-        "megakv.context_parallel.fit": section.context_parallel.fit,
-        "megakv.runahead.table": section.runahead.table,
-        "megakv.fairkv.importance": section.fairkv.model_dump().get("importance"),
-    }
-    for setting, path in named.items():
-        if path is not None and not Path(path).is_file():
-            raise ValueError(f"{setting} = {path!r} is not there")

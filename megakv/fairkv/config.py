@@ -58,10 +58,15 @@ class FairKVConfig(Section):
         given = [name for name in known if name in self.model_fields_set - {"budget", "mapping"}]
         if self.budget is None and given:
             raise ValueError(
-                f"{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it to a fraction "
-                "such as 0.25, or a number of tokens such as 1024"
+                f"megakv.fairkv.{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it "
+                "to a fraction such as 0.25, or a number of tokens such as 1024"
             )
-        self._make_method()
+        method = self._make_method()
+        if self.budget is not None and 1 < self.budget < method.least:
+            raise ValueError(
+                f"megakv.fairkv.budget = {self.budget:g} tokens per head is below the {method.least} that "
+                f"{self.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
+            )
         return self
 
     def _make_method(self) -> CompressionMethod:
@@ -76,12 +81,7 @@ class FairKVConfig(Section):
         return kind(**given)
 
     def make_method(self, layers: int, kv_heads: int) -> CompressionMethod:
-        """The method that this asks for; a `ValueError` if a setting does not fit the model or the budget."""
+        """The method that this asks for; a `ValueError` if a setting does not fit the model."""
         method = self._make_method()
         method.bind(layers, kv_heads)
-        if self.budget is not None and 1 < self.budget < method.least:
-            raise ValueError(
-                f"megakv.fairkv.budget = {self.budget:g} tokens per head is below the {method.least} that "
-                f"{self.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
-            )
         return method

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
 from megakv.fairkv.budgets import FloatArray, HeadBudgets, equal, pyramid, shared, weighted
@@ -127,12 +127,17 @@ class HeadKV(SnapKV):
     """All tokens over those that are divided by importance. The rest is divided evenly."""
     _weights: FloatArray = PrivateAttr(default_factory=lambda: np.zeros((0, 0)))
 
-    def bind(self, layers: int, kv_heads: int) -> None:
+    @model_validator(mode="after")
+    def _check_importance(self) -> Self:
         if self.importance is None:
             raise ValueError(
                 "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance: a JSON file with the importance of "
                 "every KV head, such as megakv fairkv-profile writes"
             )
+        return self
+
+    def bind(self, layers: int, kv_heads: int) -> None:
+        assert self.importance is not None
         self._weights = read_importance(self.importance, layers, kv_heads)
 
     def budgets(self, layer: int, layers: int, kv_heads: int, *, tokens: int, length: int) -> HeadBudgets:

@@ -90,18 +90,23 @@ class PartitionSource:
 
 def check_chain(table: LookupTable, settings: RunaheadConfig, comm: Communicator, model: ModelShape | None) -> None:
     """Refuse a table of another chain. Every rank must call it."""
-    named = f"{SETTING} = {settings.table!r}"
-    size = comm.mesh.cp_size
-    if table.chain.ranks != size:
-        raise ValueError(
-            f"{named} has partitions for {table.chain.ranks} context-parallel ranks, here are {size}; search here with "
-            f"megakv search-partition, or set megakv.context_parallel.size = {table.chain.ranks}"
-        )
+    assert settings.table is not None
+    check_size(table, settings.table, comm.mesh.cp_size)
     if settings.accept_foreign_table:
         return
+    named = f"{SETTING} = {settings.table!r}"
     remedy = "search here with megakv search-partition --table FILE, or set megakv.runahead.accept_foreign_table = true"
     if model is None:
         raise ValueError(f"{named}: whether it is of this model is not known, for its config names no sizes; {remedy}")
     here = ChainIdentity.of(comm, model, kv=settings.kv, chunk_tokens=settings.chunk_tokens)
     if differences := table.chain.differences(here):
         raise ValueError(f"{named} was searched elsewhere: {'; '.join(differences)}; {remedy}")
+
+
+def check_size(table: LookupTable, path: str, size: int) -> None:
+    """Refuse a table for another number of context-parallel ranks."""
+    if table.chain.ranks != size:
+        raise ValueError(
+            f"{SETTING} = {path!r} has partitions for {table.chain.ranks} context-parallel ranks, here are {size}; "
+            f"search here with megakv search-partition, or set megakv.context_parallel.size = {table.chain.ranks}"
+        )

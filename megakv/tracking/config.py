@@ -59,5 +59,5 @@ class TrackingConfig(Section):
     @classmethod
     def _is_png(cls, value: str | None) -> str | None:
         if value is not None and Path(value).suffix.lower() != ".png":
-            raise ValueError(f"megakv.tracking.timeline is {value!r}; it must be a path that ends in .png")
+            raise ValueError("allowed: a path that ends in .png")
         return value

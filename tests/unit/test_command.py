@@ -1,8 +1,10 @@
 """The ``megakv`` command: every subcommand is described, and none is imported before it is asked for."""
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,28 @@ def test_every_command_says_what_it_takes(name, capsys):
         main([name, "--help"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: megakv {name}")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"context_parallel": {"policy": "alg1", "profile": "none.json"}}, "profile = 'none.json' cannot be read"),
+        ({"context_parallel": {"policy": "fitted", "fit": "none.json"}}, "fit = 'none.json' cannot be read"),
+        ({"runahead": {"table": "none.json"}}, "megakv.runahead.table = 'none.json' cannot be read"),
+        ({"fairkv": {"mapping": "none.json"}}, "megakv.fairkv.mapping = 'none.json' cannot be read"),
+        ({"fairkv": {"budget": 0.5, "method": "headkv", "importance": "run.json"}}, None),
+        (
+            {"fairkv": {"budget": 9, "method": "headkv", "importance": "run.json"}},
+            "budget = 9 tokens per head is below",
+        ),
+    ],
+)
+def test_check_refuses_what_a_start_refuses(section, message, tmp_path, monkeypatch, capsys):
+    """All that it can tell without a model."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(json.dumps({"dtype": "fp32", "megakv": section}))
+    assert main(["check", "run.json"]) == int(message is not None)
+    assert (message or "") in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones(capsys):

@@ -124,6 +124,33 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"checkpoint": "x.json"}, "checkpoint = 'x.json' is not supported with MegaKV: pass the model's directory"),
         ({"enable_cuda_graph": True}, "enable_cuda_graph = True is not supported"),
         ({"training_mp_size": 2}, "training_mp_size = 2 is not supported"),
+        ({"kernel_inject": True}, "config: kernel_inject = True is not supported"),
+        (
+            {"zero": {"stage": 3}},
+            r"^config: zero = {'stage': 3} is not supported with MegaKV: weights are placed by .*; leave it out$",
+        ),
+        ({"zero": {"stag": 3}}, r"^config: zero\.stag = 3: unknown key; did you mean 'stage'\?$"),
+        ({"max_out_tokens": "many"}, "max_out_tokens = 'many': allowed: a whole number"),
+        ({"tensor_parallel": {"tp_size": "two"}}, "tp_size = 'two': allowed: a whole number"),
+        (
+            {"megakv": {"load": ["x" * 99]}},
+            r"^config: megakv\.load = \['x{50,55} \.\.\.: allowed: 'checkpoint' or 'random'$",
+        ),
+        ({"megakv": [2]}, r"megakv = \[2\]: allowed: a section: {\.\.\.}"),
+        ({"megakv": {"fairkv": {"mapping": 3}}}, "mapping = 3: allowed: text"),
+        ({"megakv": {"tracking": {"timeline": "x.jpg"}}}, "timeline = 'x.jpg': allowed: a path that ends in .png$"),
+        (
+            {"megakv": {"fairkv": {"budget": 0.5, "method": "h2o", "window": 8}}},
+            "^config: megakv.fairkv.window is not a setting of method 'h2o', which has: recent$",
+        ),
+        (
+            {"megakv": {"fairkv": {"budget": 4, "method": "snapkv"}}},
+            "^config: megakv.fairkv.budget = 4 .* below the 32",
+        ),
+        (
+            {"megakv": {"fairkv": {"budget": 4, "method": "headkv"}}},
+            "^config: .*'headkv' needs megakv.fairkv.importance",
+        ),
     ],
 )
 def test_refusals_name_key_value_and_remedy(values: dict, message: str) -> None:

@@ -121,7 +121,11 @@ def test_layouts_are_the_engines() -> None:
         (settings(), {"context": 0}, "context = 0: allowed: 1 to 16777216 tokens"),
         (settings(), {"context": 9, "batch": 0}, "batch = 0: allowed: 1 or more"),
         (settings(), {"context": 9, "new_tokens": -1}, "new_tokens = -1: allowed: 0 or more"),
-        (settings(context_parallel={"profile": "no.json"}), {"context": 9}, "profile = 'no.json' is not there"),
+        (
+            settings(context_parallel={"profile": "no.json"}),
+            {"context": 9},
+            "profile = 'no.json' cannot be read",
+        ),
     ],
 )
 def test_impossible_runs(tmp_path: Path, config: dict[str, Any], arguments: dict[str, int], message: str) -> None:

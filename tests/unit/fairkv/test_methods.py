@@ -212,20 +212,20 @@ def test_every_method_is_registered_under_its_name() -> None:
             {"method": "snapkv", "sinks": 4},
             "megakv.fairkv.sinks is not a setting of method 'snapkv', which has: window",
         ),
-        ({"method": "snapkv", "window": 0}, "megakv.fairkv.window = 0: Input should be greater than or equal to 1"),
+        ({"method": "snapkv", "window": 0}, "megakv.fairkv.window = 0: allowed: greater than or equal to 1"),
         ({"method": "ada_snapkv", "pool": 4}, "megakv.fairkv.pool = 4: allowed: odd numbers"),
         (
             {"method": "ada_snapkv", "safeguard": 1.5},
-            "megakv.fairkv.safeguard = 1.5: Input should be less than or equal to 1",
+            "megakv.fairkv.safeguard = 1.5: allowed: less than or equal to 1",
         ),
-        ({"method": "h2o", "recent": -0.1}, "megakv.fairkv.recent = -0.1: Input should be greater than or equal to 0"),
+        ({"method": "h2o", "recent": -0.1}, "megakv.fairkv.recent = -0.1: allowed: greater than or equal to 0"),
         (
             {"method": "pyramidkv", "decay": 0.5},
-            "megakv.fairkv.decay = 0.5: Input should be greater than or equal to 1",
+            "megakv.fairkv.decay = 0.5: allowed: greater than or equal to 1",
         ),
         (
             {"method": "streaming_llm", "sinks": -1},
-            "megakv.fairkv.sinks = -1: Input should be greater than or equal to 0",
+            "megakv.fairkv.sinks = -1: allowed: greater than or equal to 0",
         ),
         ({"method": "headkv"}, "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance"),
         (
