@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakv.launcher.ranks import DTYPES
+from megakv.launcher.ranks import DTYPES, check_writable
 
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
@@ -16,6 +19,8 @@ KEYS = {
     "dtype": ("dtype",),
 }
 """Where the JSON has what an argument says."""
+FILES = ("json", "timeline", "report")
+"""Arguments that name a file to write."""
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -49,8 +54,23 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
-    if arguments.temperature < 0:
+    if not 0 <= arguments.temperature < math.inf:
         raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
+    if not 0 < arguments.top_p <= 1:
+        raise ValueError(f"--top-p {arguments.top_p}: allowed: above 0, up to 1")
+    if not 0 <= arguments.seed < 1 << 63:
+        raise ValueError(f"--seed {arguments.seed}: allowed: 0 or more, below 2^63")
+    if arguments.timeline is not None and Path(arguments.timeline).suffix.lower() != ".png":
+        raise ValueError(f"--timeline {arguments.timeline}: allowed: a path that ends in .png")
+
+
+def make_folders(arguments: argparse.Namespace) -> None:
+    """Make the folders of all files that are to be written; one that cannot be is refused now, not in the end."""
+    for name in FILES:
+        if path := getattr(arguments, name):
+            with suppress(OSError):
+                Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
+            check_writable(f"--{name}", path)
 
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:

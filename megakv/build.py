@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -17,11 +19,11 @@ from megakv.costmodel.shape import ModelShape
 from megakv.device import settle_allocator, without_autograd
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
+from megakv.distributed.launchers import read_launch
 from megakv.distributed.ledger import Ledger
-from megakv.distributed.mesh import check_same_settings, make_mesh, start_distributed
+from megakv.distributed.mesh import check_same_settings, check_world, make_mesh, start_distributed
 from megakv.engine import MegaKVEngine
 from megakv.fairkv.compression import Compressor
-from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
 from megakv.fairkv.replicas import HeadReplicas
@@ -29,8 +31,11 @@ from megakv.injection.ownership import check_unused, own_config
 from megakv.offload.cuda_link import clock_of
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
+from megakv.weights.folder import local_directory, read_config
 from megakv.weights.loading import LoadedModel, build_model
-from megakv.weights.placement import HeadMap, head_counts
+from megakv.weights.placement import HeadMap, head_counts, tensor_parallel_sizes
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +70,25 @@ def init_inference(
         raise ValueError(f"model = {model!r}: allowed: a directory, a hub id or a transformers PreTrainedModel")
     parsed = load_config(config, **overrides)
     cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
-    start_distributed(tp_only=cp_size == 1 and tp_size > 1, timeout_s=section.timeout_s)
+    # Degrees that are refused below are not worth the minute that DeepSpeed's compiler takes.
+    tp_only = cp_size == 1 and 1 < tp_size == read_launch().world_size
+    start_distributed(tp_only=tp_only, timeout_s=section.timeout_s)
     check_same_settings(parsed.shared_settings())
+    check_world(cp_size=cp_size, tp_size=tp_size, tp_sizes=partial(_tp_sizes, model))
     with ExitStack() as owned:
         mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
         comm = owned.enter_context(Communicator(mesh, Ledger(clock=clock_of(mesh.device))))
         return _make_engine(model, parsed, comm, owned)
+
+
+def _tp_sizes(model: str | Path | nn.Module) -> list[int]:
+    """The tensor-parallel degrees that split the model's heads."""
+    if isinstance(model, str | Path):
+        config = read_config(local_directory(model, weights=False))
+    else:
+        config = model.config  # type: ignore[assignment]
+    _, heads, kv_heads = head_counts(config)
+    return tensor_parallel_sizes(heads, kv_heads)
 
 
 def _make_engine(
@@ -103,7 +121,7 @@ def _make_engine(
             feed_forward=section.feed_forward,
             tp_rank=mesh.tp_rank,
             tp_size=tp_size,
-            head_map=partial(_head_map, section.fairkv, mapping),
+            head_map=partial(_head_map, model, parsed, mapping),
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,
@@ -121,8 +139,17 @@ def _make_engine(
     return MegaKVEngine(loaded, parsed, _make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
 
 
-def _head_map(config: FairKVConfig, mapping: HeadMapping | None, model: PreTrainedConfig) -> HeadMap | None:
-    """Where the JSON places heads; settings of compression that do not fit the model end here, before any weight."""
+def _head_map(
+    given: str | Path | nn.Module, parsed: MegaKVConfig, mapping: HeadMapping | None, model: PreTrainedConfig
+) -> HeadMap | None:
+    """Where the JSON places heads; settings that do not fit the model or the device end here, before any weight."""
+    own = given.dtype if isinstance(given, PreTrainedModel) else model.get_text_config().dtype
+    dtype, accelerator = parsed.dtype or own or torch.float32, get_accelerator()
+    if dtype not in accelerator.supported_dtypes():
+        setting = "the model's own dtype" if parsed.dtype is None else "dtype"
+        allowed = " or ".join(repr(kind) for name, kind in DTYPES.items() if name in accelerator.supported_dtypes())
+        raise ValueError(f"{setting} = {dtype} is not supported on {accelerator.device_name()}: set dtype to {allowed}")
+    config = parsed.megakv.fairkv
     if config.budget is not None:
         layers, _, kv_heads = head_counts(model)
         config.make_method(layers, kv_heads)

@@ -18,7 +18,7 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Generation
-from megakv.generation import LengthLimits, check_options, given_option, new_token_limit, pad_left
+from megakv.generation import LengthLimits, check_options, check_tokens, given_option, new_token_limit, pad_left
 from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
@@ -111,7 +111,7 @@ class MegaKVEngine(InferenceEngine):
         self.check_open()
         ids = kwargs.get("input_ids", args[0] if args else None)
         with self.agreement.call(), on_device(self.mesh.device):
-            if isinstance(ids, Tensor):
+            if ids is not None:
                 self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
             return self.module(*args, **kwargs)
 
@@ -149,7 +149,7 @@ class MegaKVEngine(InferenceEngine):
         with self.agreement.call(), on_device(self.mesh.device):
             check_options(self.module, options)
             mask, embeds = options.get("attention_mask"), options.get("inputs_embeds")
-            if isinstance(ids, Tensor):
+            if ids is not None:
                 self._check_prompt(ids, None, options)
                 if cache.length >= ids.shape[1]:
                     raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
@@ -239,8 +239,7 @@ class MegaKVEngine(InferenceEngine):
         return self._hooks.new_cache()
 
     def _check_prompt(self, ids: Tensor, past: Any, options: dict[str, Any]) -> None:
-        if ids.dim() != 2:
-            raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
+        check_tokens(ids)
         if ids.numel() == 0:
             raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
         held = past.get_seq_length() if past is not None else 0

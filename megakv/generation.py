@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
@@ -29,6 +30,17 @@ REFUSED_OPTIONS = {
     "output_attentions": "attention weights are never materialised",
     "output_hidden_states": "hidden states stay on the rank that computed them",
 }
+
+
+def check_tokens(ids: Any) -> None:
+    """Refuse what is no ``[B, S]`` tensor of tokens, and say how one is made."""
+    if not isinstance(ids, Tensor):
+        how = "pass its ['input_ids']" if isinstance(ids, Mapping) else "tokenizer(text, return_tensors='pt').input_ids"
+        raise ValueError(f"input_ids is a {type(ids).__name__}: allowed: tokens [B, S] in a tensor; {how}")
+    if ids.is_floating_point():
+        raise ValueError(f"input_ids has type {ids.dtype}: allowed: whole numbers; embeddings go in as inputs_embeds")
+    if ids.dim() != 2:
+        raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
 
 
 def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from megakv.device import without_autograd
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.mesh import Mesh
 from megakv.errors import MegaKVError
-from megakv.generation import given_option, pad_left
+from megakv.generation import check_tokens, given_option, pad_left
 from megakv.session_files import (
     FORMAT,
     SessionMeta,
@@ -214,8 +214,7 @@ class Session:
         return self._engine
 
     def _extended(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [B, T], not {list(input_ids.shape)}")
+        check_tokens(input_ids)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask must have the shape {list(input_ids.shape)} of the turn's input_ids")

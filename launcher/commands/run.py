@@ -6,15 +6,12 @@ import argparse
 import os
 import stat
 import tempfile
-from pathlib import Path
 
 from megakv.launcher.prompts import add_question_arguments, decoded, questions, read_document
-from megakv.launcher.ranks import check_writable, command_line, read_hostfile, start_ranks
-from megakv.launcher.settings import add_job_arguments, check_job_arguments, run_config
+from megakv.launcher.ranks import command_line, read_hostfile, start_ranks
+from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, run_config
 
 STDIN = "-"
-FILES = ("json", "timeline", "report")
-"""Arguments that name a file to write."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     piped = _piped(arguments)
     questions(read_document(arguments) if piped is None else piped.decode(), arguments.question)
     if arguments.hostfile is None:
-        for name in FILES:
-            if path := getattr(arguments, name):
-                Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
-                check_writable(f"--{name}", path)
+        make_folders(arguments)
     where = "this machine" if arguments.hostfile is None else f"the hosts of {arguments.hostfile}"
     print(f"megakv: {arguments.model}: {cp * tp} ranks on {where}, CP {cp} x TP {tp}", flush=True)
     words = [f"--question={text}" for text in arguments.question]

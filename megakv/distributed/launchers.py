@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 from typing import Literal
@@ -42,17 +43,32 @@ def read_launch() -> Launch:
 
 
 def check_torch_variables() -> None:
-    """Refuse torch.distributed's variables where only some of them are set."""
+    """Refuse torch.distributed's variables where only some of them are set, or name no place to meet."""
     if missing := [name for name in TORCH_VARIABLES if name not in os.environ]:
         raise ValueError(
             f"RANK = {os.environ['RANK']}, as launchers set it, but not set: {', '.join(missing)}; start this process "
             f"by deepspeed, torchrun, accelerate or srun, set all of {', '.join(TORCH_VARIABLES)}, or none for one rank"
         )
+    _check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
 
 
 def slurm_address() -> str:
     """Where the tasks of a Slurm step meet, as ``host:port``."""
-    return f"{os.environ.get('MASTER_ADDR') or _first_host()}:{os.environ.get('MASTER_PORT', SLURM_PORT)}"
+    host, port = os.environ.get("MASTER_ADDR") or _first_host(), os.environ.get("MASTER_PORT", SLURM_PORT)
+    _check_address(host, port)
+    return f"{host}:{port}"
+
+
+def _check_address(host: str, port: str) -> None:
+    """Refuse a place to meet that cannot be one: torch would name no setting, or try it again and again."""
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"MASTER_PORT = {port!r}: allowed: the number of a port, up to 65535")
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR = {host!r} is no host that is known here ({error.strerror}): name that of rank 0"
+        ) from error
 
 
 def _first_host() -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -104,7 +105,20 @@ def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
 
     With `tp_only` the TP group is the whole world: DeepSpeed's shared-memory all-reduce is worth building.
     """
-    init_deepspeed_distributed(shared_memory=tp_only, timeout=timedelta(seconds=timeout_s))
+    try:
+        init_deepspeed_distributed(shared_memory=tp_only, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        # The lines behind the first are of torch's own stack.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if taken := re.search(r"port: (\d+).*EADDRINUSE", reason):
+            raise MegaKVError(
+                f"port {taken[1]} is in use on this host (EADDRINUSE), by another job or one that has not ended, so "
+                "ranks cannot meet there: give another one (--master_port of deepspeed and torchrun, else MASTER_PORT)"
+            ) from error
+        raise MegaKVError(
+            f"the ranks did not meet within megakv.timeout_s = {timeout_s:g}: {reason}; see that all were started, and "
+            "reach MASTER_ADDR and MASTER_PORT"
+        ) from error
 
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
@@ -147,18 +161,22 @@ def stop_distributed() -> None:
         end_deepspeed_distributed()
 
 
-def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
-    """Create the groups of a mesh. Every rank must call it.
-
-    Degrees whose product is not the world size are refused, with those that would work.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if cp_size * tp_size != world_size:
-        fits = ", ".join(f"{world_size // tp} x {tp}" for tp in range(1, world_size + 1) if world_size % tp == 0)
+def check_world(*, cp_size: int, tp_size: int, tp_sizes: Callable[[], Collection[int]]) -> None:
+    """Refuse degrees whose product is not the world size, with what would work: `tp_sizes` are those of the model."""
+    wanted, started = cp_size * tp_size, dist.get_world_size()
+    if wanted != started:
+        fits = ", ".join(f"{started // tp} x {tp}" for tp in tp_sizes() if started % tp == 0)
         raise ValueError(
-            f"megakv.context_parallel.size = {cp_size} times tensor_parallel.tp_size = {tp_size} is "
-            f"{cp_size * tp_size}, but {world_size} ranks were started; CP x TP that work: {fits}"
+            f"megakv.context_parallel.size = {cp_size} times tensor_parallel.tp_size = {tp_size} is {wanted}, but "
+            f"{started} ranks were started: start {wanted} (deepspeed --num_accelerators {wanted}, torchrun "
+            f"--nproc-per-node {wanted}), or set CP x TP that {started} ranks can have: {fits}"
         )
+
+
+def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
+    """Create the groups of a mesh. Every rank must call it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert cp_size * tp_size == world_size, f"{cp_size} x {tp_size} on {world_size} ranks"
     timeout = timedelta(seconds=timeout_s)
     cp_rank, tp_rank = divmod(rank, tp_size)
     groups: dict[GroupName, ReferenceType[dist.ProcessGroup]] = {}

@@ -165,10 +165,11 @@ class PeerWatch:
         dead = self.dead()
         missing = dead or sorted({rank for rank in peers if rank != self.rank})
         self.failures.miss(missing)
-        return PeerLostError(
-            f"rank {self.rank}: {self.describe(*missing)} {'was lost' if dead else 'did not answer'} "
-            f"during {where} (megakv.timeout_s = {self._timeout_s:g}): {str(error).splitlines()[0]}"
-        )
+        who = f"rank {self.rank}: {self.describe(*missing)}"
+        if dead:
+            return PeerLostError(f"{who} was lost during {where}: see its own message, or dmesg where it was killed")
+        reason = str(error).splitlines()[0].partition(" This is typically")[0]
+        return PeerLostError(f"{who} did not answer during {where} (megakv.timeout_s = {self._timeout_s:g}): {reason}")
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this rank gives up, and wait until all have: then nobody waits for anybody."""

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,12 @@ def offload(**settings: Any) -> dict[str, Any]:
     return run
 
 
+def three_heads(inputs: Inputs) -> Path:
+    """A model that two tensor-parallel ranks cannot share."""
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 48}
+    return save_model(inputs.folder / "odd", **sizes)
+
+
 def with_config(name: str, value: Any) -> Callable[[Inputs], dict[str, object]]:
     """The change to another JSON."""
     return lambda inputs: {"config": inputs.json(name, value)}
@@ -143,8 +150,16 @@ KINDS: dict[str, Kind] = {
         with_config("value.json", section(prefill="fast")),
     ),
     "CP x TP is not the world size": Kind(
-        r"megakv\.context_parallel\.size = 2 times tensor_parallel\.tp_size = 2 is 4, but 2 ranks .* 2 x 1, 1 x 2$",
+        r"size = 2 times .*tp_size = 2 is 4, but 2 ranks .*--num_accelerators 4,.* can have: 2 x 1, 1 x 2$",
         with_config("mesh.json", section(cp=2, tp=2)),
+    ),
+    "CP x TP is neither the world size nor what the model allows": Kind(
+        r"size = 1 times .*tp_size = 3 is 3, but 2 ranks .*that 2 ranks can have: 2 x 1$",
+        lambda inputs: {"config": inputs.json("mesh3.json", section(cp=1, tp=3)), "model": three_heads(inputs)},
+    ),
+    "a type that the device lacks": Kind(
+        r"dtype = torch\.float16 is not supported on cpu: set dtype to 'fp32' or 'bf16'$",
+        with_config("half_type.json", {**section(), "dtype": "fp16"}),
     ),
     "another JSON on one rank": Kind(
         r"megakv\.offload\.enabled is False on rank 0 but True on rank 1: give every rank the same configuration$",
@@ -160,9 +175,7 @@ KINDS: dict[str, Kind] = {
         r"tensor_parallel\.tp_size = 2 cannot split 3 query heads over 3 KV heads; sizes that can: 1, 3$",
         lambda inputs: {
             "config": inputs.json("tp.json", section(cp=1, tp=2)),
-            "model": save_model(
-                inputs.folder / "odd", num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48
-            ),
+            "model": three_heads(inputs),
         },
     ),
     "host memory that the machine lacks": Kind(
@@ -249,8 +262,25 @@ KINDS: dict[str, Kind] = {
         r"model '\S+none' is no directory; give a directory with config\.json, or a hub id$",
         lambda inputs: {"model": inputs.folder / "none"},
     ),
+    "model without config.json": Kind(
+        r"nameless has no config\.json, so it is no Hugging Face model$",
+        lambda inputs: {
+            "model": inputs.damaged("nameless", lambda copy: [path.unlink() for path in copy.glob("*.json")])
+        },
+    ),
+    "file in place of the model": Kind(
+        r"config\.json' is a file; give the folder in which its config\.json and weights lie$",
+        lambda inputs: {"model": inputs.model / "config.json"},
+    ),
+    "picture of another kind": Kind(
+        r"--timeline out\.jpg: allowed: a path that ends in \.png$", lambda inputs: {"timeline": "out.jpg"}
+    ),
+    "outcome that cannot be written": Kind(
+        r"--json \S+prompt\.txt/out\.json: cannot be written", lambda inputs: {"json": inputs.prompt / "out.json"}
+    ),
+    "nucleus of nothing": Kind(r"--top-p 0\.0: allowed: above 0, up to 1$", lambda inputs: {"top_p": 0}),
     "model without a tokenizer": Kind(
-        r"--model \S+silent: its tokenizer cannot be read",
+        r"--model \S+silent: its tokenizer cannot be read: there is none; copy tokenizer\.json from the original",
         lambda inputs: {
             "model": inputs.damaged("silent", lambda copy: [path.unlink() for path in copy.glob("tokenizer*")])
         },
@@ -298,6 +328,21 @@ def test_every_rank_ends_with_one_message(inputs: Inputs, name: str) -> None:
     assert_one_message(result.stderr, kind.message)
     assert "megakv: error" not in result.stdout
     assert result.seconds <= SECONDS + kind.patience, result
+
+
+def test_where_ranks_cannot_meet_is_named(inputs: Inputs) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for variables, message in (
+            ({"MASTER_PORT": str(port)}, rf"port {port} is in use on this host .*: give another one \(--master_port"),
+            ({"MASTER_PORT": "many"}, r"MASTER_PORT = 'many': allowed: the number of a port, up to 65535$"),
+            ({"MASTER_ADDR": "none.invalid"}, r"MASTER_ADDR = 'none\.invalid' is no host that is known here"),
+        ):
+            result = run_forked(RUN, [inputs.command()] * 2, timeout=LAUNCH_SECONDS, env=variables)
+            assert all(code not in (0, None) for code in result.codes), result
+            assert_one_message(result.stderr, message)
 
 
 @pytest.mark.parametrize(

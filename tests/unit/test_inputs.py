@@ -29,6 +29,21 @@ def pair(alone: None) -> Iterator[tuple[Any, Any]]:
     engine.destroy()
 
 
+def test_what_are_no_tokens_is_refused_with_how_to_make_them(pair: tuple[Any, Any]) -> None:
+    _, engine = pair
+    calls = (engine.generate, engine.forward, engine.session().generate)
+    for given, message in (
+        ("text", r"input_ids is a str: allowed: .* tokenizer\(text, return_tensors='pt'\)\.input_ids$"),
+        ([[1, 2]], "input_ids is a list"),
+        ({"input_ids": torch.ones(1, 2)}, r"input_ids is a dict: .*pass its \['input_ids'\]"),
+        (torch.ones(1, 2), "input_ids has type torch.float32: allowed: whole numbers"),
+        (torch.ones(2, dtype=torch.long), r"input_ids must be \[B, S\], not \[2\]"),
+    ):
+        for call in calls:
+            with pytest.raises(ValueError, match=message):
+                call(given)
+
+
 def prompt(*padding: int, right: bool = False) -> tuple[Tensor, Tensor]:
     """Rows with so much padding each."""
     ids = torch.randint(3, 190, (len(padding), LENGTH))

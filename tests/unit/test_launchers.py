@@ -6,7 +6,7 @@ import pytest
 
 from megakv.distributed.launchers import Launch, check_torch_variables, read_launch, slurm_address
 
-TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n1"}
+TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "localhost"}
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
 
@@ -32,9 +32,9 @@ def test_place(variables: dict[str, str], launch: Launch, monkeypatch: pytest.Mo
 
 def test_tasks_meet_on_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", TASK)
-    assert slurm_address() == "n1:29500"
-    monkeypatch.setattr(os, "environ", TASK | {"MASTER_ADDR": "n0", "MASTER_PORT": "7"})
-    assert slurm_address() == "n0:7"
+    assert slurm_address() == "localhost:29500"
+    monkeypatch.setattr(os, "environ", TASK | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"})
+    assert slurm_address() == "127.0.0.1:7"
     monkeypatch.setattr(os, "environ", TASK | {"SLURM_STEP_NODELIST": "n[1-2]"})
     with pytest.raises(ValueError, match="MASTER_ADDR is not set and scontrol is not there"):
         slurm_address()

@@ -78,6 +78,11 @@ def _divides(n_heads: int, n_kv_heads: int, tp_size: int) -> bool:
     return n_kv_heads % tp_size == 0 or tp_size % n_kv_heads == 0
 
 
+def tensor_parallel_sizes(n_heads: int, n_kv_heads: int) -> list[int]:
+    """The degrees that split these heads."""
+    return [size for size in range(1, n_heads + 1) if _divides(n_heads, n_kv_heads, size)]
+
+
 def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: int) -> HeadMap:
     """Equal runs of neighbouring heads; with more ranks than KV heads each KV head is copied and its queries divided.
 
@@ -86,7 +91,7 @@ def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: i
     if n_heads % n_kv_heads:
         raise ValueError(f"{n_heads} query heads cannot share {n_kv_heads} KV heads evenly")
     if tp_size < 1 or not _divides(n_heads, n_kv_heads, tp_size):
-        sizes = [size for size in range(1, n_heads + 1) if _divides(n_heads, n_kv_heads, size)]
+        sizes = tensor_parallel_sizes(n_heads, n_kv_heads)
         raise ValueError(
             f"tensor_parallel.tp_size = {tp_size} cannot split {n_heads} query heads over {n_kv_heads} KV heads; "
             f"sizes that can: {', '.join(map(str, sizes))}"
