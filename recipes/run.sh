@@ -4,6 +4,7 @@
 #   --model DIR        checkpoint: a directory or hub id
 #   --config FILE      JSON of this folder (default: the first of recipe.json), or any other
 #   --hostfile FILE    ranks on several hosts, as many to a host as the file's slots say
+#   --question TEXT, --prompt-file FILE, --max-new-tokens N, --json FILE ...: as `megakv run --help` says
 set -euo pipefail
 recipe=$(cd "$1" && pwd)
 root=$(cd "$recipe/../.." && pwd)
@@ -12,6 +13,7 @@ shift
 dry='' config='' hostfile='' model='' rest=()
 while [ $# -gt 0 ]; do
     case $1 in
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
         --dry-run) dry=1 && shift && continue ;;
         --config | --hostfile | --model) [ $# -gt 1 ] || { echo "megakv: error: $1 needs a value" >&2 && exit 1; } ;;
         *) rest+=("$1") && shift && continue ;;
@@ -23,6 +25,11 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+if [ -n "$config" ] && [ ! -f "$config" ] && [ ! -f "$recipe/$config" ]; then
+    echo "megakv: error: --config $config is no file here; $name has: $(cd "$recipe" && ls -- *.json |
+        grep -vxE 'config.json|recipe.json' | paste -sd ' ')" >&2
+    exit 1
+fi
 source "$root/scripts/setup.sh"
 
 if [ -n "$dry" ]; then

@@ -4,6 +4,13 @@
 # Python found) is used and never replaced, and neither are the packages beside it; nothing is installed outside .venv.
 # `bash scripts/setup.sh` prints the environment's python.
 
+if [ -z "${BASH_VERSION:-}" ]; then
+    echo "megakv set-up: this is for bash. In another shell, from the checkout:" >&2
+    echo "    bash scripts/setup.sh && . .venv/bin/activate && export TORCH_EXTENSIONS_DIR=\$PWD/.venv/torch_extensions" >&2
+    # From a shell that sources this, or a script of its own.
+    return 1 2>/dev/null || exit 1
+fi
+
 megakv_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 megakv_venv=$megakv_root/.venv
 

@@ -10,7 +10,7 @@ import numpy as np
 from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
-from megakv.launcher.job import print_outcome, run_job, write_outcome
+from megakv.launcher.job import JobParser, print_outcome, run_job, write_outcome
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Question, read_text
 from megakv.launcher.settings import add_job_arguments
@@ -18,7 +18,7 @@ from megakv.launcher.settings import add_job_arguments
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Find a number hidden in a long document.")
+    parser = JobParser(description="Find a number hidden in a long document.")
     add_job_arguments(parser)
     parser.add_argument("--model", default=str(MODEL_DIR), help="directory of the model (default: this recipe's)")
     parser.add_argument("--tokens", type=int, default=4096, help="length of the made-up document (default 4096)")
@@ -54,9 +54,9 @@ class Prompter:
 
 def main() -> None:
     """Entry of every rank."""
-    arguments = parse_arguments()
     quiet_libraries()
     with report_errors():
+        arguments = parse_arguments()
         prompter = Prompter(arguments)
         outcome = run_job(arguments.model, arguments, prompter, chat=False)
         correct = None if prompter.number is None else is_correct(outcome.answer, prompter.number)

@@ -8,6 +8,9 @@ recipe=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$recipe/../.." && pwd)
 source "$root/scripts/setup.sh"
 
+for word; do
+    case $word in -h | --help) exec python "$recipe/ask.py" --help ;; esac
+done
 if [ "$(nproc)" -ge 4 ]; then ranks=4 config=cp2_tp2.json; else ranks=2 config=cp2_tp1.json; fi
 gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
 # Ranks that outnumber the GPUs run on the CPU, so that the job is the same everywhere.

@@ -1,6 +1,7 @@
 """Every recipe runs without weights, fits its machine, and its README says what the cost model says."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -105,9 +106,23 @@ def test_run_script_says_what_is_missing(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         return done.returncode, done.stderr
 
+    status, said = run("--help")
+    assert status == 0 and said == ""
+    status, said = run("--config", "kvr_cp5.json", "--dry-run")
+    assert status == 1 and "--config kvr_cp5.json is no file here; llama_7b has: kvr_cp4.json kvr_cp8.json" in said
     assert run()[0] == 1 and "--model DIR is missing: llama_7b holds no weights" in run()[1]
     assert "--config needs a value" in run("--config")[1]
     broken = folder / "broken.json"
     broken.write_text(json.dumps({"nonsense": 1}))
     status, said = run("--model", str(tmp_path), "--config", "broken.json")
     assert status == 1 and "nonsense = 1: unknown key" in said
+
+
+@pytest.mark.parametrize("shell", ["dash", "zsh"])
+def test_set_up_names_bash_to_other_shells(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not here")
+    for words in (["-c", ". scripts/setup.sh || echo refused >&2"], ["scripts/setup.sh"]):
+        done = subprocess.run([shell, *words], capture_output=True, text=True, timeout=60, cwd=RECIPES.parent)
+        assert done.stderr.startswith("megakv set-up: this is for bash."), done
+        assert "substitution" not in done.stderr and ("refused" in done.stderr or done.returncode == 1)
