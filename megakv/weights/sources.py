@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from math import prod
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from megakv.errors import MegaKVError
 from megakv.weights.placement.slices import SliceSpec
 
 DEFAULT_STD = 0.02
+BLOCK_ELEMENTS = 1 << 20
 # Families whose norms multiply by 1 + weight.
 ZERO_CENTRED = ("Gemma", "RecurrentGemma", "VaultGemma", "Qwen3Next", "Qwen3_5")
 
@@ -57,8 +59,8 @@ class ModuleWeights:
 class RandomWeights:
     """The same random model for every tensor-parallel degree, drawn on a device: values differ between their kinds.
 
-    Each parameter is normal with the config's initialiser standard deviation, from a generator seeded by seed and name;
-    norms are neutral, biases zero.
+    Each parameter is normal with the config's initialiser standard deviation, norms are neutral, biases zero. Blocks of
+    rows each have a generator, seeded by seed, name and block: a rank draws those with rows of its part, one at a time.
     """
 
     owned = True
@@ -82,7 +84,20 @@ class RandomWeights:
         if leaf.endswith("bias") or "Norm" in kind:
             one = not leaf.endswith("bias") and not kind.startswith(ZERO_CENTRED)
             return torch.full(spec.shape(shape), float(one), device=self._device)
-        digest = hashlib.blake2b(f"{self._seed}/{name}/0".encode(), digest_size=8).digest()
+        rows, by_rows = shape[0] if shape else 1, spec.ranges is not None and spec.dim == 0
+        out = torch.empty(spec.shape(shape) or (1,), device=self._device)
+        size, block, at, drawn = max(1, BLOCK_ELEMENTS // prod(shape[1:])), -1, 0, out
+        for start, stop in spec.ranges or () if by_rows else ((0, rows),):
+            while start < stop:
+                if start // size != block:
+                    block = start // size
+                    drawn = self._drawn(name, block, (min(size, rows - block * size), *shape[1:]))
+                part = drawn[start - block * size : stop - block * size]
+                out[at : at + len(part)] = part if by_rows else spec.take(part)
+                at, start = at + len(part), start + len(part)
+        return out.view(spec.shape(shape))
+
+    def _drawn(self, name: str, block: int, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.blake2b(f"{self._seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator(device=self._device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        drawn = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
-        return spec.take(drawn)
+        return torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
