@@ -102,11 +102,12 @@ class Profiler:
         self._known: HostProfile | None = None
 
     def profile(self, store: TieredStore, recomputation: Recomputation | None, host: HostRank | None) -> HostProfile:
-        """What is known already, or else the file that the JSON names; what is missing there is measured now.
+        """The file that the JSON names, or else what is known already; what is missing there is measured now.
 
         `store` has rows; `recomputation` and `host` are there where they may be used. Raises as `read_profile`.
         """
-        found = self._known or read_profile(self._config, store.dtype)
+        # Read again: `megakv profile`, or another engine, may have written to it since.
+        found = read_profile(self._config, store.dtype) or self._known
         profile = found or HostProfile(fingerprint=Fingerprint.of_this_process(hosts=1, ranks=1, dtype=store.dtype))
         changes: dict[str, object] = {}
         if profile.host_link is None:

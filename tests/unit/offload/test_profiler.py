@@ -20,6 +20,7 @@ from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
 from megakv.offload.link import Traffic
 from megakv.offload.method import Plan, Split
+from megakv.offload.profile import Profiler
 from megakv.offload.record import StepRecord
 from tests.measuring import until_it_holds
 from tests.unit.costmodel.profiles import ideal
@@ -103,6 +104,20 @@ def test_a_profile_of_megakv_profile_is_added_to_and_stays_one(offloaded: Any, t
     # What it had is the same, and so it is one profile to ranks of other hosts, whose links differ.
     assert after.digest() == before.digest() and after.attention == before.attention
     assert after.fingerprint.ranks == 4 and after.memory_bytes == 1 << 30
+
+
+def test_what_others_write_meanwhile_stays(offloaded: Any, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    offloader = offloader_after(offloaded, method="cpu_rank")
+    config, store = offloader.config.model_copy(update={"profile": str(path)}), offloader._cache.store(0)
+    profiler = Profiler(config, offloader.link, None, torch.device("cpu"))
+    profiler.profile(store, None, None)
+    # `megakv profile`, between two steps of the engine.
+    here = Fingerprint.of_this_process(hosts=1, ranks=4, dtype=torch.float32)
+    ideal(fingerprint=here, memory_bytes=1 << 30).save(path)
+    profiler.profile(store, None, offloader._host_rank)
+    after = load_profile(path)
+    assert after.memory_bytes == 1 << 30 and after.host_link is not None and after.host_attention_bandwidth is not None
 
 
 def test_what_an_engine_measured_does_not_pass_for_the_whole(offloaded: Any, tmp_path: Path) -> None:
