@@ -1,19 +1,21 @@
 """Compressed caches on real ranks: what is kept does not depend on the mesh, and attention is exact on what is kept."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.compression_cases import WHOLE, WHOLE_CUT, some_cases
 from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "fairkv.py"
 
 
-def launch(folder: Path, meshes: str, ranks: int, steps: int, *batches: str) -> dict[str, Any]:
+def launch(folder: Path, meshes: str, ranks: int, steps: int, *asked: str) -> dict[str, Any]:
     out = folder / f"fairkv-{ranks}.json"
-    run_ranks(SCRIPT, out, folder, meshes, str(steps), *batches, ranks=ranks, timeout=420).check()
+    run_ranks(SCRIPT, out, folder, meshes, str(steps), *asked, ranks=ranks, timeout=420).check()
     return json.loads(out.read_text())
 
 
@@ -39,22 +41,23 @@ def judge(results: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    whole = pytestconfig.getoption("--full")
-    alone = launch(tmp_path, "1x1", 1, 300 if whole else 12)
+    full = pytestconfig.getoption("--full")
+    families = [*WHOLE_CUT, *WHOLE] if full else [random.choice(WHOLE_CUT), random.choice(WHOLE)]
+    asked = some_cases(("ada_snapkv", "snapkv"), 2, full=full), ",".join(families)
+    alone = launch(tmp_path, "1x1", 1, 300 if full else 12, *asked)
     judge(alone, alone)
     shared, own = alone["1x1 ada_snapkv 1"], alone["1x1 snapkv 1"]
     # The pool of a layer is as large, but its heads differ.
     sizes = [len(head) for head in shared["kept"][0][0]]
     assert len(set(sizes)) > 1
     assert {len(head) for head in own["kept"][0][0]} == {80}
-    judge(launch(tmp_path, "1x4,4x1:runahead,2x2:last,2x2:mapped", 4, 12, "5"), alone)
-    if whole:
-        judge(launch(tmp_path, "1x2,2x1", 2, 300), alone)
-        judge(
-            launch(tmp_path, "1x4,2x2,4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather,4x1:tsp,1x4:mapped", 4, 300),
-            alone,
-        )
-        judge(launch(tmp_path, "1x8,2x4", 8, 10), alone)
+    meshes = ["1x4", "4x1:runahead", "2x2:last", "2x2:mapped"]
+    judge(launch(tmp_path, ",".join(meshes if full else random.sample(meshes, 2)), 4, 12, *asked, "5"), alone)
+    if full:
+        judge(launch(tmp_path, "1x2,2x1", 2, 300, *asked), alone)
+        more = "1x4,2x2,4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather,4x1:tsp,1x4:mapped"
+        judge(launch(tmp_path, more, 4, 300, *asked), alone)
+        judge(launch(tmp_path, "1x8,2x4", 8, 10, *asked), alone)
 
 
 SESSIONS = Path(__file__).parent / "ranks" / "fairkv_sessions.py"
@@ -85,10 +88,17 @@ def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: s
 PASSKEY = Path(__file__).parent / "ranks" / "fairkv_passkey.py"
 
 
-@pytest.mark.parametrize("mesh", ["2x2", pytest.param("1x4", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *(pytest.param(mesh, marks=pytest.mark.drawn(1)) for mesh in ("2x1", "1x2")),
+        *(pytest.param(mesh, marks=pytest.mark.full) for mesh in ("2x2", "1x4")),
+    ],
+)
 def test_a_question_after_compression(tmp_path: Path, mesh: str) -> None:
     out = tmp_path / "passkey.json"
-    run_ranks(PASSKEY, out, mesh, "1024", "5", ranks=4, timeout=300).check()
+    cp, tp = (int(part) for part in mesh.split("x"))
+    run_ranks(PASSKEY, out, mesh, "1024", "5", ranks=cp * tp, timeout=300).check()
     results = json.loads(out.read_text())
     assert results["ada_snapkv"]["exact"] == results["snapkv"]["exact"] == 5
     assert results["streaming_llm"]["exact"] <= 3
@@ -109,9 +119,12 @@ def read_in_pieces(folder: Path, meshes: str, ranks: int, *more: str) -> dict[st
 
 def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Not on the chunks that a prompt is read in, nor on the other rows of its batch, nor on the mesh."""
-    more = ["full"] if pytestconfig.getoption("--full") else []
-    single = read_in_pieces(tmp_path, "1x1", 1, *more)
-    for results in (single, read_in_pieces(tmp_path, "2x1,1x2,1x2:mapped,2x1:last", 2, *more)):
+    full = pytestconfig.getoption("--full")
+    asked = [some_cases(("ada_snapkv",), 2, full=full), *(["full"] if full else [])]
+    meshes = ["2x1", "1x2", "1x2:mapped", "2x1:last"]
+    single = read_in_pieces(tmp_path, "1x1", 1, *asked)
+    several = read_in_pieces(tmp_path, ",".join(meshes if full else random.sample(meshes, 3)), 2, *asked)
+    for results in (single, several):
         for case, found in results.items():
             expected = single[f"1x1 {case.split()[1]} whole"]
             # The last row has no second turn, and is not asked alone.

@@ -1,8 +1,9 @@
 """Started on every rank: compressed caches against dense attention under a mask of what was kept.
 
-Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS [BATCHES], meshes as CPxTP or CPxTP:PREFILL, separated by commas; STEPS
-further tokens. PREFILL is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with
-heads and copies of heads on random ranks. BATCHES are by default all of `LENGTHS`.
+Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS CASES FAMILIES [BATCHES], meshes as CPxTP or CPxTP:PREFILL, separated by
+commas as are the CASES of compression_cases.py and FAMILIES, whose caches are kept whole; STEPS further tokens. PREFILL
+is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with heads and copies of heads
+on random ranks. BATCHES are by default all of `LENGTHS`.
 """
 
 from __future__ import annotations
@@ -28,24 +29,10 @@ from megakv.distributed.mesh import start_distributed
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
 from megakv.launcher.process import orderly_end, quiet_libraries
+from tests.distributed.compression_cases import CASES, SPREAD, WHOLE_CUT
 
 LENGTHS = {1: [171], 5: [171, 40, 163, 3, 101]}
 QUESTION, SECOND = 21, 90
-PEAK = {"observe": "prompt", "reduce": "peak"}
-CASES: dict[str, dict[str, Any]] = {
-    "streaming_llm": {"method": "streaming_llm", "budget": 0.3},
-    "snapkv": {"method": "snapkv", "budget": 40, "window": 8},
-    "snapkv_peak": {"method": "snapkv", "budget": 0.3, "window": 8, **PEAK},
-    "pyramidkv": {"method": "pyramidkv", "budget": 0.3, "window": 8},
-    "h2o": {"method": "h2o", "budget": 0.3},
-    "ada_snapkv": {"method": "ada_snapkv", "budget": 0.3, "window": 8},
-    "ada_snapkv_peak": {"method": "ada_snapkv", "budget": 0.3, "window": 8, "pool": 1, **PEAK},
-    "headkv": {"method": "headkv", "budget": 0.3, "window": 8},
-}
-SPREAD = ("streaming_llm", "snapkv", "ada_snapkv", "ada_snapkv_peak")
-"""Cases of meshes with a prefill method of their own: no score, local ones, and pools over heads."""
-FAMILIES_HERE = ("mistral", "gemma2", "gpt_oss", "bloom", "deepseek_v3")
-"""Windows, soft caps, sinks, ALiBi, and values of other dimensions than keys."""
 Kept = list[list[list[list[int]]]]
 """``[layer][sequence][KV head]`` slots."""
 
@@ -220,7 +207,9 @@ def whole_cache(family: str, mesh: str, mapping: Path) -> bool:
 def main() -> None:
     """Entry of every rank."""
     out, work, meshes, steps = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
-    batches = [int(batch) for batch in sys.argv[5:]] or list(LENGTHS)
+    cases = {name: CASES[name] for name in sys.argv[5].split(",")}
+    families = sys.argv[6].split(",")
+    batches = [int(batch) for batch in sys.argv[7:]] or list(LENGTHS)
     torch.set_num_threads(1)
     quiet_libraries()
     disable_progress_bar()
@@ -242,7 +231,7 @@ def main() -> None:
             random_mapping(llama().num_hidden_layers, 4, tp_size).save(mapping)
         dist.barrier()
         engine = megakv.init_inference(str(folder), config_of(mesh, CASES["ada_snapkv"], mapping))
-        for name, settings in CASES.items():
+        for name, settings in cases.items():
             if ":" in mesh and name not in SPREAD and not (mesh == "1x4:mapped" and name == "h2o"):
                 continue
             section = {"min_tokens": 64, **settings}
@@ -257,7 +246,8 @@ def main() -> None:
                 cache = engine(ids_of(40, 1, 0)).past_key_values
                 results[f"{mesh} short"] = cache.compressed
         engine.destroy()
-        for family in FAMILIES_HERE if mesh.partition(":")[0].endswith("x1") else FAMILIES_HERE[:2]:
+        cut = not mesh.partition(":")[0].endswith("x1")
+        for family in (name for name in families if name in WHOLE_CUT or not cut):
             results[f"{mesh} whole {family}"] = whole_cache(family, mesh, mapping)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))

@@ -1,6 +1,6 @@
 """Started on every rank: prompts that are compressed in pieces, and rows of a batch beside the same rows alone.
 
-Usage: fairkv_chunks.py OUT.json WORK_DIR MESHES [full], meshes as in fairkv.py; ``full`` has short chunks on all.
+Usage: fairkv_chunks.py OUT.json WORK_DIR MESHES CASES [full], as in fairkv.py; ``full`` has short chunks on all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from fairkv import CASES, SPREAD, compress_by, config_of, ids_of, kept_slots
+from fairkv import compress_by, config_of, ids_of, kept_slots
 from families import llama
 from mappings import random_mapping
 from torch import Tensor
@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.launcher.process import orderly_end, quiet_libraries
+from tests.distributed.compression_cases import CASES, SPREAD
 
 TURNS = ([102, 40, 63, 3, 71], [72, 21, 64, 68, 0])
 """New tokens of each row; a row is compressed from 64 on, whatever the others have."""
@@ -101,7 +102,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for mesh in meshes:
         engine = megakv.init_inference(str(folder), config_of(mesh, CASES["ada_snapkv"], mapping))
-        for name, settings in CASES.items():
+        for name in sys.argv[4].split(","):
+            settings = CASES[name]
             if (":" in mesh and name not in SPREAD) or (mesh != "1x1" and name not in (*SPREAD, "h2o")):
                 continue
             section = {"min_tokens": 64, **settings}
@@ -115,7 +117,7 @@ def main() -> None:
                 results[f"{mesh} {name} alone"] = {
                     key: [each[key][0] for each in alone] for key in ("answers", "kept", "ranges", "held")
                 }
-            for chunk in chunks_of(mesh, name, full="full" in sys.argv[4:]):
+            for chunk in chunks_of(mesh, name, full="full" in sys.argv[5:]):
                 results[f"{mesh} {name} {chunk}"] = converse(engine, rows, chunk)
         engine.destroy()
     if dist.get_rank() == 0:
