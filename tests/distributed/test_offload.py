@@ -1,6 +1,7 @@
 """Offloaded keys and values over ranks: tokens are those of the plain model, with context and tensor parallelism."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,18 @@ RUNS: list[Run] = [
     for method in ("stream", "chunked", *(["cpu_rank"] if (family, prefill) in HOSTED else []))
 ]
 RUNS += [(family, "2x1", "columns", "auto") for family in ("opt", "qwen3")]
-RUNS += [("opt", "2x1", "auto", "auto"), ("gemma", "2x1", "both", "auto")]
 # With windows, in some layers and in all.
-RUNS += [("gemma3", "2x1", "auto", "auto"), ("mistral", "2x1", "cpu_rank", "auto"), ("mistral", "2x1", "stream", "tsp")]
+WINDOWS = [
+    ("gemma3", "2x1", "auto", "auto"), ("mistral", "2x1", "cpu_rank", "auto"), ("mistral", "2x1", "stream", "tsp")
+]  # fmt: skip
+DRAWN = {"stream": 2, "chunked": 2, "cpu_rank": 1, "columns": 1}
+"""Of the runs of a method, so many without `--full`."""
+TRIED: Run = ("opt", "2x1", "auto", "auto")
 MORE: list[Run] = [
     (family, "2x1", method, "auto")
     for family in ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma")
     for method in (*METHODS, AUTO, "columns", "both")
-    if (family, "2x1", method, "auto") not in RUNS
+    if (family, "2x1", method, "auto") not in (*RUNS, TRIED, ("gemma", "2x1", "both", "auto"))
 ]
 """With ``--full`` alone."""
 OFFLOAD = {"columns": COLUMNS, "both": BOTH, "auto": {**SLOW, "method": "auto"}}
@@ -55,11 +60,11 @@ Results = dict[Run, Any]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory, running: Callable[[str], list[Run]]) -> Results:
     """Every run's cases, of one launch."""
     folder = tmp_path_factory.mktemp("offload")
     plan, out = folder / "plan.json", folder / "out.json"
-    asked = RUNS + MORE if request.config.getoption("--full") else RUNS
+    asked = list(dict.fromkeys([TRIED, *running("run")]))
     runs = [
         {
             "family": family,
@@ -73,19 +78,25 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for family, mesh, method, prefill in asked
     ]
     plan.write_text(json.dumps(runs))
-    run_ranks(SCRIPT, plan, out, folder, ranks=2, timeout=900 if asked is not RUNS else 300).check()
+    run_ranks(SCRIPT, plan, out, folder, ranks=2, timeout=300 + 10 * len(asked)).check()
     families = list(dict.fromkeys(run[0] for run in asked))
     answered = sorted(asked, key=lambda run: families.index(run[0]))
     return dict(zip(answered, [row["result"] for row in json.loads(out.read_text())], strict=True))
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        *(pytest.param(run, id="-".join(run)) for run in RUNS),
-        *(pytest.param(run, id="-".join(run), marks=pytest.mark.full) for run in MORE),
-    ],
-)
+def parameters() -> Iterator[Any]:
+    """All runs; a mark on those that not every run of the tests takes."""
+    for run in (TRIED, ("gemma", "2x1", "both", "auto")):
+        yield pytest.param(run, id="-".join(run))
+    for run in RUNS:
+        yield pytest.param(run, id="-".join(run), marks=pytest.mark.drawn(DRAWN[run[2]], run[2]))
+    for run in WINDOWS:
+        yield pytest.param(run, id="-".join(run), marks=pytest.mark.drawn(1, "windows"))
+    for run in MORE:
+        yield pytest.param(run, id="-".join(run), marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("run", parameters())
 def test_tokens_are_the_plain_model_s(run: Run, results: Results) -> None:
     family, mesh, method, _ = run
     pays = method in ("chunked", "both") and mesh == "2x1" and family not in AS_LARGE
@@ -100,7 +111,7 @@ def test_tokens_are_the_plain_model_s(run: Run, results: Results) -> None:
 
 
 def test_ranks_try_the_same_plans(results: Results) -> None:
-    cases = {case["case"]: case["plans"] for case in results["opt", "2x1", "auto", "auto"]}
+    cases = {case["case"]: case["plans"] for case in results[TRIED]}
     for name in ("chunked 65", "ragged greedy"):
         first, second = cases[name]
         # In passes of the prompt, and in the first steps, each rank goes by its own predictions.

@@ -54,7 +54,7 @@ def judge_restored(results: dict[str, Any]) -> None:
 
 def test_turns_and_a_restore_on_fewer_ranks(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     whole = pytestconfig.getoption("--full")
-    decoded = 2000 if whole else 100
+    decoded = 2000 if whole else 40
     judge_turns(launch(tmp_path, "4x1", "all" if whole else "quick", decoded), decoded)
     judge_restored(launch(tmp_path, "2x1", "restore", decoded))
 
