@@ -22,8 +22,8 @@ import torch.distributed as dist
 from exactness import compare, make_case, references, save
 from families import FAMILIES, llama
 from properties import CHECKS, Context
-from sessions import GREEDY, ids_of, long_turns, ragged_turns
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from sessions import GREEDY, Plain, ids_of, long_turns, ragged_turns
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
@@ -69,9 +69,9 @@ class Ranks:
         dist.barrier()
         return path
 
-    def plain(self, family: str) -> PreTrainedModel:
+    def plain(self, family: str) -> Plain:
         """The plain transformers model."""
-        return AutoModelForCausalLM.from_pretrained(self.folder(family), dtype=torch.float32).eval()
+        return Plain(self.folder(family))
 
     @contextmanager
     def engine(self, run: Run, source: Any, method: str = "runahead") -> Iterator[megakv.MegaKVEngine]:
