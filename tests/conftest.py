@@ -1,5 +1,6 @@
 """What every test shares: the `--full` option, the markers, one thread per process, random numbers that come back."""
 
+import gc
 import json
 import os
 import random
@@ -54,16 +55,24 @@ def new_seed() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full: the whole matrix")
     parser.addoption("--cases", type=int, help="how many cases a test draws at random, in place of its own number")
-    parser.addoption("--draw", type=int, default=new_seed(), help="seed by which parameters of tests are drawn")
+    parser.addoption("--draw", type=int, help="seed by which it is drawn which parameters of tests run")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"parameters drawn with --draw {config.getoption('--draw')}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Processes of xdist draw the same."""
+    node.workerinput["draw"] = node.config.getoption("--draw")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--draw") is None:
+        config.option.draw = vars(config).get("workerinput", {"draw": new_seed()})["draw"]
     config.addinivalue_line("markers", "full: part of the whole matrix, run with --full only")
-    config.addinivalue_line("markers", "drawn(count, pool): of a test's parameters so marked, so many run, at random")
+    config.addinivalue_line("markers", "drawn(count, pool): of a test's parameters, or a file's pool, so many run")
     config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
     torch.set_num_threads(1)
     # A script's background jobs ignore Ctrl-C, and so does all that they start; tests send it to what they start.
@@ -84,19 +93,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         draw(items, config.getoption("--draw"))
 
 
-def draw(items: list[pytest.Item], seed: int) -> None:
-    """Skip what is not drawn of each test's parameters that are marked `drawn`. One asked for by its name runs.
+def pytest_collection_finish() -> None:
+    # What was imported stays: the collector need not walk it again and again.
+    gc.freeze()
 
-    Tests of a file that have as many draw the same.
+
+def draw(items: list[pytest.Item], seed: int) -> None:
+    """Skip what is not drawn of each test's parameters that are marked `drawn`, or of a file's pool of that name.
+
+    What is asked for by its name alone runs. Tests of a file that have as many parameters draw the same.
     """
     pools: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         marker = item.get_closest_marker("drawn")
         if marker is not None and not item.get_closest_marker("full"):
-            pools.setdefault((item.nodeid.partition("[")[0], *marker.args), []).append(item)
-    for (name, count, *pool), found in pools.items():
-        numbers = random.Random(f"{seed} {name.partition('::')[0]} {pool}")
-        chosen = numbers.sample(found, min(count, len(found)))
+            count, *pool = marker.args
+            test = "" if pool else item.nodeid.partition("[")[0]
+            pools.setdefault((item.nodeid.partition("::")[0], *pool, test, count), []).append(item)
+    for (*pool, _, count), found in pools.items():
+        chosen = random.Random(f"{seed} {pool}").sample(found, min(count, len(found)))
         for item in found:
             if item not in chosen:
                 item.add_marker(pytest.mark.skip(reason="not drawn"))
