@@ -9,6 +9,8 @@ source scripts/setup.sh || exit 1
 root=$PWD
 mkdir -p .cache/wandb
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Some hundred processes import the package: without its bytecode each would compile it.
+unset PYTHONDONTWRITEBYTECODE
 export HF_HOME=$root/.cache/huggingface HF_HUB_OFFLINE=1 MPLBACKEND=agg MPLCONFIGDIR=$root/.cache/matplotlib
 export WANDB_MODE=offline WANDB_SILENT=true WANDB_DIR=$root/.cache/wandb WANDB_DATA_DIR=$root/.cache/wandb
 export WANDB_CACHE_DIR=$root/.cache/wandb WANDB_CONFIG_DIR=$root/.cache/wandb

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed.ops
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import psutil
 import setuptools  # noqa: F401  DeepSpeed looks for compilers at the first start of a group
 import torch.utils.cpp_extension  # noqa: F401
