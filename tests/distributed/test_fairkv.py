@@ -70,7 +70,13 @@ def converse(folder: Path, mesh: str, stage: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("saved", "restored"), [("2x2", "1x2"), pytest.param("2x1", "4x1", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.drawn(1)) for each in (("2x2", "1x2"), ("1x2", "1x2"), ("2x1", "1x1"))),
+        pytest.param("2x1", "4x1", marks=pytest.mark.full),
+    ],
+)
 def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: str) -> None:
     for before in converse(tmp_path, saved, "save").values():
         assert before["fork"] and before["intact"]

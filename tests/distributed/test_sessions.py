@@ -55,7 +55,8 @@ def judge_restored(results: dict[str, Any]) -> None:
 def test_turns_and_a_restore_on_fewer_ranks(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     whole = pytestconfig.getoption("--full")
     decoded = 2000 if whole else 40
-    judge_turns(launch(tmp_path, "4x1", "all" if whole else "quick", decoded), decoded)
+    mesh, stage = ("4x1", "all") if whole else ("3x1", "quick")
+    judge_turns(launch(tmp_path, mesh, stage, decoded), decoded)
     judge_restored(launch(tmp_path, "2x1", "restore", decoded))
 
 
@@ -68,7 +69,7 @@ def test_other_meshes(tmp_path: Path, saved: str, restored: str) -> None:
 
 def test_saves_that_are_killed(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Whenever a save is killed, the folder holds the old session or the new one; of two jobs, one wins."""
-    moments = 100 if pytestconfig.getoption("--full") else 8
+    moments = 100 if pytestconfig.getoption("--full") else 4
     out = tmp_path / "out.json"
     script = SCRIPT.with_name("killed_saves.py")
     run_ranks(script, out, tmp_path, str(moments), ranks=1, timeout=420).check()
