@@ -35,6 +35,7 @@ SCORINGS = {
 }
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS.keys())
 @pytest.mark.parametrize("ranks", range(1, 6))
 def test_zigzag_ring_equals_the_whole(ranks, scoring):
@@ -53,6 +54,7 @@ def test_zigzag_ring_equals_the_whole(ranks, scoring):
             assert_agrees((partial.out, partial.lse), (expected[0][:, own], expected[1][:, own]))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("window", [None, 40, 300])
@@ -73,6 +75,7 @@ def test_interleaved_parts_in_any_order(dtype, kv_heads, window):
     assert_agrees((partial.out, partial.lse), expected, 1e-13 if dtype == torch.float64 else 2e-6)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("window", [1, 100, 256, 1200])
 def test_long_windows(window):
     rng = np.random.default_rng(window)

@@ -219,6 +219,7 @@ def test_windows_bound_the_prefix() -> None:
     assert unlimited == pytest.approx(wide, rel=1e-6)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("size", "tokens"), [(2, 60), (3, 30), (4, 20)])
 def test_best_partition_is_as_good_as_any(size: int, tokens: int) -> None:
     """Exhaustively: all partitions of few tokens, ranks without any included."""

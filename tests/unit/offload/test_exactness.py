@@ -45,6 +45,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
     return model.generate(ids, attention_mask=mask, **{**defaults, **options})
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CHANGING])
 def test_every_family_recomputes_its_own_keys_and_values(
@@ -74,12 +75,13 @@ def test_every_family_recomputes_its_own_keys_and_values(
 
 
 def generations() -> Iterator[Any]:
-    """Families, methods and ways to generate; by default every method with one family, and `auto` with all."""
+    """Families, methods and ways to generate; by default every method with one family drawn, and `auto` with some."""
     for name in ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma"):
         for method in (*METHODS, AUTO):
             for way, options in (("beams", {"num_beams": 3}), ("sampled", {"do_sample": True, "top_k": 20})):
-                often = way == "beams" and (name == "qwen3" or method == "auto") or (name, method) == ("opt", "auto")
-                marks = [] if often else [pytest.mark.full]
+                marks = [pytest.mark.full] if way == "sampled" else [pytest.mark.drawn(1, method)]
+                if method == AUTO:
+                    marks = [pytest.mark.drawn(2, way)]
                 yield pytest.param(name, method, options, id=f"{name}-{method}-{way}", marks=marks)
 
 
@@ -105,6 +107,7 @@ def test_every_method_gives_the_plain_tokens(name: str, method: str, options: di
     assert all(on_host) if method == AUTO or METHODS[method].attends_on_host else not any(on_host)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss", "falcon_alibi", "mpt", "deepseek_v3"])
 def test_the_host_attends_with_windows_caps_sinks_and_biases(name: str, offloaded: Any) -> None:

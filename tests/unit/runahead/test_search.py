@@ -15,7 +15,7 @@ from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
 PAPER = Grid(96, 4, 2)
 EVERY = all_partitions(96, 4, 2)
 MOST_EVALUATIONS = 810
-MODELS = 8
+MODELS = 4
 
 
 def excess(chain: SimulatedChain, result: SearchResult, every: np.ndarray) -> float:
@@ -67,7 +67,7 @@ def test_other_numbers_of_ranks(size: int) -> None:
     tokens, unit = {2: (1000, 7), 3: (301, 3), 5: (96, 4)}[size]
     every = all_partitions(tokens, size, unit)
     every[:, -1] += tokens - every.sum(axis=1)
-    for _ in range(10):
+    for _ in range(4):
         seed = random.randrange(10**9)
         chain = SimulatedChain.usual(tokens, random.Random(seed))
         result = PartitionSearch(Grid(tokens, size, unit), chain.evaluator()).run()
@@ -86,7 +86,7 @@ def test_many_ranks_cost_few_evaluations() -> None:
 
 
 def test_seeds_are_measured_first_and_never_lost() -> None:
-    for _ in range(10):
+    for _ in range(4):
         chain = SimulatedChain.any(96, random.Random(random.getrandbits(32)))
         plain = PartitionSearch(PAPER, chain.evaluator()).run()
         seeded = PartitionSearch(PAPER, chain.evaluator(), seeds=[plain.partition]).run()
