@@ -201,7 +201,7 @@ class MegaKVEngine(InferenceEngine):
         """What the last `generate` did on every rank. Every rank must call it."""
         self.check_open()
         with self.agreement.call():
-            return self._record.run_report(self._comm, self._config, self._name, self._mapping)
+            return self._record.run_report(self._comm, self._config, self._name, self._runtime.dtype, self._mapping)
 
     @without_autograd
     def destroy(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megakv.cache.cache import ShardedCache
@@ -75,16 +76,23 @@ class RunRecord:
         )
 
     def run_report(
-        self, comm: Communicator, config: MegaKVConfig, model: str, mapping: HeadMapping | None = None
+        self,
+        comm: Communicator,
+        config: MegaKVConfig,
+        model: str,
+        dtype: torch.dtype,
+        mapping: HeadMapping | None = None,
     ) -> RunReport:
         """The report of all ranks, on every rank."""
         ranks = comm.gather_objects(self._rank_report(comm))
         return RunReport(
             config=config.model_dump(mode="json", by_alias=True, fallback=str),
             model=model,
+            dtype=str(dtype).removeprefix("torch."),
             mesh={"cp": comm.mesh.cp_size, "tp": comm.mesh.tp_size},
             ttft_s=self.clock.ttft_s,
             ttit_s=self.clock.ttit_s,
+            generated_s=self.clock.times[-1] if self.clock.times else None,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             ranks=ranks,
@@ -92,6 +100,7 @@ class RunRecord:
             machine=machine_info(),
             prefill=self.prefill,
             balance=_balance(ranks, comm, config, mapping),
+            methods={stage: dict(counts) for stage, counts in comm.ledger.methods.items()},
         )
 
 

@@ -234,4 +234,5 @@ class Runtime:
             name = last_layer_method(name, call)
         if name not in self.methods:
             self.methods[name] = METHODS[name].make()
+        self.comm.ledger.attended(name)
         return self.methods[name](call)

@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         model=Path(arguments.model).name,
         config={"simulated": given},
         machine={"simulated": machine.spec.name},
+        dtype=machine.spec.dtype,
+        methods={} if arguments.method == "offload" else {"prefill": {arguments.method: len(model.layers)}},
     )
     if arguments.png:
         draw_timelines([report], arguments.png)

@@ -147,6 +147,7 @@ class VirtualRun:
             new_tokens=simulated.new_tokens,
             ttft_s=simulated.ttft_s,
             ttit_s=simulated.ttit_s,
+            generated_s=played.seconds,
             ranks=ranks,
             versions=version_info(),
             **values,

@@ -7,7 +7,7 @@ lies between two moments is added up when both have passed, and nobody waits for
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +46,8 @@ class Ledger:
     """Whether the pass under way computes single tokens."""
     computed: defaultdict[tuple[str, int | None, bool], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of computation by name, layer and `decoding`."""
+    methods: dict[str, Counter[str]] = field(default_factory=dict)
+    """By stage, how many layers each attention method served."""
     _dense_since: Any = None
     # Moments that are not known to have passed, with what then is to be counted.
     _coming: deque[tuple[Any, Callable[[], None]]] = field(default_factory=deque)
@@ -58,6 +60,7 @@ class Ledger:
         self._coming.clear()
         self.tallies.clear()
         self.computed.clear()
+        self.methods.clear()
         self.spans.clear()
         self._started = time.perf_counter()
         self._zero = self.clock.mark()
@@ -89,6 +92,10 @@ class Ledger:
         tally = self.tallies[operation, layer]
         tally.calls += 1
         tally.bytes_sent += nbytes
+
+    def attended(self, method: str) -> None:
+        """Count a layer that an attention method serves."""
+        self.methods.setdefault("decode" if self.decoding else "prefill", Counter())[method] += 1
 
     def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any) -> None:
         """Count the time of a transfer that was posted and waited for at these moments and has just ended."""

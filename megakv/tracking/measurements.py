@@ -1,17 +1,20 @@
 """What ranks measure: events, traffic, offloaded passes, the balance of KV heads. Plain data that goes to JSON."""
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from megakv.fairkv.layer import barrier_utilisation, busy_rates
 
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+# What a file may hold: numbers that sums, ratios and axes of pictures can bear.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(ge=-1e12, le=1e12)]
+MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,11 @@ class Event:
     def __post_init__(self) -> None:
         if self.kind not in ("compute", "communication", "wait"):
             raise ValueError(f"event {self.name!r} has kind {self.kind!r}; it must be compute, communication or wait")
-        if not (math.isfinite(self.start) and math.isfinite(self.end) and self.start <= self.end):
-            raise ValueError(f"event {self.name!r} runs from {self.start} to {self.end} s; it must end after it starts")
+        if not -MOST_SECONDS <= self.start <= self.end <= MOST_SECONDS:
+            raise ValueError(
+                f"event {self.name!r} runs from {self.start} to {self.end} s; it must end after it starts, within "
+                f"{MOST_SECONDS:.0f} s"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +51,14 @@ class Traffic:
 
     operation: str
     layer: int | None
-    calls: int
-    bytes_sent: int
+    calls: Count
+    bytes_sent: Count
     seconds: float
     seconds_exposed: float
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
-        if min(self.calls, self.bytes_sent) < 0 or not 0 <= self.seconds_exposed <= self.seconds < math.inf:
+        if min(self.calls, self.bytes_sent) < 0 or not 0 <= self.seconds_exposed <= self.seconds <= MOST_SECONDS:
             raise ValueError(f"{self.operation!r} in layer {self.layer} has counts or times that no run can have")
 
 
@@ -63,8 +69,8 @@ class PrefillPlan:
     # The method asked for, or what ``auto`` found fastest: ``single``, ``runahead``, ``pass_kv`` or ``pass_q``.
     chosen: str
     # Per sequence, consecutive tokens of every rank; ``None`` where they were spread in balanced chunks.
-    partitions: list[list[int]] | None
-    predicted_s: dict[str, float]  # Predicted time to first token of everything that ``auto`` chose from.
+    partitions: list[list[Count]] | None
+    predicted_s: dict[str, Number]  # Predicted time to first token of everything that ``auto`` chose from.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
@@ -78,29 +84,30 @@ class OffloadStep:
     # recomputed from activations (the split point), those attended to by the host, and those before the windows of all
     # queries. They are counted as it happens, which may be otherwise than planned: all but the first are means over
     # layers.
-    cached: int
-    resident: int
-    recomputed: int
-    on_host: int
+    cached: Count
+    resident: Count
+    recomputed: Count
+    on_host: Count
     # From the end of the pass before to the end of this one.
-    predicted_s: float
-    measured_s: float
-    waited_s: float  # In which the accelerator stood still for the link or the host.
+    predicted_s: Number
+    measured_s: Number
+    waited_s: Number  # In which the accelerator stood still for the link or the host.
     # To the accelerator and from it.
-    bytes_in: int
-    bytes_out: int
-    weight_bytes: int = 0  # Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
+    bytes_in: Count
+    bytes_out: Count
+    # Weights that the pass needed; what is brought ahead counts for the pass in which it comes.
+    weight_bytes: Count = 0
     # Bits of each key and value off the accelerator where they are quantised: results are lossy then.
     kv_bits: int | None = None
     # `bytes_in` as a share of what the link carries in `measured_s`, by its measured bandwidth.
-    link_utilisation: float = 0.0
+    link_utilisation: Number = 0.0
     # Of `bytes_in`, what was read from disk, and as a share of what the disk gives in `measured_s`.
-    disk_bytes: int = 0
-    disk_utilisation: float = 0.0
+    disk_bytes: Count = 0
+    disk_utilisation: Number = 0.0
     # Whether speeds of the machine were measured in the course of it, or read from their file: that takes time which
     # was not predicted.
     profiled: bool = False
-    out_of_window: int = 0
+    out_of_window: Count = 0
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
@@ -137,16 +144,21 @@ class HeadBalance:
     mapping: str | None
     digest: str | None
     # What the mapping promised for its profile: mean load over the slowest rank's, averaged over layers.
-    mapped_utilisation: float | None
-    kept_tokens: list[int]  # By rank: tokens held, summed over its KV heads and all layers.
-    kept_utilisation: float  # The same as `mapped_utilisation` of the tokens that heads really hold.
+    mapped_utilisation: Number | None
+    kept_tokens: list[Count]  # By rank: tokens held, summed over its KV heads and all layers.
+    kept_utilisation: Number  # The same as `mapped_utilisation` of the tokens that heads really hold.
     # By rank: seconds in attention while single tokens were computed; empty where none were, or on an accelerator.
-    attention_s: list[float]
+    attention_s: list[Number]
     # By rank: its `attention_s` over the sum, layer by layer, of those of the slowest rank beside it.
-    busy_rates: list[float]
+    busy_rates: list[Number]
     # Mean time in attention over the slowest rank's, averaged over layers; ``None`` where nothing was measured.
-    utilisation: float | None
+    utilisation: Number | None
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        ranks = len(self.kept_tokens)
+        if {len(self.attention_s), len(self.busy_rates)} - {0, ranks}:
+            raise ValueError(f"kept_tokens has {ranks} ranks; attention_s and busy_rates must have as many, or none")
 
     def scalars(self) -> dict[str, float | None]:
         """The flat metrics of it."""

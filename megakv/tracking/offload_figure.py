@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megakv.tracking.files import BLUE, FAINT, GREEN, INK, ORANGE, PALE, RED, picture
 from megakv.tracking.measurements import OffloadStep
 from megakv.tracking.report import RunReport
+from megakv.tracking.units import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,13 +75,17 @@ def _tokens(axes: Axes, steps: Sequence[OffloadStep]) -> None:
 
 
 def _curves(axes: Axes, steps: Sequence[OffloadStep], label: str) -> None:
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
     shown = list(enumerate(steps, 1))
     if label == "share of the link":
         axes.axhline(1.0, color=FAINT, linewidth=0.7)
+    elif label == "time of a pass":
+        axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
     else:
-        axes.yaxis.set_major_formatter(EngFormatter(unit="s" if label == "time of a pass" else "B"))
+        most = max(max(step.bytes_in, step.bytes_out, 4) for step in steps)
+        axes.yaxis.set_major_locator(MultipleLocator(2 ** (most.bit_length() - 3)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
     if label == "time of a pass" and len(steps) > 1:
         # Measuring a machine's speeds takes as long as many passes, which would lie flat beside it.
         shown = [(number, step) for number, step in shown if not step.profiled]

@@ -1,28 +1,36 @@
 """The report of a run: what all ranks measured, as dataclasses that go to JSON and come back checked."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from megakv.tracking.measurements import (
     STRICT,
+    Count,
     Event,
     HeadBalance,
+    Number,
     OffloadStep,
     PrefillPlan,
     Traffic,
     offload_scalars,
 )
 
+MOST_BYTES = 256 << 20
+"""Of a file: a larger one would only keep its reader busy."""
+MOST_COUNT = 2**63
+MOST_NAMED = 16
+"""Ranks that a message names."""
+WRITERS = "the main job's --json, megakv.tracking.json and megakv simulate --json write reports"
+
 
 def _check_counts(values: dict[str, Any], where: str = "") -> None:
     """Refuse what no run can have measured."""
     for name, value in values.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if value is not None and not 0 <= value < MOST_COUNT:
             raise ValueError(f"{where}{name} = {value}; it cannot be negative or not finite")
 
 
@@ -42,11 +50,11 @@ class RankReport:
     events: list[Event] = field(default_factory=list)
     # ``[layer][KV head]`` tokens that each of the rank's KV heads holds, over the batch, where the cache was compressed
     # to per-head budgets; empty where it was not.
-    head_tokens: list[list[int]] = field(default_factory=list)
+    head_tokens: list[list[Count]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
     disk_io: str | None = None  # How the disk tier is read, ``aio`` or ``files``; ``None`` without one.
     # ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
-    attention_s: list[float] = field(default_factory=list)
+    attention_s: list[Number] = field(default_factory=list)
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
@@ -66,16 +74,35 @@ class RankReport:
         return found
 
 
-@dataclass(slots=True)
-class RunReport:
-    """What one run did: its configuration, its latencies, and one report per rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a job was asked, and what it said."""
 
+    answer: str
+    question: str | None = None  # ``None`` where the prompt is one text.
+    # Where the job knows what must be said, and whether it was.
+    expected: str | None = None
+    correct: bool | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(slots=True, kw_only=True)
+class RunReport:
+    """What one run did: its configuration, its latencies, and one report per rank.
+
+    It is the one format of results: the main job, ``megakv.tracking.json`` and ``megakv simulate`` write it.
+    """
+
+    format: Literal["megakv run"] = "megakv run"
+    version: Literal[1] = 1
     config: dict[str, Any]  # The engine's whole configuration.
     model: str
+    dtype: str | None = None  # Of weights, keys and values.
     mesh: dict[str, int]  # ``{"cp": ranks that share the tokens, "tp": ranks that share the heads}``.
     # Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
     ttft_s: float | None
     ttit_s: float | None
+    generated_s: float | None = None  # Time to the last token.
     # Over the whole batch.
     prompt_tokens: int
     new_tokens: int
@@ -85,15 +112,26 @@ class RunReport:
     machine: dict[str, Any]
     prefill: PrefillPlan | None = None  # ``None`` where nothing was decided before the layers ran.
     balance: HeadBalance | None = None  # Where KV heads were mapped to ranks or compressed.
+    # By stage, ``prefill`` and ``decode``: how many layers, summed over passes, each attention method served.
+    methods: dict[str, dict[str, Count]] = field(default_factory=dict)
+    # What a job adds: its command line, what it was asked, and whether the tokens are those of a single-process
+    # transformers run (``None`` where that was not asked for).
+    settings: dict[str, Any] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    tokens_equal: bool | None = None
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         if set(self.mesh) != {"cp", "tp"} or min(self.mesh.values()) < 1:
             raise ValueError(f"mesh is {self.mesh}; it must give cp and tp, each at least 1")
         size, found = self.mesh["cp"] * self.mesh["tp"], [report.rank for report in self.ranks]
-        if found != list(range(size)):
-            raise ValueError(f"mesh {self.mesh} must have reports of ranks 0 to {size - 1} in order, found {found}")
-        _check_counts({name: getattr(self, name) for name in ("ttft_s", "ttit_s", "prompt_tokens", "new_tokens")})
+        # Lengths first: a range may be as long as a file says.
+        if len(found) != size or found != list(range(size)):
+            raise ValueError(
+                f"mesh {self.mesh} must have reports of ranks 0 to {size - 1} in order, found {found[:MOST_NAMED]}"
+            )
+        names = ("ttft_s", "ttit_s", "generated_s", "prompt_tokens", "new_tokens")
+        _check_counts({name: getattr(self, name) for name in names})
 
     def scalars(self) -> dict[str, float]:
         """The report as flat metrics: latencies, throughput, the largest rank's memory, and sums per operation.
@@ -121,13 +159,6 @@ class RunReport:
         return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def latency(seconds: float | None) -> str:
-    """A time to a token as people read it."""
-    if seconds is None:
-        return "-"
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-
-
 _REPORT = TypeAdapter(RunReport)
 
 
@@ -146,19 +177,22 @@ def report_from_json(text: str | bytes) -> RunReport:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc'])) or 'report'}: {item['msg']}" for item in error.errors()]
         text = "; ".join(problems[:3]) + f" (and {len(problems) - 3} more)" * (len(problems) > 3)
-        raise ValueError(f"this is not a MegaKV run report (megakv.tracking.json writes one): {text}") from None
+        raise ValueError(f"this is not a MegaKV run report ({WRITERS}): {text}") from None
 
 
 def load_report(path: str | Path) -> RunReport:
-    """Read a report that `megakv.tracking.tracker.Tracker` wrote.
+    """Read the report of a run, measured or simulated.
 
-    Raises ValueError if it cannot be read or holds no report; the message names the file and the offending keys.
+    Raises ValueError if it cannot be read, is too large or holds no report; the message names the file and the
+    offending keys.
     """
     try:
-        return report_from_json(Path(path).read_bytes())
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"a report has at most {MOST_BYTES >> 20} MiB, this file has more")
+        return report_from_json(content)
     except OSError as error:
-        raise ValueError(
-            f"report {path} cannot be read: {error.strerror}; megakv.tracking.json and megakv simulate write reports"
-        ) from error
+        raise ValueError(f"report {path} cannot be read: {error.strerror}; {WRITERS}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

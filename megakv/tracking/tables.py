@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from megakv.tracking.measurements import Traffic
+from megakv.tracking.measurements import Event, Traffic
 from megakv.tracking.report import RankReport, RunReport
-
-Cell = str | int | float | None
+from megakv.tracking.units import Cell
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,34 @@ def report_tables(report: RunReport) -> dict[str, Table]:
         "balance": _balance(report),
     }
     return {name: table for name, table in found.items() if table.rows}
+
+
+def rank_seconds(report: RunReport) -> Table:
+    """What each rank did until the last token: compute, wait for communication (exposed) or neither; and what it hid.
+
+    Compute is known where events were recorded, the rest where the run's length is. Waiting for the link to what lies
+    off the accelerator is exposed communication too.
+    """
+    records: list[dict[str, Cell]] = []
+    for rank in report.ranks:
+        exposed = sum(t.seconds_exposed for t in rank.traffic)
+        hidden = sum(t.seconds for t in rank.traffic) - exposed
+        exposed += sum(step.waited_s for step in rank.offload)
+        compute = busy_seconds([event for event in rank.events if event.kind == "compute"]) if rank.events else None
+        end = report.generated_s
+        other = None if end is None else max(0.0, end - exposed - (compute or 0.0))
+        values = {"compute_s": compute, "exposed_s": exposed, "other_s": other, "hidden_s": hidden}
+        records.append({"rank": rank.rank, **values})
+    return Table.of(records)
+
+
+def busy_seconds(events: Sequence[Event]) -> float:
+    """Time in which at least one of some events ran."""
+    busy, until = 0.0, -math.inf
+    for event in sorted(events, key=lambda event: event.start):
+        busy += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return busy
 
 
 def by_layer(report: RunReport) -> Table:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from megakv.tracking.files import BLUE, FAINT, INK, ORANGE, RED, picture, write_whole
 from megakv.tracking.measurements import Event
-from megakv.tracking.report import RankReport, RunReport, latency
+from megakv.tracking.report import RankReport, RunReport
+from megakv.tracking.units import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,8 @@ _COLORS = {"compute": BLUE, "communication": ORANGE, "wait": RED}
 _LANES = {"compute": (0.10, 0.52), "communication": (0.56, 0.88), "wait": (0.56, 0.88)}
 _LABELS = {"compute": "compute", "communication": "communication in flight", "wait": "waiting for communication"}
 _DPI = 150
+MOST_LANES, LEAST_LANES = 64, 4
+"""Ranks of a picture, and of each run in it: pictures cannot have any height."""
 _THREADS = {"compute": 0, "wait": 1}
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 13.0, 1.25, 1.75, 0.95, 0.62
 _COLUMNS = round((_WIDTH_IN - _LEFT_IN - _RIGHT_IN) * _DPI)
@@ -38,14 +41,15 @@ def draw_timelines(
     Every rank has two lanes: compute above, communication below, in which the light part was in flight behind
     compute and the dark part made the rank wait. Events too narrow to tell apart merge into columns as dark as
     they were busy, so a lane that worked half of the time looks half full at every zoom. The numbers at the right
-    are the shares of the window.
+    are shares of the window, by default of each run's own time in it. Of many ranks the first are drawn.
 
     window: First and last second to show; by default the prefill and, if there was one, the first decoded tokens.
     """
     begin, end = window or (0.0, max(map(default_end, reports)))
     if not begin < end:
         raise ValueError(f"window is ({begin}, {end}); it must start before it ends, in seconds")
-    counts = [len(report.ranks) for report in reports]
+    most = max(LEAST_LANES, MOST_LANES // len(reports))
+    counts = [min(most, len(report.ranks)) for report in reports]
     lanes_in = [count * (0.62 if count <= 8 else 0.46) for count in counts]
     heights_px = [round((lanes + _TOP_IN + _BOTTOM_IN) * _DPI) for lanes in lanes_in]
     heights_in = [height / _DPI for height in heights_px]
@@ -57,18 +61,25 @@ def draw_timelines(
         for part, report, lanes, height in zip(parts, reports, lanes_in, heights_in, strict=True):
             axes = part.add_axes((_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height, width, lanes / height))
             axes.set_xlim(begin * 1e3, end * 1e3)
-            axes.set_ylim(len(report.ranks), 0)
-            for lane, rank in enumerate(report.ranks):
-                _draw_rank(axes, rank, lane, begin, end)
+            ranks = report.ranks[:most]
+            axes.set_ylim(len(ranks), 0)
+            until = end if window else min(end, default_end(report))
+            for lane, rank in enumerate(ranks):
+                _draw_rank(axes, rank, lane, begin, end, until)
             _draw_phases(axes, report, begin, end)
-            _draw_frame(part, axes, report, height)
+            _draw_frame(part, axes, report, ranks, height)
+
+
+def has_events(report: RunReport) -> bool:
+    """Whether there is anything to draw: events are recorded where a timeline is asked for."""
+    return any(rank.events for rank in report.ranks)
 
 
 def default_end(report: RunReport) -> float:
     """Seconds of the prefill and about eight decoded tokens; the whole run if it is no longer than that."""
     last = max((event.end for rank in report.ranks for event in rank.events), default=0.0)
     if report.ttft_s is None:
-        return last or 1e-3
+        return last if last > 0 else 1e-3
     shown = report.ttft_s + max(8 * (report.ttit_s or 0.0), 0.1 * report.ttft_s)
     return (min(last, shown) if last > 0 else shown) or 1e-3
 
@@ -86,14 +97,14 @@ def busy_share(events: list[Event], begin: float, end: float, columns: int) -> N
     return np.clip(share, 0.0, 1.0)
 
 
-def _draw_rank(axes: Axes, rank: RankReport, lane: int, begin: float, end: float) -> None:
+def _draw_rank(axes: Axes, rank: RankReport, lane: int, begin: float, end: float, until: float) -> None:
     events = {kind: [event for event in rank.events if event.kind == kind] for kind in _LANES}
     for kind, (top, bottom) in _LANES.items():
         _draw_lane(axes, events[kind], kind, lane + top, lane + bottom, begin, end)
     if lane % 2:
         axes.axhspan(lane, lane + 1, color="#f3f5f7", linewidth=0, zorder=0)
     notes = [
-        (f"{busy_share(events[kind], begin, end, 1)[0]:.0%}", y, 36, "right", _COLORS[kind])
+        (f"{busy_share(events[kind], begin, until, 1)[0]:.0%}", y, 36, "right", _COLORS[kind])
         for kind, y in (("compute", 0.31), ("wait", 0.72))
     ]
     for text, y, x, side, color in (*notes, (f"{rank.tokens:,} tokens", 0.5, 50, "left", INK)):
@@ -137,7 +148,9 @@ def _draw_phases(axes: Axes, report: RunReport, begin: float, end: float) -> Non
         )  # fmt: skip
 
 
-def _draw_frame(figure: SubFigure, axes: Axes, report: RunReport, height_in: float) -> None:
+def _draw_frame(
+    figure: SubFigure, axes: Axes, report: RunReport, ranks: Sequence[RankReport], height_in: float
+) -> None:
     from matplotlib.patches import Patch
 
     axes.set_xlabel("milliseconds since the start")
@@ -145,7 +158,7 @@ def _draw_frame(figure: SubFigure, axes: Axes, report: RunReport, height_in: flo
     several = len({rank.host for rank in report.ranks}) > 1
     labels = [
         f"rank {rank.rank}" + (f" · {rank.host[:12]}" if several else "") + f"\ncp {rank.cp_rank} · tp {rank.tp_rank}"
-        for rank in report.ranks
+        for rank in ranks
     ]
     axes.set_yticks([lane + 0.5 for lane in range(len(labels))], labels, fontsize=7.5)
     axes.tick_params(axis="y", length=0)
@@ -155,13 +168,15 @@ def _draw_frame(figure: SubFigure, axes: Axes, report: RunReport, height_in: flo
         "share of time", (1, 1), (10, 4), "axes fraction", "offset points",
         color=FAINT, fontsize=7.5, annotation_clip=False,
     )  # fmt: skip
-    latencies = [f"TTFT {latency(report.ttft_s)}", f"TTIT {latency(report.ttit_s)}"]
+    latencies = [f"TTFT {duration(report.ttft_s)}", f"TTIT {duration(report.ttit_s)}"]
     title = [Path(report.model).name[:48], f"CP{report.mesh['cp']} x TP{report.mesh['tp']}", *latencies]
     left, top = _LEFT_IN / _WIDTH_IN, 1 - 0.14 / height_in
     figure.text(left, top, "   ·   ".join(title), fontsize=12.5, va="top", weight="bold")
     subtitle = f"{report.prompt_tokens:,} prompt tokens, {report.new_tokens:,} new tokens"
     if "simulated" in report.machine:
         subtitle += f", simulated on {report.machine['simulated']}"
+    if len(ranks) < len(report.ranks):
+        subtitle += f", the first {len(ranks)} of {len(report.ranks)} ranks"
     figure.text(left, 1 - 0.42 / height_in, subtitle, fontsize=9, color=FAINT, va="top")
     figure.legend(
         handles=[Patch(facecolor=_COLORS[kind], label=label) for kind, label in _LABELS.items()],

@@ -13,7 +13,7 @@ from megakv.tracking.files import drawn, write_whole
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.report import RunReport, report_to_json
 from megakv.tracking.tables import Table, by_layer, comparison, operations, report_tables
-from megakv.tracking.timeline import draw_timelines
+from megakv.tracking.timeline import draw_timelines, has_events
 from megakv.tracking.wandb_run import WandbRun, check_wandb_installed
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,18 @@ class Tracker:
     def wandb_directory(self) -> Path | None:
         """Folder of the W&B run, for ``wandb sync``; ``None`` on other ranks and without W&B."""
         return self._wandb.directory if self._wandb else None
+
+    @property
+    def written(self) -> dict[str, Path]:
+        """By kind, the files and folders that `log_report` writes; none on other ranks."""
+        config = self._config
+        found = {
+            "report": config.json_path,
+            "timeline": config.timeline,
+            "CSV files": self._csv,
+            "W&B run": self.wandb_directory,
+        }
+        return {kind: Path(path).resolve() for kind, path in found.items() if path is not None}
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Log metrics. W&B drops steps smaller than one it has seen."""
@@ -64,7 +76,7 @@ class Tracker:
         if config.timeline is not None:
             _write("timeline", config.timeline, partial(draw_timelines, [report]))
         if self._wandb is not None:
-            pictures = {"timeline": drawn(partial(draw_timelines, [report]))}
+            pictures = {"timeline": drawn(partial(draw_timelines, [report]))} if has_events(report) else {}
             if any(rank.offload for rank in report.ranks):
                 pictures["offload"] = drawn(partial(draw_offload, report))
             self._wandb.log({**_tables(report), **pictures})
@@ -108,7 +120,8 @@ def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig)
     values["comparison"] = comparison([report for _, report in runs], [name for name, _ in runs])
     for name, report in runs:
         values |= {f"{name}/{key}": table for key, table in _tables(report).items()}
-        values[f"{name}/timeline"] = drawn(partial(draw_timelines, [report]))
+        if has_events(report):
+            values[f"{name}/timeline"] = drawn(partial(draw_timelines, [report]))
     run = WandbRun(config, {name: report.config for name, report in runs})
     run.log(values)
     directory = run.directory

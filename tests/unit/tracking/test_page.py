@@ -1,18 +1,24 @@
 """The page about runs: whole, self-contained, and safe from what files say."""
 
+import json
 import random
 import re
+import shutil
+import subprocess
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from megakv.launcher.command import main
-from megakv.tracking.measurements import OffloadStep, PrefillPlan, head_balance
+from megakv.tracking import units
+from megakv.tracking.measurements import Event, OffloadStep, PrefillPlan, Traffic, head_balance
+from megakv.tracking.overview import methods
 from megakv.tracking.page import MOST_RUNS, page, read_runs
-from megakv.tracking.report import RunReport, report_to_json
-from megakv.tracking.tables import by_layer, comparison, operations, report_tables
+from megakv.tracking.report import Answer, RunReport, report_to_json
+from megakv.tracking.tables import by_layer, comparison, operations, rank_seconds, report_tables
 from tests.unit.tracking.reports import random_report
 
 EVIL = "<script>alert('x')</script>\"&"
@@ -65,6 +71,13 @@ def report() -> RunReport:
     return found
 
 
+def eventless(report: RunReport) -> RunReport:
+    """As of a run that recorded no timeline."""
+    for rank in report.ranks:
+        rank.events = []
+    return report
+
+
 def test_page_has_every_part_and_needs_nothing_else(report: RunReport) -> None:
     html = page([("first", report), ("second", random_report(random.Random(8), cp=4, tp=1))])
     reader = read(html)
@@ -81,6 +94,8 @@ def test_text_of_reports_is_escaped(report: RunReport) -> None:
     report.model, report.config = EVIL, {EVIL: EVIL}
     report.machine, report.versions = {"cpu": EVIL}, {EVIL: EVIL}
     report.prefill = PrefillPlan(EVIL, None, {EVIL: 1.0})
+    report.dtype, report.methods, report.settings = EVIL, {"prefill": {EVIL: 1}}, {EVIL: EVIL}
+    report.answers = [Answer(question=EVIL, answer=EVIL, expected=EVIL, correct=True)]
     report.ranks[1].offload = [replace(step, plan=EVIL + "$x_{$") for step in report.ranks[1].offload]
     for rank in report.ranks:
         rank.host = EVIL
@@ -131,6 +146,126 @@ def test_a_run_without_tokens_has_a_page() -> None:
     assert "Prefill: predicted" not in read(page([("bare", bare)])).text
 
 
+def test_a_page_says_what_ran_and_explains_its_words(report: RunReport) -> None:
+    report.dtype, report.generated_s = "bfloat16", 9.0
+    report.methods = {"prefill": {"pass_kv": 3, "pass_q": 1}, "decode": {"replicated": 28}}
+    report.answers = [Answer(question="How many?", answer=" Five.", expected="Six", correct=False)]
+    report.tokens_equal = False
+    report.config["megakv"] = {"context_parallel": {"prefill": "auto"}, "offload": {"method": "auto"}}
+    report.config["note"] = "TSP"
+    shown = read(page([("run", eventless(report))])).text
+    for words in (
+        "some/tiny-llama", "CP 2 x TP 2, 4 ranks on 1 host", "bfloat16", "NO", "Five.", "replicated queries",
+        "auto took pass-KV (3 of 4 layers), pass-Q (1 of 4 layers) (predicted: one rank 750 ms, KV-Runahead 500 ms)",
+        "off the accelerator: auto took stream 1, all 1 passes, in 4 bits (lossy)", "expected: Six (WRONG)",
+        "time to first token", "ring attention in which queries travel", "communication in which a rank does nothing",
+    ):  # fmt: skip
+        assert words in shown, words
+    # A config's words are not the page's.
+    assert "tensor and sequence parallelism" not in shown
+
+
+def test_what_ran_is_known_of_other_kinds_of_runs() -> None:
+    plain = random_report(random.Random(2), cp=1, tp=2)
+    plain.methods = {"prefill": {"pass_kv": 3}}
+    plain.config = {"megakv": {"fairkv": {"method": "snapkv", "budget": 0.25}, "feed_forward": "fp8"}, "dtype": "x"}
+    assert methods(plain) == {
+        "prefill": "tensor parallelism alone",
+        "keys and values": "compressed by snapkv, budget 0.25 (lossy)",
+        "weights": "feed-forward in FP8 (lossy)",
+    }
+    plain.config = {"megakv": [1], "simulated": {"method": "offload"}}
+    assert methods(plain) == {"prefill": "tensor parallelism alone", "keys and values": "off the accelerator"}
+
+
+def test_no_time_is_lost_or_counted_twice(report: RunReport) -> None:
+    for rank in report.ranks:
+        rank.events = [Event("a", "compute", 0.0, 2.0), Event("b", "compute", 1.0, 3.0), Event("c", "wait", 4.0, 5.0)]
+        rank.traffic = [Traffic("ring", 0, 1, 10, 1.5, 1.0), Traffic("logits", None, 1, 10, 0.25, 0.25)]
+    report.ranks[1].events = []
+    report.generated_s = 6.0
+    first, second, *_ = rank_seconds(report).rows
+    assert first == [0, 3.0, 1.25, 1.75, 0.5]
+    # Without events what was computed is not known; rank 1 waited 0.2 s for what lies off the accelerator.
+    assert second == [1, None, pytest.approx(1.45), pytest.approx(4.55), 0.5]
+    report.generated_s = None
+    assert rank_seconds(report).rows[0] == [0, 3.0, 1.25, None, 0.5]
+
+
+def test_runs_without_events_have_no_timeline(report: RunReport) -> None:
+    bare = eventless(random_report(random.Random(3)))
+    assert not read(page([("bare", bare)])).addresses
+    # One of the other run, which nothing stands beside, and the picture of what it offloaded.
+    assert len(read(page([("full", report), ("bare", bare)])).addresses) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("kv_bytes", 0, "0 B"), ("kv_bytes", 1023, "1,023 B"), ("bytes_sent/ring", 3 << 19, "1.5 MiB"),
+        ("peak_bytes_max", 5 << 40, "5 TiB"), ("ttft_s", 1.5, "1.5 s"), ("seconds_exposed", 0.0123, "12.3 ms"),
+        ("ttft_predicted_s/pass_kv", 4e-6, "4 us"), ("ttit_s", 0.0, "0 s"), ("seconds", 86400.0, "86,400 s"),
+        ("prompt_tokens_per_s", 12345.6, "12,346 tokens/s"), ("error", -0.051, "-5.1%"),
+        ("fairkv/busy_rate/rank0", 0.5, "50.0%"), ("tokens", 12345, "12,345"), ("ttft_s", None, "-"),
+    ],
+)  # fmt: skip
+def test_numbers_have_units(name: str, value: float | None, words: str) -> None:
+    assert units.shown(name, value) == words
+
+
+def test_names_have_words() -> None:
+    names = [
+        "kv_bytes",
+        "seconds_exposed_max/pass_kv",
+        "offload/passes/cpu_rank",
+        "offload/on_host_share",
+        "predicted_s",
+    ]
+    assert [units.title(name) for name in names] == [
+        "KV cache", "exposed, worst rank's: pass_kv", "offload: passes: cpu_rank",
+        "offload: attended on the host, share", "predicted",
+    ]  # fmt: skip
+
+
+FRAMES = """<body><script>
+const found = [];
+for (const [width, source] of %s) {
+  const frame = document.createElement("iframe");
+  frame.style = `width:${width}px;height:800px`;
+  frame.srcdoc = source;
+  frame.onload = () => {
+    const page = frame.contentDocument;
+    const boxes = [...page.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth);
+    const { scrollWidth, clientWidth } = page.documentElement;
+    found.push({width, hidden: scrollWidth - clientWidth, boxes: boxes.length,
+                bar: page.querySelector(".chart i").getBoundingClientRect().width});
+    document.title = JSON.stringify(found);
+  };
+  document.body.append(frame);
+}
+</script></body>"""
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(report: RunReport, tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("there is no chromium, chromium-browser or google-chrome on the PATH")
+    report.model, report.generated_s = "/a/long/path/" + "x" * 300, 9.0
+    report.ranks[0].host = "h" * 200
+    html = page([("first", report), ("second", eventless(random_report(random.Random(8), cp=4, tp=1)))])
+    frames = json.dumps([[width, html] for width in (390, 1280)]).replace("</", "<\\/")
+    (tmp_path / "frames.html").write_text(FRAMES % frames)
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=10000", "--dump-dom", (tmp_path / "frames.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title is not None, done.stderr[-2000:]
+    small, large = sorted(json.loads(unescape(title[1])), key=lambda frame: frame["width"])
+    assert small["hidden"] == large["hidden"] == 0
+    # Wide tables and pictures scroll inside their boxes; a bar is as wide as its share of the axis.
+    assert small["boxes"] > large["boxes"] > 0 and 0 < small["bar"] < large["bar"]
+
+
 def test_the_command(tmp_path: Path, report: RunReport, capsys: pytest.CaptureFixture[str]) -> None:
     paths = []
     for name in ("one", "two"):
@@ -147,7 +282,10 @@ def test_the_command(tmp_path: Path, report: RunReport, capsys: pytest.CaptureFi
     broken.write_text("{}")
     for arguments, message in (
         ([str(broken)], "this is not a MegaKV run report"),
-        ([str(tmp_path / "none.json")], "none.json cannot be read: No such file or directory; megakv.tracking.json"),
+        (
+            [str(tmp_path / "none.json")],
+            "none.json cannot be read: No such file or directory; the main job's",
+        ),
         ([str(tmp_path)], "cannot be read: Is a directory"),
         (paths * MOST_RUNS, f"allowed: 1 to {MOST_RUNS} on one page"),
     ):

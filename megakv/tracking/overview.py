@@ -1,0 +1,99 @@
+"""What a run was, in words: model, mesh, and the methods that served it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megakv.tracking.measurements import PrefillPlan
+from megakv.tracking.report import RunReport
+from megakv.tracking.tables import passes_by_plan
+from megakv.tracking.units import duration
+
+NAMES = {
+    "pass_kv": "pass-KV",
+    "pass_q": "pass-Q",
+    "all_gather": "all-gather",
+    "runahead": "KV-Runahead",
+    "tsp": "TSP",
+    "tsp_causal": "TSP (causal)",
+    "replicated": "replicated queries",
+    "local": "local attention",
+    "single": "one rank",
+}
+STAGES = {"prefill": "prefill", "decode": "decoding"}
+
+
+def overview(report: RunReport) -> dict[str, str]:
+    """By name, what to know of a run before its numbers."""
+    ranks, mesh = len(report.ranks), report.mesh
+    hosts = len({rank.host for rank in report.ranks})
+    where = f"CP {mesh['cp']} x TP {mesh['tp']}, {ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    simulated = report.machine.get("simulated")
+    rate = report.prompt_tokens / report.ttft_s if report.ttft_s else None
+    return {
+        "model": report.model,
+        "mesh": where if simulated is None else f"{where}, simulated: {simulated}",
+        "dtype": report.dtype or str(setting(report, "dtype") or "-").removeprefix("torch."),
+        **methods(report),
+        "tokens": f"{report.prompt_tokens:,} prompt + {report.new_tokens:,} new",
+        "TTFT": duration(report.ttft_s) + (f" ({rate:,.0f} tokens/s)" if rate else ""),
+        "TTIT": duration(report.ttit_s),
+        "tokens equal to plain transformers": {True: "yes", False: "NO", None: "not compared"}[report.tokens_equal],
+    }
+
+
+def methods(report: RunReport) -> dict[str, str]:
+    """How the run was served, by stage, and what ``auto`` took."""
+    found = {name: words for stage, name in STAGES.items() if (words := _attention(report, stage))}
+    found["keys and values"] = _cache(report)
+    if setting(report, "megakv.feed_forward") == "fp8":
+        found["weights"] = "feed-forward in FP8 (lossy)"
+    return found
+
+
+def setting(report: RunReport, path: str) -> Any:
+    """A key of the run's configuration; None where there is no such."""
+    found: Any = report.config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _attention(report: RunReport, stage: str) -> str:
+    """The methods of a stage, the one that served most first; nothing where there was no such stage."""
+    counts = report.methods.get(stage, {})
+    if not counts:
+        return ""
+    if report.mesh["cp"] == 1:
+        return "tensor parallelism alone" if report.mesh["tp"] > 1 else NAMES["single"]
+    total = sum(counts.values())
+    shares = sorted(counts.items(), key=lambda pair: -pair[1])
+    words = ", ".join(
+        NAMES.get(name, name) + f" ({count} of {total} layers)" * (len(counts) > 1) for name, count in shares
+    )
+    if setting(report, f"megakv.context_parallel.{stage}") != "auto":
+        return words
+    return f"auto took {words}" if stage == "decode" or report.prefill is None else _planned(words, report.prefill)
+
+
+def _planned(words: str, plan: PrefillPlan) -> str:
+    """What ``auto`` took for a prompt, and from what."""
+    times = ", ".join(f"{NAMES.get(name, name)} {duration(seconds)}" for name, seconds in plan.predicted_s.items())
+    taken = NAMES["single"] if plan.chosen == "single" else words
+    return f"auto took {taken}" + (f" (predicted: {times})" if times else "")
+
+
+def _cache(report: RunReport) -> str:
+    """Where keys and values were, and how much of them."""
+    first = next((rank for rank in report.ranks if rank.offload), None)
+    if first is not None:
+        bits = first.offload[-1].kv_bits
+        lossy = f", in {bits} bits (lossy)" if bits else ""
+        auto = "auto took " * (setting(report, "megakv.offload.method") == "auto")
+        return f"off the accelerator: {auto}{passes_by_plan(first)} passes{lossy}"
+    if setting(report, "simulated.method") == "offload":
+        return "off the accelerator"
+    budget = setting(report, "megakv.fairkv.budget")
+    if budget is not None:
+        return f"compressed by {setting(report, 'megakv.fairkv.method')}, budget {budget} (lossy)"
+    return "kept whole"
