@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,72 +22,32 @@ from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Question
 from megakv.launcher.settings import check_job_arguments, make_folders, run_config
 from megakv.tracking.files import write_whole
+from megakv.tracking.overview import methods
 from megakv.tracking.page import page
-from megakv.tracking.report import RunReport
+from megakv.tracking.report import Answer, RunReport, report_to_json
 from megakv.tracking.tables import operations, passes_by_plan
 from megakv.weights.placement.plan import decoder_layers
 
 MEGABYTE = 1 << 20
-RANK_KEYS = ("rank", "host", "tokens", "kv_bytes", "head_tokens", "bytes_sent", "traffic", "peak_bytes")
-"""Of a rank's report, what the main job's JSON has."""
-
-
-@dataclass
-class Answer:
-    """One turn of a job, the same on every rank but for `tokens_equal`, which rank 0 alone knows."""
-
-    question: str
-    answer: str  # The generated text.
-    tokens: list[int]
-    prompt_tokens: int  # Computed in this turn: the first one's hold the document.
-    new_tokens: int
-    ttft_s: float | None
-    ttit_s: float | None
-    # Whether the tokens are those of a single-process transformers run; None where that was not asked for.
-    tokens_equal: bool | None = None
 
 
 @dataclass
 class Outcome:
-    """What a job produced."""
+    """What a job produced; rank 0 alone knows whether tokens are equal, and what was written."""
 
-    answers: list[Answer]
-    reports: list[RunReport]  # Of every turn.
+    report: RunReport  # Of the turn that read the document, with all answers.
+    turns: list[RunReport]
+    written: dict[str, Path]  # By kind, what the tracker wrote; nothing on other ranks than 0.
 
     @property
     def answer(self) -> str:
         """The first answer's text."""
-        return self.answers[0].answer
-
-    @property
-    def report(self) -> RunReport:
-        """That of the turn that read the document."""
-        return self.reports[0]
+        return self.report.answers[0].answer
 
     @property
     def tokens_equal(self) -> bool | None:
-        """Whether those of all answers are; None where that was not asked for."""
-        found = [answer.tokens_equal for answer in self.answers]
-        return None if None in found else all(found)
-
-    def to_json(self, **more: Any) -> dict[str, Any]:
-        """The main job's JSON."""
-        report = self.report
-        keys = ("ttft_s", "ttit_s", "prompt_tokens", "new_tokens", "mesh")
-        return {
-            "answer": self.answer,
-            "tokens_equal": self.tokens_equal,
-            **more,
-            "answers": list(map(asdict, self.answers)),
-            **{key: getattr(report, key) for key in keys},
-            "prefill": None if report.prefill is None else asdict(report.prefill),
-            "ranks": [
-                {key: getattr(rank, key) for key in RANK_KEYS} | {"traffic": list(map(asdict, rank.traffic))}
-                for rank in report.ranks
-            ],
-            "versions": report.versions,
-            "machine": report.machine,
-        }
+        """Whether the tokens of all answers are plain transformers'; None where that was not asked for."""
+        return self.report.tokens_equal
 
 
 class JobParser(argparse.ArgumentParser):
@@ -160,7 +119,8 @@ def run_job(
     options = generation_options(arguments, tokenizer)
     if first:
         print(f"megakv: {prompts[0].shape[1]} tokens on CP {mesh.cp_size} x TP {mesh.tp_size}", flush=True)
-    outcome, asked, session = Outcome([], []), [], engine.session()
+    answers: list[Answer] = []
+    reports, asked, session = [], [], engine.session()
     for index, (question, ids) in enumerate(zip(questions, prompts, strict=True)):
         if first and len(questions) > 1:
             print(f"\n> {question.text}", flush=True)
@@ -174,18 +134,35 @@ def run_job(
         asked.append((sequences[:, :end], sequences))
         tokens = sequences[0, end:].tolist()
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        times = (report.ttft_s, report.ttit_s)
-        outcome.answers.append(Answer(question.text, text, tokens, ids.shape[1], len(tokens), *times))
-        outcome.reports.append(report)
+        reports.append(report)
+        answers.append(
+            Answer(
+                question=question.text,
+                answer=text,
+                tokens=tokens,
+                prompt_tokens=ids.shape[1],
+                ttft_s=report.ttft_s,
+                ttit_s=report.ttit_s,
+            )
+        )
     if arguments.compare and first:
         equal = plain_turns(model, engine, asked, options, arguments.seed)
-        for answer, same in zip(outcome.answers, equal, strict=True):
-            answer.tokens_equal = same
+        answers = [replace(answer, tokens_equal=same) for answer, same in zip(answers, equal, strict=True)]
+    report = reports[0]
+    report.answers, report.tokens_equal = answers, _all_equal(answers)
+    report.settings = {name: value for name, value in vars(arguments).items() if value is not None}
     if first:
-        engine.tracker.log_report(outcome.report)
+        engine.tracker.log_report(report)
+    outcome = Outcome(report=report, turns=reports, written=engine.tracker.written)
     engine.destroy()
     gc.unfreeze()
     return outcome
+
+
+def _all_equal(answers: Sequence[Answer]) -> bool | None:
+    """Whether all are plain transformers'; None where that was not asked for."""
+    found = [answer.tokens_equal for answer in answers]
+    return None if None in found else all(found)
 
 
 def print_outcome(outcome: Outcome) -> None:
@@ -193,9 +170,6 @@ def print_outcome(outcome: Outcome) -> None:
     report = outcome.report
     ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (report.ttft_s, report.ttit_s))
     print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens")
-    if report.prefill is not None:
-        times = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in report.prefill.predicted_s.items())
-        print(f"prefill: {report.prefill.chosen}{f' (predicted: {times})' if times else ''}")
     print(f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)")
     for rank in report.ranks:
         sent = ", ".join(f"{name} {size / MEGABYTE:.2f}" for name, size in sorted(rank.bytes_sent.items()) if size)
@@ -256,11 +230,23 @@ def _print_traffic(report: RunReport) -> None:
         print(f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {exposed:>11.1f}")
 
 
-def write_outcome(outcome: Outcome, arguments: argparse.Namespace, **more: Any) -> None:
-    """Write the files that were asked for, each whole or not at all, and say where the page is; on rank 0 alone."""
+def publish(outcome: Outcome, arguments: argparse.Namespace, **judged: Any) -> None:
+    """The end of a job on rank 0: writes the files that were asked for, says what served it and where all files are.
+
+    `judged` is what the job knows of its first answer: fields of `Answer`.
+    """
+    report, files = outcome.report, list(outcome.written.items())
+    report.answers[0] = replace(report.answers[0], **judged)
     if arguments.json:
-        write_whole(arguments.json, json.dumps(outcome.to_json(**more), indent=2).encode())
+        write_whole(arguments.json, report_to_json(report).encode())
+        files.append(("report", Path(arguments.json).resolve()))
     if arguments.report:
-        names = [f"answer {number}" for number in range(1, len(outcome.reports) + 1)]
-        write_whole(arguments.report, page(list(zip(names, outcome.reports, strict=True))).encode())
-        print(f"report: {Path(arguments.report).resolve()}")
+        names = [f"answer {number}" for number in range(1, len(outcome.turns) + 1)]
+        write_whole(arguments.report, page(list(zip(names, outcome.turns, strict=True))).encode())
+        files.append(("page", Path(arguments.report).resolve()))
+    for stage, words in methods(report).items():
+        print(f"{stage}: {words}")
+    for kind, file in dict.fromkeys(files):
+        print(f"{kind}: {file}")
+    if not arguments.report and (found := next((file for kind, file in files if kind == "report"), None)):
+        print(f"as a page: megakv report {found} --html {found.with_suffix('.html')}")

@@ -14,7 +14,7 @@ from megakv.launcher.prompts import add_question_arguments, questions, read_docu
 from megakv.launcher.settings import add_job_arguments
 
 with importing():
-    from megakv.launcher.job import JobParser, print_outcome, run_job, write_outcome
+    from megakv.launcher.job import JobParser, print_outcome, publish, run_job
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -36,7 +36,7 @@ def main() -> None:
         outcome = run_job(arguments.model, arguments, lambda _: asked, chat=not arguments.no_chat_template)
         if own_rank() == 0:
             print_outcome(outcome)
-            write_outcome(outcome, arguments)
+            publish(outcome, arguments)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,11 @@ class Answer:
     # Where the job knows what must be said, and whether it was.
     expected: str | None = None
     correct: bool | None = None
+    tokens: list[Count] = field(default_factory=list)
+    prompt_tokens: Count | None = None  # Computed in this turn: the first one's hold the document.
+    ttft_s: Number | None = None
+    ttit_s: Number | None = None
+    tokens_equal: bool | None = None  # Whether they are plain transformers'; None where that was not asked for.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import numpy as np
 from task import MODEL_DIR, Document, is_correct, prompt, question
 from transformers import PreTrainedTokenizerBase
 
-from megakv.launcher.job import JobParser, print_outcome, run_job, write_outcome
+from megakv.launcher.job import JobParser, print_outcome, publish, run_job
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Question, read_text
 from megakv.launcher.settings import add_job_arguments
@@ -65,9 +64,7 @@ def main() -> None:
             if prompter.number is not None:
                 verdict = "correct" if correct else "WRONG"
                 print(f"hidden number {prompter.number}, answer {outcome.answer.strip()!r}: {verdict}")
-            if arguments.timeline:
-                print(f"timeline: {Path(arguments.timeline).resolve()}")
-            write_outcome(outcome, arguments, answer_correct=correct, expected=prompter.number)
+            publish(outcome, arguments, correct=correct, expected=prompter.number)
         if own_rank() == 0 and (correct is False or outcome.tokens_equal is False):
             sys.stdout.flush()
             raise SystemExit(1)

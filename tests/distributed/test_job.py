@@ -1,12 +1,12 @@
 """launcher/run.py from end to end on a tiny model, however it is started."""
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megakv.tracking.page import page, read_runs
+from megakv.tracking.report import RunReport, load_report
 from tests.distributed.launch import ROOT, Launcher, Result, run_ranks
 from tests.distributed.models import prose, save_model
 
@@ -35,9 +35,9 @@ class Job:
         """One run of the script itself."""
         return run_ranks(RUN, *self.arguments(cp, *more), ranks=cp, timeout=120, launcher=launcher).check()
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> RunReport:
         """What the last run wrote."""
-        return json.loads((self.folder / "out.json").read_text())
+        return load_report(self.folder / "out.json")
 
 
 @pytest.fixture
@@ -45,27 +45,27 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def check_outcome(outcome: dict[str, Any], ranks: int, prompt_tokens: int = PROMPT_TOKENS) -> None:
-    """The documented keys hold plausible values."""
-    assert outcome["tokens_equal"] is True
+def check_outcome(outcome: RunReport, ranks: int, prompt_tokens: int = PROMPT_TOKENS) -> None:
+    """The documented fields hold plausible values."""
+    assert outcome.tokens_equal is True and outcome.dtype == "float32"
     # Special tokens may be among the new ones; the text leaves them out.
-    assert 1 <= len(outcome["answer"].split()) <= NEW_TOKENS
-    assert outcome["prompt_tokens"] == prompt_tokens and outcome["new_tokens"] == NEW_TOKENS
-    assert 0 < outcome["ttit_s"] < 10 and 0 < outcome["ttft_s"] < 60
-    assert outcome["mesh"] == {"cp": ranks, "tp": 1}
-    assert [rank["rank"] for rank in outcome["ranks"]] == list(range(ranks))
+    assert 1 <= len(outcome.answers[0].answer.split()) <= NEW_TOKENS
+    assert outcome.prompt_tokens == prompt_tokens and outcome.new_tokens == NEW_TOKENS
+    assert outcome.settings["max_new_tokens"] == NEW_TOKENS
+    assert outcome.ttft_s and outcome.ttit_s and outcome.generated_s
+    assert 0 < outcome.ttit_s < 10 and 0 < outcome.ttft_s < outcome.generated_s < 60
+    assert outcome.mesh == {"cp": ranks, "tp": 1}
     # The last token's keys and values are never needed.
-    tokens = [rank["tokens"] for rank in outcome["ranks"]]
+    tokens = [rank.tokens for rank in outcome.ranks]
     assert sum(tokens) == prompt_tokens + NEW_TOKENS - 1 and max(tokens) - min(tokens) <= 1
-    for rank in outcome["ranks"]:
-        assert rank["peak_bytes"] > rank["kv_bytes"] > 0
-        assert rank["host"] and all(size >= 0 for size in rank["bytes_sent"].values())
-        assert sum(traffic["bytes_sent"] for traffic in rank["traffic"]) == sum(rank["bytes_sent"].values())
+    assert all(rank.host and rank.peak_bytes > rank.kv_bytes > 0 for rank in outcome.ranks)
+    assert outcome.methods["prefill"].keys() <= {"pass_kv", "pass_q", "local"}
     if ranks > 1:
-        sent = [rank["bytes_sent"] for rank in outcome["ranks"]]
-        assert all(found["pass_kv"] + found.get("pass_q", 0) > 0 and math.isfinite(found["logits"]) for found in sent)
-    assert {"torch", "transformers", "deepspeed", "megakv"} <= outcome["versions"].keys()
-    assert outcome["machine"]
+        sent = [rank.bytes_sent for rank in outcome.ranks]
+        assert all(found["pass_kv"] + found.get("pass_q", 0) > 0 and found["logits"] >= 0 for found in sent)
+        assert outcome.methods["decode"].keys() == {"replicated"}
+    assert {"torch", "transformers", "deepspeed", "megakv"} <= outcome.versions.keys()
+    assert outcome.machine
 
 
 def test_deepspeed_launcher(job: Job) -> None:
@@ -74,11 +74,21 @@ def test_deepspeed_launcher(job: Job) -> None:
     outcome = job.outcome()
     # Prompt, and what the chat template puts around it.
     check_outcome(outcome, ranks=2)
-    assert result.stdout.count(outcome["answer"]) == 1, "streamed from rank 0 alone"
-    assert result.stdout.index(outcome["answer"]) < result.stdout.index("TTFT")
+    answer = outcome.answers[0].answer
+    assert result.stdout.count(answer) == 1, "streamed from rank 0 alone"
+    assert result.stdout.index(answer) < result.stdout.index("TTFT")
     assert f"megakv: {PROMPT_TOKENS} tokens on CP 2 x TP 1" in result.stdout
     assert result.stdout.count("tokens are equal to those of a single-process transformers run") == 1
     assert "prefill: 100%" in result.stderr
+    for line in (
+        "prefill: auto took pass-KV",
+        "decoding: auto took replicated queries",
+        f"timeline: {picture}",
+        f"report: {job.folder / 'out.json'}",
+    ):
+        assert result.stdout.count(line) == 1, line
+    html = page(read_runs([job.folder / "out.json"]))
+    assert answer.split()[0] in html and "replicated queries" in html and "data:image/png" in html
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and picture.stat().st_size > 10_000
 
 
@@ -89,8 +99,8 @@ def test_torchrun_samples_as_a_single_process(job: Job) -> None:
     answers = {}
     for seed in (3, 4):
         job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", str(seed), launcher="forked")
-        answers[seed] = job.outcome()["answer"]
-    assert outcome["answer"] == answers[3] != answers[4]
+        answers[seed] = job.outcome().answers
+    assert outcome.answers == answers[3] != answers[4]
 
 
 def test_one_plain_process_without_the_chat_template(job: Job) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megakv.tracking.report import load_report
 from tests.distributed.launch import ROOT, Launcher, run_ranks
 
 RECIPE = ROOT / "recipes" / "passkey"
@@ -33,14 +34,15 @@ def test_main_job(tmp_path: Path, config: str, ranks: int, tokens: int, launcher
         picture,
     ]
     result = run_ranks(RECIPE / "ask.py", *arguments, ranks=ranks, timeout=180, launcher=launcher).check()
-    values = json.loads(out.read_text())
-    assert values["tokens_equal"] is True and values["answer_correct"] is True
-    assert values["answer"].strip().startswith(values["expected"])
-    assert values["ttft_s"] > 0 and values["ttit_s"] > 0
-    assert [rank["rank"] for rank in values["ranks"]] == list(range(ranks))
-    assert all(rank["tokens"] > 0 and rank["peak_bytes"] > 0 and rank["bytes_sent"] for rank in values["ranks"])
+    values = load_report(out)
+    [answer] = values.answers
+    assert values.tokens_equal is True and answer.correct is True and answer.expected
+    assert answer.answer.strip().startswith(answer.expected)
+    assert values.ttft_s and values.ttit_s
+    assert len(values.ranks) == ranks
+    assert all(rank.tokens > 0 and rank.peak_bytes > 0 and rank.bytes_sent for rank in values.ranks)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "correct" in result.stdout and values["expected"] in result.stdout
+    assert "correct" in result.stdout and answer.expected in result.stdout
 
 
 def test_users_own_text(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_users_own_text(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--config", RECIPE / "cp2_tp1.json", "--prompt-file", text, "--json", out]
     run_ranks(RECIPE / "ask.py", *arguments, ranks=2, timeout=120).check()
-    assert json.loads(out.read_text())["answer"].strip().startswith("71946")
+    assert load_report(out).answers[0].answer.strip().startswith("71946")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_main_job_across_two_hosts(slots: int, tmp_path: Path) -> None:
         job: list[str | Path] = ["--config", config(slots), "--seed", str(seed), "--compare", "--json", path]
         hosts.run_deepspeed(ASK, *job, timeout=LAUNCH_S).check()
     outcome = json.loads(path.read_text())
-    assert outcome["answer_correct"] is True and outcome["tokens_equal"] is True, (seed, outcome["answer"])
+    assert outcome["answers"][0]["correct"] is True and outcome["tokens_equal"] is True, (seed, outcome["answers"])
     assert outcome["mesh"] == {"cp": 2, "tp": slots}
     # TP groups, ranks next to each other, are on one host each.
     assert [rank["host"] for rank in outcome["ranks"]] == ["host1"] * slots + ["host2"] * slots
