@@ -134,7 +134,8 @@ def seconds_chart(groups: Mapping[str, Table]) -> str:
             parts.append(f"<span>rank {rank}</span><div>{bars}<small>{', '.join(words.values())}</small></div>")
         parts.append(_more(len(values.rows), MOST_BARS, "ranks"))
     key = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in KINDS.items())
-    return f'<p class="key">{key}the axis ends at {duration(most)}</p><div class="chart">{"".join(parts)}</div>'
+    key += f"<span>the axis ends at {duration(most)}</span>"
+    return f'<p class="key">{key}</p><div class="chart">{"".join(parts)}</div>'
 
 
 def picture(draw: Callable[[io.BytesIO], None], described: str) -> str:

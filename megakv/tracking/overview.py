@@ -69,7 +69,8 @@ def _attention(report: RunReport, stage: str) -> str:
     total = sum(counts.values())
     shares = sorted(counts.items(), key=lambda pair: -pair[1])
     words = ", ".join(
-        NAMES.get(name, name) + f" ({count} of {total} layers)" * (len(counts) > 1) for name, count in shares
+        NAMES.get(name, name) + f" in {count / max(1, total):.0%} of layers" * (len(counts) > 1)
+        for name, count in shares
     )
     if setting(report, f"megakv.context_parallel.{stage}") != "auto":
         return words

@@ -156,7 +156,7 @@ def test_a_page_says_what_ran_and_explains_its_words(report: RunReport) -> None:
     shown = read(page([("run", eventless(report))])).text
     for words in (
         "some/tiny-llama", "CP 2 x TP 2, 4 ranks on 1 host", "bfloat16", "NO", "Five.", "replicated queries",
-        "auto took pass-KV (3 of 4 layers), pass-Q (1 of 4 layers) (predicted: one rank 750 ms, KV-Runahead 500 ms)",
+        "auto took pass-KV in 75% of layers, pass-Q in 25% of layers (predicted: one rank 750 ms, KV-Runahead 500 ms)",
         "off the accelerator: auto took stream 1, all 1 passes, in 4 bits (lossy)", "expected: Six (WRONG)",
         "time to first token", "ring attention in which queries travel", "communication in which a rank does nothing",
     ):  # fmt: skip
