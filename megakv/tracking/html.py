@@ -36,20 +36,22 @@ th{{color:#5b636c;font-weight:600}}td:first-child,th:first-child,.t{{text-align:
 .wide td:first-child,.wide th:first-child{{position:sticky;left:0;background:#fff}}
 .b{{background:linear-gradient({BLUE},{BLUE}) no-repeat left 90%/var(--w) 3px}}
 .scroll{{overflow-x:auto;margin:.5em 0 1.2em}}
-.facts td{{text-align:left}}.facts td:first-child,.facts th{{color:#5b636c}}
+.facts td{{text-align:left}}.scroll.facts td{{white-space:normal;overflow-wrap:anywhere;min-width:9em}}
+.facts td:first-child,.facts th{{color:#5b636c}}
 .picture img{{display:block;width:100%;min-width:52em}}
 pre,.answer{{background:#f5f6f8;padding:.8em;overflow:auto;max-height:30em;white-space:pre-wrap;margin:.4em 0}}
 details{{margin:.5em 0}}summary{{cursor:pointer;font-weight:600}}
 .chart{{display:grid;grid-template-columns:max-content 1fr;gap:.5em .8em;margin:.6em 0;max-width:60em}}
-.chart i{{display:block;height:12px;float:left;min-width:1px}}
-.chart i.hidden_s{{height:6px;clear:left}}
-.chart small{{display:block;clear:both;color:#5b636c;padding-top:2px}}
+.lane{{display:flex;overflow:hidden}}.lane i{{flex:none;height:12px}}
+.chart i{{display:block;min-width:1px}}i.hidden_s{{height:6px}}
+.chart small{{display:block;color:#5b636c;padding-top:2px}}
 .chart b{{grid-column:1/-1;margin-top:.4em}}
 .key i{{display:inline-block;width:.9em;height:.7em;margin:0 .3em 0 0}}
 .key span{{margin-right:1.2em;white-space:nowrap}}
 .compute_s{{background:{BLUE}}}.exposed_s{{background:{RED}}}.hidden_s{{background:{ORANGE}}}.other_s{{background:{PALE}}}
 dl{{display:grid;grid-template-columns:max-content 1fr;gap:.2em 1em}}dt{{font-weight:600}}dd{{margin:0}}
-@media(max-width:40em){{body{{font-size:14px;padding:.7em}}th,td{{padding-right:.6em}}}}
+@media(max-width:40em){{body{{font-size:14px;padding:.7em}}th,td{{padding-right:.6em}}
+.wide td:first-child,.wide th:first-child{{white-space:normal;min-width:0;max-width:8em}}}}
 """
 
 
@@ -116,22 +118,23 @@ def facts(columns: Mapping[str, Mapping[str, str]]) -> str:
 def seconds_chart(groups: Mapping[str, Table]) -> str:
     """Compute, hidden and exposed communication of every rank, of all runs on one axis."""
     rows: list[list[Any]] = [[cell or 0.0 for cell in row] for values in groups.values() for row in values.rows]
-    most = max((max(sum(spent), hidden) for _, *spent, hidden in rows), default=0.0) or 1.0
+    most = max((max(sum(spent), behind) for _, *spent, behind in rows), default=0.0) or 1.0
     parts = []
     for name, values in groups.items():
         if len(groups) > 1:
             parts.append(f"<b>{text(name)}</b>")
         for rank, *row in values.rows[:MOST_BARS]:
             seconds: dict[str, Any] = dict(zip(KINDS, row, strict=True))
-            bars = "".join(
-                f'<i class="{kind}" style="width:{100 * seconds[kind] / most:.2f}%"></i>'
-                for kind in KINDS
-                if seconds[kind]
-            )
+            bars = {
+                kind: f'<i class="{kind}" style="width:{100 * length / most:.2f}%"></i>' if length else ""
+                for kind, length in seconds.items()
+            }
+            hidden = bars.pop("hidden_s")
             words = {kind: f"{kind[:-2]} {duration(value)}" for kind, value in seconds.items() if value is not None}
-            if "other_s" in words and (spent := sum(value or 0.0 for value in row[:3])):
+            if "other_s" in words and (spent := sum(seconds[kind] or 0.0 for kind in KINDS if kind != "hidden_s")):
                 words["exposed_s"] += f" ({seconds['exposed_s'] / spent:.1%} of the time)"
-            parts.append(f"<span>rank {rank}</span><div>{bars}<small>{', '.join(words.values())}</small></div>")
+            lanes = f'<div class="lane">{"".join(bars.values())}</div>{hidden}'
+            parts.append(f"<span>rank {rank}</span><div>{lanes}<small>{', '.join(words.values())}</small></div>")
         parts.append(_more(len(values.rows), MOST_BARS, "ranks"))
     key = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in KINDS.items())
     key += f"<span>the axis ends at {duration(most)}</span>"
