@@ -177,9 +177,9 @@ def print_outcome(outcome: Outcome) -> None:
             f"{rank.rank:>4} {rank.cp_rank:>3} {rank.tp_rank:>3} {rank.tokens:>8} {rank.kv_bytes / MEGABYTE:>8.2f} "
             f"{rank.peak_bytes / MEGABYTE:>9.1f}  {sent or '-'}"
         )
-    for number, answer in enumerate(outcome.answers[1:], 2):
+    for number, answer in enumerate(report.answers[1:], 2):
         ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (answer.ttft_s, answer.ttit_s))
-        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {answer.new_tokens} new tokens")
+        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {len(answer.tokens)} new tokens")
     _print_budgets(report)
     _print_offload(report)
     _print_traffic(report)

@@ -86,7 +86,7 @@ def _tp_sizes(model: str | Path | nn.Module) -> list[int]:
     if isinstance(model, str | Path):
         config = read_config(local_directory(model, weights=False))
     else:
-        config = model.config  # type: ignore[assignment]
+        config = model.config
     _, heads, kv_heads = head_counts(config)
     return tensor_parallel_sizes(heads, kv_heads)
 

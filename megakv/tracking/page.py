@@ -79,12 +79,12 @@ def _run(name: str, report: RunReport) -> str:
             described = "Split points, bytes, utilisation and times, pass by pass"
             parts.append(picture(partial(draw_offload, report), described))
         if key == "balance" and report.balance is not None:
-            found = report.balance
-            used = (found.mapped_utilisation, found.kept_utilisation, found.utilisation)
+            balance = report.balance
+            used = (balance.mapped_utilisation, balance.kept_utilisation, balance.utilisation)
             promised, kept, measured = (shown("utilisation", value) for value in used)
             parts.append(
                 f"<p>Utilisation: promised {promised}, of kept tokens {kept}, of time in attention {measured}. "
-                f"Mapping: {text(found.mapping or 'none')}</p>"
+                f"Mapping: {text(balance.mapping or 'none')}</p>"
             )
     for title, found in (
         ("Configuration", report.config),

