@@ -32,7 +32,7 @@ ASK = ["--question", "aa"]
         (None, ["--threads", "0"], "--threads 0: allowed: 1 or more"),
         (None, ["--max-new-tokens", "0"], "--max-new-tokens 0: allowed: 1 or more"),
         (None, ["--prompt-file", "/none"], "--prompt-file /none cannot be read: No such file"),
-        (None, ["--json", "/proc/none/out.json"], "No such file or directory: '/proc/none'"),
+        (None, ["--json", "/proc/none/out.json"], "--json /proc/none/out.json: cannot be written"),
         (None, ["--question", " "], "--question ' ' is empty"),
     ],
 )
