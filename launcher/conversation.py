@@ -46,6 +46,13 @@ class Turns:
             raise ValueError("the model's chat template leaves answers out: give --no-chat-template, or one question")
         return self._ids(tail)
 
+    def keeps(self, answer: str) -> bool:
+        """Whether the template renders an earlier answer as it was given, and as a session goes on holding it."""
+        if not self._chat:
+            return True
+        frame = self._rendered("-", ANSWER, "-")
+        return self._rendered("-", answer, "-") in [frame.replace(ANSWER, text) for text in (answer, answer.strip())]
+
     def _rendered(self, *contents: str) -> str:
         """What users and the model say in turn, and how an answer begins."""
         messages = [

@@ -73,6 +73,14 @@ def make_folders(arguments: argparse.Namespace) -> None:
             check_writable(f"--{name}", path)
 
 
+def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Context- and tensor-parallel degree: of the JSON, else as asked for, for which little is imported."""
+    if arguments.config is None:
+        return arguments.cp or 1, arguments.tp or 1
+    config = run_config(arguments)
+    return config.cp_size, config.tp_size
+
+
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
     """The settings that --config, --cp, --tp and --dtype come to."""
     from megakv.config import load_config, read_settings

@@ -9,7 +9,7 @@ import tempfile
 
 from megakv.launcher.prompts import add_question_arguments, decoded, questions, read_document
 from megakv.launcher.ranks import command_line, read_hostfile, start_ranks
-from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, run_config
+from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, mesh_of
 
 STDIN = "-"
 
@@ -47,14 +47,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _mesh(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Context-parallel and tensor-parallel degree: of the JSON, else as asked for, else all slots of the hostfile."""
-    if arguments.config is not None:
-        config = run_config(arguments)
-        return config.cp_size, config.tp_size
-    tp = 1 if arguments.tp is None else arguments.tp
-    if arguments.cp is None and arguments.hostfile is not None:
-        arguments.cp = max(1, sum(read_hostfile(arguments.hostfile).values()) // max(1, tp))
-    return 1 if arguments.cp is None else arguments.cp, tp
+    """Of the JSON, else as asked for, else all slots of the hostfile."""
+    if arguments.config is None and arguments.cp is None and arguments.hostfile is not None:
+        arguments.cp = max(1, sum(read_hostfile(arguments.hostfile).values()) // (arguments.tp or 1))
+    return mesh_of(arguments)
 
 
 def _piped(arguments: argparse.Namespace) -> bytes | None:
