@@ -71,6 +71,7 @@ def test_hosts_are_apart_and_reach_each_other(two: Hosts) -> None:
     assert not Path("/dev/shm", word).exists()
 
 
+@pytest.mark.drawn(1, "limits")
 def test_limits_hold_in_each_direction_and_can_be_changed(two: Hosts) -> None:
     def free() -> float:
         return two.measure().bits_per_s
@@ -84,6 +85,7 @@ def test_limits_hold_in_each_direction_and_can_be_changed(two: Hosts) -> None:
     assert_between(1e9, free, math.inf)
 
 
+@pytest.mark.drawn(1, "limits")
 def test_a_host_cannot_take_more_than_its_link_from_many(tmp_path: Path) -> None:
     (tmp_path / "take.py").write_text(
         "import socket, threading, time\n"
@@ -108,6 +110,7 @@ def test_a_host_cannot_take_more_than_its_link_from_many(tmp_path: Path) -> None
         assert_between(0.8 * 100e6, lambda: float(hosts.run(command, timeout=30).check().stdout), 1.05 * 100e6)
 
 
+@pytest.mark.drawn(1, "limits")
 def test_ranks_can_change_the_limits(two: Hosts) -> None:
     result = two.run([*TOOL, "--set-rate", "300mbit"], timeout=60).check()
     assert two.rates == ["300mbit", "300mbit"]
@@ -184,6 +187,7 @@ def test_nothing_stays_after_the_block_however_it_ends(monkeypatch: pytest.Monke
     assert not hosts.folder.exists()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )

@@ -15,7 +15,7 @@ SHAPE = ["--layers", "2", "--hidden", "512", "--heads", "4", "--kv-heads", "2", 
 
 def test_a_slow_link_costs_what_its_bytes_take(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
-    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--context", "256", "--repeats", "3", "--rate", "10mbit"]
+    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--context", "256", "--repeats", "2", "--rate", "10mbit"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([*command, *SHAPE, "--vocab", "300", "--json", path], check=True, timeout=240, env=environment)
     report = json.loads(path.read_text())

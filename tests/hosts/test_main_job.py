@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.launch import ROOT
 from tests.hosts.cluster import Hosts
 
@@ -19,29 +21,28 @@ def config(slots: int) -> Path:
     return ASK.parent / f"cp2_tp{slots}.json"
 
 
-def test_main_job_across_two_hosts(slots: int, tmp_path: Path) -> None:
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("parallelism", ["context", "tensor"])
+def test_main_job_across_two_hosts(
+    parallelism: str, slots: int, tmp_path: Path, write_json: Callable[[str, Any], Path]
+) -> None:
     path = tmp_path / "outcome.json"
     seed = time.time_ns() % 10**6
+    asked: list[str | Path] = ["--config", config(slots)]
+    if parallelism == "tensor":
+        # DeepSpeed's shared-memory sum is for one host; started on two it would crash.
+        settings = write_json("tp2.json", {"dtype": "fp32", "tensor_parallel": {"tp_size": 2}})
+        asked, slots = ["--config", settings, "--tokens", "300"], 1
     with Hosts(count=2, slots=slots, rate="1gbit") as hosts:
-        job: list[str | Path] = ["--config", config(slots), "--seed", str(seed), "--compare", "--json", path]
-        hosts.run_deepspeed(ASK, *job, timeout=LAUNCH_S).check()
+        hosts.run_deepspeed(ASK, *asked, "--seed", str(seed), "--compare", "--json", path, timeout=LAUNCH_S).check()
     outcome = json.loads(path.read_text())
-    assert outcome["answers"][0]["correct"] is True and outcome["tokens_equal"] is True, (seed, outcome["answers"])
-    assert outcome["mesh"] == {"cp": 2, "tp": slots}
-    # TP groups, ranks next to each other, are on one host each.
+    assert outcome["tokens_equal"] is True, (seed, outcome)
+    # TP groups, ranks next to each other, are on one host each where they fit there.
     assert [rank["host"] for rank in outcome["ranks"]] == ["host1"] * slots + ["host2"] * slots
-
-
-def test_tensor_parallelism_across_hosts(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> None:
-    # DeepSpeed's shared-memory sum is for one host; started on two it would crash.
-    path = tmp_path / "outcome.json"
-    settings = write_json("tp2.json", {"dtype": "fp32", "tensor_parallel": {"tp_size": 2}})
-    with Hosts(count=2) as hosts:
-        job: list[str | Path] = ["--config", settings, "--tokens", "300", "--compare", "--json", path]
-        hosts.run_deepspeed(ASK, *job, timeout=LAUNCH_S).check()
-    outcome = json.loads(path.read_text())
-    assert outcome["tokens_equal"] is True and outcome["mesh"] == {"cp": 1, "tp": 2}
-    assert [rank["host"] for rank in outcome["ranks"]] == ["host1", "host2"]
+    if parallelism == "tensor":
+        assert outcome["mesh"] == {"cp": 1, "tp": 2}
+    else:
+        assert outcome["answers"][0]["correct"] is True and outcome["mesh"] == {"cp": 2, "tp": slots}, (seed, outcome)
 
 
 def test_a_rank_killed_on_the_other_host_ends_the_job_and_is_named(slots: int) -> None:
