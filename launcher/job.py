@@ -143,6 +143,7 @@ def run_job(
                 prompt_tokens=ids.shape[1],
                 ttft_s=report.ttft_s,
                 ttit_s=report.ttit_s,
+                new_tokens=len(tokens),
             )
         )
     if arguments.compare and first:
@@ -179,7 +180,7 @@ def print_outcome(outcome: Outcome) -> None:
         )
     for number, answer in enumerate(report.answers[1:], 2):
         ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (answer.ttft_s, answer.ttit_s))
-        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {len(answer.tokens)} new tokens")
+        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {answer.new_tokens} new tokens")
     _print_budgets(report)
     _print_offload(report)
     _print_traffic(report)

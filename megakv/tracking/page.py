@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from megakv.tracking.glossary import glossary
 from megakv.tracking.html import document, facts, folded, metrics, picture, seconds_chart, table, text
@@ -16,7 +17,7 @@ from megakv.tracking.overview import overview
 from megakv.tracking.report import RunReport, load_report
 from megakv.tracking.tables import comparison, rank_seconds, report_tables
 from megakv.tracking.timeline import draw_timelines, has_events
-from megakv.tracking.units import shown
+from megakv.tracking.units import duration, shown
 
 MOST_RUNS = 16
 MOST_JSON = 100_000
@@ -86,13 +87,14 @@ def _run(name: str, report: RunReport) -> str:
                 f"<p>Utilisation: promised {promised}, of kept tokens {kept}, of time in attention {measured}. "
                 f"Mapping: {text(balance.mapping or 'none')}</p>"
             )
-    for title, found in (
-        ("Configuration", report.config),
-        ("Settings of the job", report.settings),
-        ("Machine and versions", {"machine": report.machine, "versions": report.versions}),
-    ):
-        if found:
-            parts.append(folded(title, json.dumps(found, indent=2, default=str, ensure_ascii=False)[:MOST_JSON]))
+    details: dict[str, dict[str, Any]] = {
+        "Configuration": report.config,
+        "Settings of the job": report.settings,
+        "Machine and versions": {"machine": report.machine, "versions": report.versions},
+    }
+    for title, said in details.items():
+        if said:
+            parts.append(folded(title, json.dumps(said, indent=2, default=str, ensure_ascii=False)[:MOST_JSON]))
     return "".join(parts)
 
 
@@ -103,6 +105,8 @@ def _answers(report: RunReport) -> str:
         asked = f"<p>{text(each.question)}</p>" if each.question else ""
         judged = {True: " (correct)", False: " (WRONG)", None: ""}[each.correct]
         expected = f"<p>expected: {text(each.expected)}{judged}</p>" if each.expected else ""
+        times = f"TTFT {duration(each.ttft_s)}, TTIT {duration(each.ttit_s)}" if len(report.answers) > 1 else ""
+        expected += f"<p>{times}</p>" * bool(times)
         parts.append(f'{asked}<div class="answer">{text(each.answer.strip())}</div>{expected}')
     return "".join(parts)
 

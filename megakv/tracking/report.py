@@ -74,20 +74,23 @@ class RankReport:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Answer:
-    """What a job was asked, and what it said."""
+    """One turn of a job: what it was asked, and what it said."""
 
-    answer: str
-    question: str | None = None  # ``None`` where the prompt is one text.
+    question: str | None  # ``None`` where the prompt is one text.
+    answer: str  # The generated text.
+    tokens: list[Count] = field(default_factory=list)  # Its tokens.
+    # Computed in this turn: the first one's hold the document.
+    prompt_tokens: Count | None = None
+    new_tokens: Count | None = None
+    ttft_s: Number | None = None
+    ttit_s: Number | None = None
+    # Whether the tokens are those of a single-process transformers run; ``None`` where that was not asked for.
+    tokens_equal: bool | None = None
     # Where the job knows what must be said, and whether it was.
     expected: str | None = None
     correct: bool | None = None
-    tokens: list[Count] = field(default_factory=list)
-    prompt_tokens: Count | None = None  # Computed in this turn: the first one's hold the document.
-    ttft_s: Number | None = None
-    ttit_s: Number | None = None
-    tokens_equal: bool | None = None  # Whether they are plain transformers'; None where that was not asked for.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 

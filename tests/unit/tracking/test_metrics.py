@@ -65,6 +65,7 @@ def _without_versions(data):
         (lambda data: data.update(format="megakv plan"), "format: Input should be 'megakv run'"),
         (lambda data: data.update(version=2), "version: Input should be 1"),
         (lambda data: data.update(answers=[{"question": "why?"}]), "answers.0.answer: Field required"),
+        (lambda data: data.update(answers=[{"question": None, "answer": "x", "tokens": [-1]}]), "answers.0.tokens.0: "),
         (lambda data: data["ranks"][2]["events"][0].update(kind="idle"), "ranks.2.events.0.kind"),
         (lambda data: data["ranks"][2]["events"][0].update(end=-1.0), "it must end after it starts"),
     ],
