@@ -25,6 +25,7 @@ GLOSSARY = {
     "exposed": "communication in which a rank does nothing but wait",
     "simulated": "played through by the cost model, not run",
     "lossy": "tokens may differ from those of the plain model",
+    "compression": "what ranks tell each other to choose the tokens that a compressed cache keeps",
     "budget": "what part of a prompt's tokens, or how many of them, a KV head keeps on average",
     "busy rate": "time in attention over that of the slowest rank beside it, which it waits for",
     "utilisation": "mean load over the largest: 100% where no rank, or nothing of a link, stands idle",

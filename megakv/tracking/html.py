@@ -46,7 +46,7 @@ details{{margin:.5em 0}}summary{{cursor:pointer;font-weight:600}}
 .chart i{{display:block;min-width:1px}}i.hidden_s{{height:6px}}
 .chart small{{display:block;color:#5b636c;padding-top:2px}}
 .chart b{{grid-column:1/-1;margin-top:.4em}}
-.key i{{display:inline-block;width:.9em;height:.7em;margin:0 .3em 0 0}}
+.key{{display:flex;flex-wrap:wrap}}.key i{{display:inline-block;width:.9em;height:.7em;margin:0 .3em 0 0}}
 .key span{{margin-right:1.2em;white-space:nowrap}}
 .compute_s{{background:{BLUE}}}.exposed_s{{background:{RED}}}.hidden_s{{background:{ORANGE}}}.other_s{{background:{PALE}}}
 dl{{display:grid;grid-template-columns:max-content 1fr;gap:.2em 1em}}dt{{font-weight:600}}dd{{margin:0}}
