@@ -318,7 +318,11 @@ def test_good_input_works(inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if kind.patience else []) for name, kind in KINDS.items()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if kind.patience else pytest.mark.drawn(12))
+        for name, kind in KINDS.items()
+    ],
 )
 def test_every_rank_ends_with_one_message(inputs: Inputs, name: str) -> None:
     kind = KINDS[name]

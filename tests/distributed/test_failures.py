@@ -42,8 +42,7 @@ def judge(said: list[str], own: str, failing: int, *, same: str = "") -> None:
 @pytest.mark.parametrize(
     ("mesh", "method"),
     [
-        ("2x1", "auto"),
-        ("2x1", "runahead"),
+        *(pytest.param("2x1", method, marks=pytest.mark.drawn(1)) for method in ("auto", "runahead")),
         *(
             pytest.param(mesh, method, marks=pytest.mark.full)
             for mesh, method in (("1x2", "auto"), ("3x1", "runahead"), ("2x2", "auto"), ("3x1", "pass_kv"))

@@ -1,6 +1,7 @@
 """launcher/run.py from end to end on a tiny model, however it is started."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,19 +93,26 @@ def test_deepspeed_launcher(job: Job) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and picture.stat().st_size > 10_000
 
 
-def test_torchrun_samples_as_a_single_process(job: Job) -> None:
-    job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", "3", launcher="torchrun")
-    outcome = job.outcome()
-    check_outcome(outcome, ranks=2)
+def test_samples_as_a_single_process(job: Job) -> None:
     answers = {}
     for seed in (3, 4):
         job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", str(seed), launcher="forked")
+        check_outcome(job.outcome(), ranks=2)
         answers[seed] = job.outcome().answers[0].tokens
-    assert outcome.answers[0].tokens == answers[3] != answers[4]
+    assert answers[3] != answers[4]
 
 
-def test_one_plain_process_without_the_chat_template(job: Job) -> None:
-    more = ["--compare", "--no-chat-template", "--question", "aa bb cc"]
-    job.run(1, *more, launcher="python")
-    first = job.outcome()
-    check_outcome(first, ranks=1, prompt_tokens=PROMPT_TOKENS + 1)
+def torchrun(job: Job) -> None:
+    job.run(2, "--compare", launcher="torchrun")
+    check_outcome(job.outcome(), ranks=2)
+
+
+def one_plain_process(job: Job) -> None:
+    job.run(1, "--compare", "--no-chat-template", "--question", "aa bb cc", launcher="python")
+    check_outcome(job.outcome(), ranks=1, prompt_tokens=PROMPT_TOKENS + 1)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("start", [torchrun, one_plain_process])
+def test_other_ways_to_start(job: Job, start: Callable[[Job], None]) -> None:
+    start(job)

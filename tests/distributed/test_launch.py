@@ -65,7 +65,9 @@ def test_a_process_that_nobody_launched_is_a_world(
     launch.check_results()
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "forked"])
+@pytest.mark.parametrize(
+    "launcher", ["forked", *(pytest.param(name, marks=pytest.mark.drawn(1)) for name in ("deepspeed", "torchrun"))]
+)
 def test_failure_of_one_rank_propagates(launch: Launch, launcher: Launcher) -> None:
     result = launch.run(launcher=launcher, then="fail", odd_rank=1)
     assert result.returncode not in (0, None)

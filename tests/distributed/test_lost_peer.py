@@ -20,25 +20,24 @@ def folder(tmp_path: Path) -> Path:
     return save_config(tmp_path)
 
 
-def case(launcher: Launcher, mesh: str, victim: int, *, full: bool) -> object:
+def case(launcher: Launcher, mesh: str, victim: int, mark: pytest.MarkDecorator) -> object:
     """A parameter set."""
-    name = f"{launcher}-{mesh}-rank{victim}"
-    return pytest.param(launcher, mesh, victim, id=name, marks=[pytest.mark.full] if full else [])
+    return pytest.param(launcher, mesh, victim, id=f"{launcher}-{mesh}-rank{victim}", marks=mark)
 
 
 @pytest.mark.parametrize(
     ("launcher", "mesh", "victim"),
     [
-        case("deepspeed", "2x1", 0, full=False),
-        case("torchrun", "2x1", 1, full=False),
+        case("deepspeed", "2x1", 0, pytest.mark.drawn(1, "launchers")),
+        case("torchrun", "2x1", 1, pytest.mark.drawn(1, "launchers")),
         # 1xN sums in shared memory, where a rank that is gone is waited for without end.
         *(
-            case("forked", mesh, victim, full=False)
+            case("forked", mesh, victim, pytest.mark.drawn(1, mesh))
             for mesh, victims in (("4x1", (0, 2)), ("2x2", (0, 1)), ("1x2", (0, 1)))
             for victim in victims
         ),
         *(
-            case(launcher, mesh, victim, full=True)
+            case(launcher, mesh, victim, pytest.mark.full)
             for launcher in ("deepspeed", "torchrun")
             for mesh, victims in (("4x1", (0, 2)), ("2x2", (0, 1)), ("1x4", (0, 2)), ("2x1", (0, 1)))
             for victim in victims
@@ -71,6 +70,7 @@ def judge_loss(folder: Path, launcher: Launcher, mesh: str, victim: int, work: s
         assert "Traceback" not in result.stderr, result.stderr
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("mesh", "work"), [("2x1", "prefill"), ("1x2", "prefill"), ("2x1", "chain")])
 def test_silent_rank_is_named_after_the_time_out(folder: Path, mesh: str, work: str) -> None:
     delay_s = random.random()

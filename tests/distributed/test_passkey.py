@@ -16,7 +16,7 @@ RANKS = Path(__file__).parent / "ranks"
     ("config", "ranks", "tokens", "launcher"),
     [
         ("cp2_tp1.json", 2, 2048, "deepspeed"),
-        ("cp2_tp2.json", 4, 4096, "forked"),
+        ("cp2_tp2.json", 4, 2048, "forked"),
         pytest.param("cp2_tp2.json", 4, 4096, "deepspeed", marks=pytest.mark.full),
     ],
 )
@@ -58,8 +58,7 @@ def test_users_own_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "launcher"),
     [
-        ("2x1", "forked"),
-        ("4x1", "forked"),
+        *(pytest.param(mesh, "forked", marks=pytest.mark.drawn(1)) for mesh in ("2x1", "4x1")),
         pytest.param("4x1", "deepspeed", marks=pytest.mark.full),
         pytest.param("2x2", "deepspeed", marks=pytest.mark.full),
     ],
