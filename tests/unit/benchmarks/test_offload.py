@@ -95,6 +95,7 @@ def test_rows_of_columns(rows: list[dict[str, Any]]) -> None:
     assert all(row["tokens_equal"] for row in hiding)
 
 
+@pytest.mark.drawn(1, "further parts")
 def test_a_cache_that_is_partly_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "disk.json"
     done = fork("--only", "disk", "--shapes", "gqa", "--json", path, *TINY, "--links", "0.03", timeout=60)
@@ -114,6 +115,7 @@ def test_a_cache_that_is_partly_on_disk(tmp_path: Path) -> None:
     assert (tmp_path / "disk.disk.gqa.png").is_file()
 
 
+@pytest.mark.drawn(1, "further parts")
 def test_layers_with_windows(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     done = fork("--only", "windows", "--json", path, *TINY, "--prompt", "200", "--links", "0.03", timeout=60)
@@ -185,6 +187,7 @@ def test_verdicts(rows: list[dict[str, Any]]) -> None:
     assert summarise(some, exact_type=False)["tokens_equal"] is None
 
 
+@pytest.mark.drawn(1, "further parts")
 def test_methods_that_cannot_stand_side_by_side_are_kept_one_by_one(tmp_path: Path) -> None:
     """What --gpu does, tried where the accelerator is the processor."""
     (tmp_path / "harness").symlink_to(BENCHMARKS / "harness")

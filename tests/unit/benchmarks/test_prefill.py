@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.unit.benchmarks.running import BENCHMARKS, tiny
+from tests.unit.benchmarks.running import BENCHMARKS, fork_benchmark, run_benchmark, tiny
 
 SCRIPT = BENCHMARKS / "prefill.py"
 TINY = tiny()
@@ -37,14 +39,14 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
-def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("run", [run_benchmark, fork_benchmark])
+def test_tiny_run_of_all_methods(run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "prefill.json"
     methods = ["single", "tp", "tp_gloo", "pass_kv", "pass_q", "all_gather"]
-    process = start(
-        "--ranks", "2", "--context", "128", "--repeats", "3", "--methods", ",".join(methods), "--json", path, *TINY
-    )
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err[-3000:]
+    asked = ["--ranks", "2", "--context", "128", "--repeats", "3", "--methods", ",".join(methods), "--json", path]
+    done = run("prefill.py", *asked, *TINY, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "prefill" and report["args"]["layers"] == 2 and report["args"]["threads"] == 1
@@ -81,7 +83,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
             assert 0 < found["low"] <= found["value"] <= found["high"] < math.inf
     assert summary["efficiency"]["pass_kv"]["value"] == pytest.approx(middle["single"] / middle["pass_kv"] / 2)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "speedup  pass_kv  tp_gloo" in out and "efficiency  pass_kv" in out
+    assert "speedup  pass_kv  tp_gloo" in done.stdout and "efficiency  pass_kv" in done.stdout
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["prefill.json", "prefill.png"]
 
 
