@@ -115,7 +115,7 @@ def test_noise_does_not_choose() -> None:
     """Times that scatter by 3% cost the partition less than half a percent: neighbours vouch for each other."""
     slower, trials = [], []
     for _ in range(20):
-        rng = random.Random()
+        rng = random.Random(random.getrandbits(32))
         chain = SimulatedChain.usual(96, rng)
         result = PartitionSearch(PAPER, chain.evaluator(0.03, rng), finalists=4, rounds=3).run()
         slower.append(excess(chain, result, EVERY))
