@@ -290,8 +290,7 @@ def test_bytes_are_those_of_the_paper(tmp_path: Path, ranks: int, tokens: int, p
 
 def test_peak_memory_is_that_of_pass_kv(tmp_path: Path) -> None:
     """With ``kv = sharded``, what a prompt adds on the fullest rank is at most 1.1 times pass-KV's."""
-    added = {}
-    section = {"partition": "even", "chunk_tokens": 512}
+    added, section = {}, {"partition": "even", "chunk_tokens": 512}
     for method in ("pass_kv", "runahead"):
         plan = {"check": "memory", "mesh": "4x1", "tokens": 5000, "method": method, "runahead": section}
         (found,) = launch(tmp_path, [plan], 4, 300)
