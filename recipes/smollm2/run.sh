@@ -17,9 +17,9 @@ else
 fi
 document=(--prompt-file "$recipe/document.md")
 questions=(
-    --question "Who designed the great lighthouse?"
-    --question "What is the name of the mail ship?"
-    --question "Which flower is on the flag of the islands?"
+    --question "What is the number to ring in an emergency?"
+    --question "Who is the policeman who mends clocks?"
+    --question "How many beds does the hospital have?"
 )
 for word in "$@"; do
     case $word in
