@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from megakv.build import init_inference
+from megakv.generation import LengthLimits
 from megakv.launcher.comparison import plain_turns
 from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
 from megakv.launcher.process import own_rank
@@ -117,6 +119,8 @@ def run_job(
     gc.freeze()
     mesh, first = engine.mesh, engine.mesh.rank == 0
     options = generation_options(arguments, tokenizer)
+    if len(prompts) > 1:
+        check_conversation(prompts, options, LengthLimits(engine.module, config))
     if first:
         print(f"megakv: {prompts[0].shape[1]} tokens on CP {mesh.cp_size} x TP {mesh.tp_size}", flush=True)
     answers: list[Answer] = []
@@ -158,6 +162,15 @@ def run_job(
     engine.destroy()
     gc.unfreeze()
     return outcome
+
+
+def check_conversation(prompts: Sequence[Tensor], options: dict[str, Any], limits: LengthLimits) -> None:
+    """Refuse now what the last question would be refused for, after the document was read."""
+    longest = options["max_new_tokens"]
+    try:
+        limits.check(sum(ids.shape[1] for ids in prompts) + (len(prompts) - 1) * longest, options)
+    except ValueError as error:
+        raise ValueError(f"{len(prompts)} questions, with answers of up to {longest} tokens each: {error}") from None
 
 
 def _all_equal(answers: Sequence[Answer]) -> bool | None:

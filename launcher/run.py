@@ -37,6 +37,8 @@ def main() -> None:
         if own_rank() == 0:
             print_outcome(outcome)
             publish(outcome, arguments)
+            if outcome.tokens_equal is False:
+                raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megakv.config import load_config
+from megakv.generation import LengthLimits
 from megakv.launcher.command import main
 from megakv.launcher.conversation import Turns
+from megakv.launcher.job import check_conversation
 from megakv.launcher.ranks import read_hostfile
 from tests.distributed.models import CHAT_TEMPLATE, word_tokenizer
+from tests.families import llama
 
 MESH = {"megakv": {"context_parallel": {"size": 2}}, "dtype": "fp32"}
 CHATML = (
@@ -101,3 +106,11 @@ def test_a_template_without_answers_is_refused() -> None:
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="chat template fails: no system role"):
         Turns(tokenizer, chat=True).first("aa")
+
+
+def test_a_conversation_that_cannot_end_is_not_begun() -> None:
+    model = LlamaForCausalLM(llama(max_position_embeddings=100))
+    limits, turns = LengthLimits(model, load_config({})), [torch.ones(1, 60), torch.ones(1, 20)]
+    check_conversation(turns, {"max_new_tokens": 20}, limits)
+    with pytest.raises(ValueError, match="2 questions, with answers of up to 21 tokens each: .* 101 tokens"):
+        check_conversation(turns, {"max_new_tokens": 21}, limits)
