@@ -60,8 +60,9 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--top-p {arguments.top_p}: allowed: above 0, up to 1")
     if not 0 <= arguments.seed < 1 << 63:
         raise ValueError(f"--seed {arguments.seed}: allowed: 0 or more, below 2^63")
-    if arguments.timeline is not None and Path(arguments.timeline).suffix.lower() != ".png":
-        raise ValueError(f"--timeline {arguments.timeline}: allowed: a path that ends in .png")
+    timeline = getattr(arguments, "timeline", None)
+    if timeline is not None and Path(timeline).suffix.lower() != ".png":
+        raise ValueError(f"--timeline {timeline}: allowed: a path that ends in .png")
 
 
 def make_folders(arguments: argparse.Namespace) -> None:
