@@ -28,7 +28,7 @@ with importing():
     from megakv.launcher.chat_input import CHAT_FILE, SESSION_FOLDER, Command, Interrupts, Prompt, SavedChat, complain
     from megakv.launcher.commands.chat import add_arguments
     from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
-    from megakv.launcher.job import generation_options, prefill_bar
+    from megakv.launcher.job import generation_options, prefill_bar, print_files
     from megakv.launcher.prompts import read_text
     from megakv.launcher.settings import check_job_arguments, run_config
     from megakv.session import Session
@@ -246,6 +246,8 @@ def main() -> None:
             beat_s = min(BEAT_S, config.megakv.timeout_s / 4)
             while (command := next_command(engine, prompt, beat_s)).kind != "exit":
                 chat.follow(command)
+            written, upload = engine.tracker.written, engine.tracker.wandb_upload
+        print_files(written.items(), upload)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ def plain_turns(
     directory, device = local_directory(model), engine.mesh.device
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
+    whole = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
     found, cache = [], None
     for index, (prompt, sequences) in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):
         torch.manual_seed(seed + index)
-        output = plain.generate(prompt, past_key_values=cache, return_dict_in_generate=True, **options)
+        output = plain.generate(prompt, past_key_values=cache, return_dict_in_generate=True, **whole)
         found.append(torch.equal(output.sequences, sequences))
         # What follows another answer is computed from the start.
         cache = output.past_key_values if found[-1] else None

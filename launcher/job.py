@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ class Outcome:
     report: RunReport  # Of the turn that read the document, with all answers.
     turns: list[RunReport]
     written: dict[str, Path]  # By kind, what the tracker wrote; nothing on other ranks than 0.
+    upload: str | None  # The command that uploads an offline W&B run.
 
     @property
     def answer(self) -> str:
@@ -68,6 +69,8 @@ def generation_options(arguments: argparse.Namespace, tokenizer: PreTrainedToken
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if options["do_sample"]:
         options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
+    if arguments.prefill_chunk_size is not None:
+        options["prefill_chunk_size"] = arguments.prefill_chunk_size
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
     return options
@@ -147,6 +150,7 @@ def run_job(
                 prompt_tokens=ids.shape[1],
                 ttft_s=report.ttft_s,
                 ttit_s=report.ttit_s,
+                step_s=report.step_s,
                 new_tokens=len(tokens),
             )
         )
@@ -158,7 +162,8 @@ def run_job(
     report.settings = {name: value for name, value in vars(arguments).items() if value is not None}
     if first:
         engine.tracker.log_report(report)
-    outcome = Outcome(report=report, turns=reports, written=engine.tracker.written)
+    tracker = engine.tracker
+    outcome = Outcome(report=report, turns=reports, written=tracker.written, upload=tracker.wandb_upload)
     engine.destroy()
     gc.unfreeze()
     return outcome
@@ -244,6 +249,14 @@ def _print_traffic(report: RunReport) -> None:
         print(f"{name:<16} {calls:>7} {sent / MEGABYTE:>9.2f} {total:>9.1f} {hidden:>10.1f} {exposed:>11.1f}")
 
 
+def print_files(files: Iterable[tuple[str, Path]], upload: str | None) -> None:
+    """Say where everything is, and how an offline W&B run is uploaded."""
+    for kind, file in files:
+        print(f"{kind}: {file}")
+    if upload is not None:
+        print(f"upload the W&B run: {upload}")
+
+
 def publish(outcome: Outcome, arguments: argparse.Namespace, **judged: Any) -> None:
     """The end of a job on rank 0: writes the files that were asked for, says what served it and where all files are.
 
@@ -260,7 +273,6 @@ def publish(outcome: Outcome, arguments: argparse.Namespace, **judged: Any) -> N
         files.append(("page", Path(arguments.report).resolve()))
     for stage, words in methods(report).items():
         print(f"{stage}: {words}")
-    for kind, file in dict.fromkeys(files):
-        print(f"{kind}: {file}")
+    print_files(dict.fromkeys(files), outcome.upload)
     if not arguments.report and (found := next((file for kind, file in files if kind == "report"), None)):
         print(f"as a page: megakv report {found} --html {found.with_suffix('.html')}")

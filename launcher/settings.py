@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megakv.launcher.ranks import DTYPES, check_writable
+from megakv.tracking.wandb_project import check_project
 
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
@@ -17,6 +18,8 @@ KEYS = {
     "cp": ("megakv", "context_parallel", "size"),
     "tp": ("tensor_parallel", "tp_size"),
     "dtype": ("dtype",),
+    "prefill": ("megakv", "context_parallel", "prefill"),
+    "wandb": ("megakv", "tracking", "wandb", "project"),
 }
 """Where the JSON has what an argument says."""
 FILES = ("json", "timeline", "report")
@@ -29,6 +32,9 @@ def add_settings_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     parser.add_argument("--cp", type=int, help="context-parallel ranks, which share the tokens (default 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks, which share the heads (default 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument("--prefill", metavar="METHOD", help="how a prompt attends across ranks (default auto)")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to this W&B project, offline unless logged in")
+    parser.add_argument("--prefill-chunk-size", type=int, help="tokens read at a time (default: the whole prompt)")
     parser.add_argument(
         "--max-new-tokens", type=int, default=max_new_tokens, help="tokens of an answer at most (default %(default)s)"
     )
@@ -50,7 +56,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_job_arguments(arguments: argparse.Namespace) -> None:
     """Refuse impossible ones before anything starts."""
-    for name in ("cp", "tp", "threads", "max_new_tokens"):
+    for name in ("cp", "tp", "threads", "max_new_tokens", "prefill_chunk_size"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
@@ -63,6 +69,7 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
     timeline = getattr(arguments, "timeline", None)
     if timeline is not None and Path(timeline).suffix.lower() != ".png":
         raise ValueError(f"--timeline {timeline}: allowed: a path that ends in .png")
+    check_project(arguments.wandb)
 
 
 def make_folders(arguments: argparse.Namespace) -> None:
@@ -83,23 +90,32 @@ def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
-    """The settings that --config, --cp, --tp and --dtype come to."""
+    """The settings that --config and the arguments of `KEYS` come to; with --wandb, W&B is switched on."""
     from megakv.config import load_config, read_settings
 
     given = {name: value for name in KEYS if (value := getattr(arguments, name)) is not None}
     if arguments.config is None or not given:
-        return load_config(_added({}, given) if arguments.config is None else arguments.config)
-    config = load_config(_added(read_settings(arguments.config), given))
+        config = load_config(_added({}, given) if arguments.config is None else arguments.config)
+    else:
+        config = load_config(_added(read_settings(arguments.config), given))
+        _check_agreement(config, given, arguments.config)
+    config.megakv.tracking.wandb.enabled |= arguments.wandb is not None
+    return config
+
+
+def _check_agreement(config: MegaKVConfig, given: dict[str, Any], source: str) -> None:
+    """Refuse an argument that contradicts the JSON."""
+    section = config.megakv
     held = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
+    held |= {"prefill": section.context_parallel.prefill, "wandb": section.tracking.wandb.project}
     for name, value in given.items():
         key = ".".join(KEYS[name])
         allowed = _short(held[name])
         if _short(value) != allowed:
             raise ValueError(
-                f"--{name} {value} contradicts {key} = {allowed} of {arguments.config}: give --{name} {allowed}, or "
+                f"--{name} {value} contradicts {key} = {allowed} of {source}: give --{name} {allowed}, or "
                 "leave one of the two out"
             )
-    return config
 
 
 def _added(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

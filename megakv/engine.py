@@ -76,7 +76,7 @@ class MegaKVEngine(InferenceEngine):
         hooks = ForwardHooks(model, runtime, partial(new_cache, layers))
         owned.callback(hooks.remove)
         self._limits = LengthLimits(model, config)
-        comm.ledger.timeline = config.megakv.tracking.timeline is not None
+        comm.ledger.timeline = config.megakv.tracking.records_events
         settings = config.model_dump(mode="json", by_alias=True, fallback=str)
         with self.agreement.call():
             self.tracker = self.agreement.together(lambda: Tracker(config.megakv.tracking, settings, comm.mesh.rank))

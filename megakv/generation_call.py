@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -70,10 +72,14 @@ class TokenClock:
         return self.times[0] if self.times else None
 
     @property
+    def step_s(self) -> list[float]:
+        """Times from each token to the next."""
+        return [later - earlier for earlier, later in pairwise(self.times)]
+
+    @property
     def ttit_s(self) -> float | None:
         """Mean time to incremental token."""
-        steps = len(self.times) - 1
-        return (self.times[-1] - self.times[0]) / steps if steps > 0 else None
+        return fmean(self.step_s) if len(self.times) > 1 else None
 
 
 @dataclass(eq=False)

@@ -92,6 +92,7 @@ class RunRecord:
             mesh={"cp": comm.mesh.cp_size, "tp": comm.mesh.tp_size},
             ttft_s=self.clock.ttft_s,
             ttit_s=self.clock.ttit_s,
+            step_s=self.clock.step_s,
             generated_s=self.clock.times[-1] if self.clock.times else None,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,

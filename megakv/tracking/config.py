@@ -1,10 +1,12 @@
 """The ``"megakv": {"tracking": {...}}`` part of the engine's JSON."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from megakv.sections import Section
+from megakv.tracking.wandb_project import checked_project
 
 
 class WandbTrackingConfig(Section):
@@ -13,8 +15,8 @@ class WandbTrackingConfig(Section):
     enabled: bool = False
     """Whether rank 0 logs to Weights & Biases. Offline unless you are logged in."""
 
-    project: str = Field("megakv", min_length=1)
-    """Project of the run."""
+    project: Annotated[str, AfterValidator(checked_project)] = "megakv"
+    """Project of the run: 1 to 128 characters, none of ``/ \\ # ? % :``."""
 
     team: str | None = None
     """Entity of the run. ``null`` leaves it to W&B."""
@@ -61,3 +63,8 @@ class TrackingConfig(Section):
         if value is not None and Path(value).suffix.lower() != ".png":
             raise ValueError("allowed: a path that ends in .png")
         return value
+
+    @property
+    def records_events(self) -> bool:
+        """Whether something draws what ranks compute and wait for."""
+        return self.timeline is not None or self.wandb.enabled

@@ -6,15 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
 from megakv.fairkv.layer import barrier_utilisation, busy_rates
 
+PERCENTILES = (50, 90, 99)
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 # What a file may hold: numbers that sums, ratios and axes of pictures can bear.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12)]
 MOST_SECONDS = 1e9
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Median and tails of some times, as ``name/p50`` and so on; nothing of none."""
+    values = np.percentile(seconds, PERCENTILES) if len(seconds) else ()
+    return {f"{name}/p{share}": float(value) for share, value in zip(PERCENTILES, values, strict=False)}
 
 
 @dataclass(frozen=True, slots=True)

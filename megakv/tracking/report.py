@@ -17,6 +17,7 @@ from megakv.tracking.measurements import (
     PrefillPlan,
     Traffic,
     offload_scalars,
+    percentiles,
 )
 
 MOST_BYTES = 256 << 20
@@ -86,6 +87,7 @@ class Answer:
     new_tokens: Count | None = None
     ttft_s: Number | None = None
     ttit_s: Number | None = None
+    step_s: list[Number] = field(default_factory=list)  # From each token to the next.
     # Whether the tokens are those of a single-process transformers run; ``None`` where that was not asked for.
     tokens_equal: bool | None = None
     # Where the job knows what must be said, and whether it was.
@@ -110,6 +112,7 @@ class RunReport:
     # Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
     ttft_s: float | None
     ttit_s: float | None
+    step_s: list[Number] = field(default_factory=list)  # From each new token to the next: their mean is `ttit_s`.
     generated_s: float | None = None  # Time to the last token.
     # Over the whole batch.
     prompt_tokens: int
@@ -149,6 +152,7 @@ class RunReport:
         values: dict[str, float | None] = {
             "ttft_s": self.ttft_s,
             "ttit_s": self.ttit_s,
+            **percentiles("ttit_s", self.step_s),
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "prompt_tokens_per_s": self.prompt_tokens / self.ttft_s if self.ttft_s else None,

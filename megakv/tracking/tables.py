@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from megakv.tracking.measurements import Event, Traffic
+from megakv.tracking.measurements import Event, Traffic, percentiles
 from megakv.tracking.report import RankReport, RunReport
 from megakv.tracking.units import Cell
 
@@ -101,6 +101,17 @@ def _totals(traffic: Sequence[Traffic], ranks: int = 1) -> dict[str, Cell]:
         "seconds_hidden": seconds - exposed,
         "seconds_exposed": exposed,
     }
+
+
+def answers(report: RunReport) -> Table:
+    """Latencies of every turn of a job, by percentile too; of the texts nothing."""
+    records: list[dict[str, Cell]] = []
+    for number, answer in enumerate(report.answers, 1):
+        names = ("prompt_tokens", "new_tokens", "ttft_s", "ttit_s")
+        # Every row has the columns of the longest answer, also one of a single token.
+        tails = percentiles("ttit_s", answer.step_s) or dict.fromkeys(percentiles("ttit_s", [0.0]))
+        records.append({"answer": number, **{name: getattr(answer, name) for name in names}, **tails})
+    return Table.of(records)
 
 
 def comparison(reports: Sequence[RunReport], names: Sequence[str]) -> Table:

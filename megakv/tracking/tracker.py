@@ -12,7 +12,7 @@ from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.files import drawn, write_whole
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.report import RunReport, report_to_json
-from megakv.tracking.tables import Table, by_layer, comparison, operations, report_tables
+from megakv.tracking.tables import Table, answers, by_layer, comparison, operations, report_tables
 from megakv.tracking.timeline import draw_timelines, has_events
 from megakv.tracking.wandb_run import WandbRun, check_wandb_installed
 
@@ -38,6 +38,11 @@ class Tracker:
     def wandb_directory(self) -> Path | None:
         """Folder of the W&B run, for ``wandb sync``; ``None`` on other ranks and without W&B."""
         return self._wandb.directory if self._wandb else None
+
+    @property
+    def wandb_upload(self) -> str | None:
+        """The command that uploads an offline W&B run once the tracker is closed; ``None`` where there is no such."""
+        return self._wandb.upload if self._wandb else None
 
     @property
     def written(self) -> dict[str, Path]:
@@ -67,6 +72,8 @@ class Tracker:
     def log_report(self, report: RunReport) -> None:
         """Write the run's report: its scalars, tables and timeline to the monitors, and the JSON and PNG files.
 
+        A tracker may be given several, one after the other. W&B learns nothing of what was asked and answered.
+
         Raises MegaKVError if the JSON file or the picture cannot be written.
         """
         self.log(report.scalars(), self._step)
@@ -79,7 +86,9 @@ class Tracker:
             pictures = {"timeline": drawn(partial(draw_timelines, [report]))} if has_events(report) else {}
             if any(rank.offload for rank in report.ranks):
                 pictures["offload"] = drawn(partial(draw_offload, report))
-            self._wandb.log({**_tables(report), **pictures})
+            self._wandb.describe(_facts(report))
+            self._wandb.log({**_tables(report), **pictures}, self._step)
+        self._step += 1
 
     def close(self) -> None:
         """Finish the W&B run. Nothing may be logged after it."""
@@ -133,7 +142,15 @@ def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig)
 
 def _tables(report: RunReport) -> dict[str, Table]:
     """What W&B shows: communication by rank and layer, the rest as on the HTML page."""
-    return {**report_tables(report), "communication": by_layer(report), "operations": operations(report)}
+    found = {**report_tables(report), "communication": by_layer(report), "operations": operations(report)}
+    return found | ({"answers": answers(report)} if report.answers else {})
+
+
+def _facts(report: RunReport) -> dict[str, Any]:
+    """Of a report, what belongs to W&B's configuration of the run, beside the engine's own."""
+    names = ("model", "mesh", "methods", "machine", "versions")
+    settings = {name: value for name, value in report.settings.items() if name != "question"}
+    return {**{name: getattr(report, name) for name in names}, "settings": settings}
 
 
 def _append(folder: Path, metrics: dict[str, float], step: int) -> None:

@@ -1,14 +1,15 @@
 """A W&B run of our own: configuration, offline by default, and failures that never kill."""
 
-import importlib.util
 import io
 import logging
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megakv.tracking.config import WandbTrackingConfig
 from megakv.tracking.tables import Table
+from megakv.tracking.wandb_project import check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +20,8 @@ FINISH_TIMEOUT_S = 60.0
 
 def check_wandb_installed(config: WandbTrackingConfig) -> None:
     """Refuse a configuration that asks for W&B where it cannot be imported."""
-    if config.enabled and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            "megakv.tracking.wandb.enabled is true, but the package wandb is not installed: "
-            "install it (pip install wandb) or set megakv.tracking.wandb.enabled to false"
-        )
+    if config.enabled:
+        check_installed("megakv.tracking.wandb.enabled is true", "set megakv.tracking.wandb.enabled to false")
 
 
 class WandbRun:
@@ -46,6 +44,16 @@ class WandbRun:
         """Folder of the run's files, for ``wandb sync`` if it is offline; ``None`` without a run."""
         return Path(self._run.dir).parent if self._run is not None and self._run.dir else None
 
+    @property
+    def upload(self) -> str | None:
+        """The command that uploads an offline run once it is finished; ``None`` for any other."""
+        return f"wandb sync {shlex.quote(str(self.directory))}" if self.directory and self._run.offline else None
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Add to the run's configuration."""
+        if self._run is not None:
+            self._guard(lambda: self._run.config.update(facts, allow_val_change=True))
+
     def log(self, values: Mapping[str, float | Table | bytes], step: int | None = None) -> None:
         """Log numbers, tables and PNGs by name; ``step`` ``None`` is the present step."""
 
@@ -53,7 +61,7 @@ class WandbRun:
             import wandb
 
             if isinstance(value, Table):
-                return wandb.Table(columns=[*value.columns], data=value.rows)
+                return wandb.Table(columns=[*value.columns], data=value.rows, allow_mixed_types=True)
             if isinstance(value, bytes):
                 from PIL import Image
 
@@ -76,8 +84,9 @@ class WandbRun:
         settings = wandb.Settings(
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S,
-            # The console holds the user's prompt and answer, which nobody asked to upload.
+            # The console and the command line hold the user's questions and answers, which nobody asked to upload.
             console="off",
+            x_disable_meta=True,
             # Online, W&B prints the address of the run; offline it has nothing to say.
             silent=mode != "online",
         )

@@ -32,6 +32,18 @@ ASK = ["--question", "aa"]
         (MESH, ["--cp", "3"], "--cp 3 contradicts megakv.context_parallel.size = 2 of .*: give --cp 2, or leave one"),
         (MESH, ["--tp", "2", "--dtype", "bf16"], "--dtype bf16 contradicts dtype = fp32 of .*: give --dtype fp32"),
         ({"tp": {"tp_size": 2}}, ["--tp", "4"], "--tp 4 contradicts tensor_parallel.tp_size = 2 of"),
+        (
+            {"megakv": {"context_parallel": {"prefill": "pass_kv"}}},
+            ["--prefill", "pass_q"],
+            "--prefill pass_q contradicts megakv.context_parallel.prefill = pass_kv of .*: give --prefill pass_kv",
+        ),
+        (
+            {"megakv": {"tracking": {"wandb": {"project": "ours"}}}},
+            ["--wandb", "mine"],
+            "--wandb mine contradicts megakv.tracking.wandb.project = ours of .*: give --wandb ours",
+        ),
+        (None, ["--wandb", "our/project"], r"--wandb our/project: allowed: 1 to 128 characters, none of / \\ # \? % :"),
+        (None, ["--prefill-chunk-size", "0"], "--prefill-chunk-size 0: allowed: 1 or more"),
         ({"nonsense": 1}, [], "nonsense = 1: unknown key"),
         (None, ["--cp", "0"], "--cp 0: allowed: 1 or more"),
         (None, ["--threads", "0"], "--threads 0: allowed: 1 or more"),

@@ -38,7 +38,8 @@ def random_report(
         )  # fmt: skip
     return RunReport(
         config={"megakv": {"context_parallel": {"size": cp}}}, model="some/tiny-llama", mesh={"cp": cp, "tp": tp},
-        ttft_s=ttft, ttit_s=ttit, prompt_tokens=sum(rank.tokens for rank in ranks), new_tokens=new_tokens, ranks=ranks,
+        ttft_s=ttft, ttit_s=ttit, step_s=[ttit] * (new_tokens - 1),
+        prompt_tokens=sum(rank.tokens for rank in ranks), new_tokens=new_tokens, ranks=ranks,
         versions={"torch": "2.13.0"}, machine={"cores": 4},
         prefill=PrefillPlan("runahead", [[5] * cp], {"single": 0.75, "runahead": 0.5}),
     )  # fmt: skip

@@ -34,6 +34,7 @@ def test_scalars_add_up_over_ranks(report):
     )
     assert scalars["seconds_exposed_max/broadcast"] == 0
     assert scalars["ttft_predicted_s/runahead"] == 0.5
+    assert scalars["ttit_s/p50"] == scalars["ttit_s/p99"] == pytest.approx(report.ttit_s)
     assert scalars["prompt_tokens_per_s"] == pytest.approx(report.prompt_tokens / report.ttft_s)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import megakv
 from megakv.errors import MegaKVError
 from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
-from megakv.tracking.report import RunReport, load_report, report_to_json
+from megakv.tracking.report import Answer, RunReport, load_report, report_to_json
 from megakv.tracking.tracker import Tracker
 from megakv.tracking.wandb_run import WandbRun
 from tests.unit.tracking.reports import random_report
@@ -43,6 +44,7 @@ def rows(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
+SECRET = "what the user asks"
 WANDB_SCRIPT = """
 import os, sys, wandb
 from megakv.tracking.config import TrackingConfig
@@ -56,9 +58,13 @@ other = Tracker(config, {}, 0)
 assert other.wandb_directory != tracker.wandb_directory, "two engines, two runs"
 tracker.log({"loss/first": 1.5, "speed": 12.25}, 0)
 tracker.log({"loss/first": 2.75}, 1)
-tracker.log_report(load_report(sys.argv[1]))
+report = load_report(sys.argv[1])
+tracker.log_report(report)
+report.generated_s = report.ttft_s = 77.125
+tracker.log_report(report)
 assert wandb.run is users, "the user's own run is left alone"
 print(log_runs([("one", load_report(sys.argv[1])), ("two", load_report(sys.argv[1]))], config.wandb))
+print(tracker.wandb_upload)
 print(tracker.wandb_directory)
 tracker.close()
 tracker.close()
@@ -72,18 +78,33 @@ assert os.environ.get("WANDB_MODE") == before.get("WANDB_MODE"), "offline withou
 
 def test_real_wandb_offline(report, tmp_path):
     pytest.importorskip("wandb")
+    told = Answer(question=SECRET, answer=SECRET, ttft_s=0.375, step_s=[0.25, 0.5, 0.75])
+    report.answers = [told, Answer(question=SECRET, answer=SECRET)]
+    report.settings = {"question": [SECRET], "max_new_tokens": 8191}
     (tmp_path / "given.json").write_text(report_to_json(report))
-    child = run_child(WANDB_SCRIPT, tmp_path, "given.json")
-    several, directory = map(Path, child.stdout.strip().splitlines()[-2:])
+    child = run_child(WANDB_SCRIPT, tmp_path, "given.json", SECRET)
+    *_, several, upload, directory = child.stdout.strip().splitlines()
+    several, directory = Path(several), Path(directory)
+    assert upload == f"wandb sync {directory}"
     assert directory.parent == tmp_path / "wandb" and directory.name.startswith("offline-run-")
     assert "wandb:" not in child.stderr, child.stderr
     [log] = directory.glob("run-*.wandb")
     content = log.read_bytes()
-    for expected in (b"the-name", b"the-group", b"c0ffee", b"loss/first", b"2.75", b"12.25", b"ttft_s"):
+    for expected in (b"the-name", b"the-group", b"c0ffee", b"loss/first", b"2.75", b"12.25", b"ttft_s", b"ttit_s/p99"):
         assert expected in content, expected
-    [picture] = directory.glob("files/media/images/timeline_*.png")
+    assert b"77.125" in content, "a second report is not of a step that is over"
+    assert b"8191" in content and b'"cores":4' in content and b"some/tiny-llama" in content
+    assert SECRET.encode() not in content
+    table, _ = directory.glob("files/media/table/answers_*.json")
+    data = json.loads(table.read_text())
+    assert data["columns"] == [
+        "answer",
+        *"prompt_tokens new_tokens ttft_s ttit_s ttit_s/p50 ttit_s/p90 ttit_s/p99".split(),
+    ]
+    assert [row[0] for row in data["data"]] == [1, 2] and data["data"][0][5] == 0.5
+    picture, _ = directory.glob("files/media/images/timeline_*.png")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    [table] = directory.glob("files/media/table/communication_*.json")
+    table, _ = directory.glob("files/media/table/communication_*.json")
     data = json.loads(table.read_text())
     assert data["columns"][:5] == ["rank", "operation", "layer", "calls", "bytes_sent"]
     expected = [traffic.bytes_sent for rank in report.ranks for traffic in rank.traffic]
@@ -92,7 +113,7 @@ def test_real_wandb_offline(report, tmp_path):
     data = json.loads(table.read_text())
     assert data["columns"] == ["metric", "one", "two", "two / one"] and data["data"][0][1] == report.scalars()["ttft_s"]
     assert len(list(several.glob("files/media/images/*/timeline_*.png"))) == 2
-    assert load_report(tmp_path / "out" / "report.json") == report
+    assert load_report(tmp_path / "out" / "report.json") == replace(report, generated_s=77.125, ttft_s=77.125)
 
 
 def track(report: RunReport, *, lose_disk: bool = False) -> None:

@@ -29,6 +29,7 @@ def test_round_trip_through_json():
         ({"json_path": "x.json"}, "json_path"),
         ({"wandb": {"enable": True}}, "wandb.enable"),
         ({"csv": {"path": "x"}}, "csv.path"),
+        ({"wandb": {"project": "a/b"}}, "wandb.project"),
         ({"wandb": {"enabled": "perhaps"}}, "wandb.enabled"),
         ({"csv": {"output_path": ""}}, "csv.output_path"),
         ({"timeline": "picture.jpg"}, "allowed: a path that ends in .png"),
