@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from megakv.tracking.wandb_project import check_project
+
 DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 UNIFORM, CONTIGUOUS = "uniform", "contiguous"
@@ -80,6 +82,9 @@ class Options(argparse.ArgumentParser):
 
     def output(self) -> None:
         self.add_argument("--json", metavar="FILE", help="write the results here, and charts (PNG) beside it")
+        text = "log results and charts to this W&B project, offline unless logged in"
+        self.add_argument("--wandb", metavar="PROJECT", help=text)
+        self._checks.append(self._check_wandb)
 
     def ranks(self, *, timeout_s: float = 3600.0) -> None:
         """What every benchmark of several ranks takes."""
@@ -158,6 +163,12 @@ class Options(argparse.ArgumentParser):
                 setattr(arguments, dest, convert(getattr(arguments, dest)))
 
         self._checks.append(check)
+
+    def _check_wandb(self, arguments: argparse.Namespace) -> None:
+        try:
+            check_project(arguments.wandb)
+        except ValueError as error:
+            self.error(str(error))
 
     def _check_number(self, name: str, value: float | None, least: float | None) -> None:
         if value is not None and (value <= 0 if least is None else value < least):

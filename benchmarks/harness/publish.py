@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -15,6 +16,7 @@ from megakv.tracking.machine import machine_info, version_info
 
 from .charts import Chart, draw_charts
 from .statistics import Interval
+from .tracking import log_results
 
 Row = Mapping[str, Any]
 MEGABYTE = 1 << 20
@@ -38,10 +40,12 @@ def publish(
     summary: Mapping[str, Any],
     charts: Sequence[Chart],
 ) -> None:
-    """Write the results, whole or not at all, and the charts where ``--json`` asks for them; say where they are."""
-    if not arguments.json:
+    """Write the results and the charts where ``--json`` and ``--wandb`` ask for them; say where they are.
+
+    A file is written whole or not at all.
+    """
+    if not arguments.json and not arguments.wandb:
         return
-    path = Path(arguments.json)
     report = {
         "benchmark": benchmark,
         "machine": machine,
@@ -50,9 +54,14 @@ def publish(
         "rows": rows,
         "summary": summary,
     }
-    write_json(path, report)
-    drawn = ", ".join(str(each.resolve()) for each in draw_charts(path, charts))
-    print(f"results: {path.resolve()}, charts: {drawn}")
+    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
+        path = Path(arguments.json or f"{spare}/{benchmark}.json")
+        write_json(path, report)
+        drawn = draw_charts(path, charts)
+        if arguments.json:
+            print(f"results: {path.resolve()}, charts: {', '.join(str(each.resolve()) for each in drawn)}")
+        if arguments.wandb:
+            log_results(arguments.wandb, report, drawn)
 
 
 def write_json(path: Path, value: Any) -> None:

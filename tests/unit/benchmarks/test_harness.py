@@ -126,7 +126,7 @@ def test_report_chart_and_table(tmp_path: Path) -> None:
     assert second.split() == ["longer", "2", "4,096", "0.125", "0.125", "0.125", "0.0", "3.0", "0.0"]
 
     path = tmp_path / "sub" / "r.json"
-    arguments = argparse.Namespace(ranks=2, json=str(path))
+    arguments = argparse.Namespace(ranks=2, json=str(path), wandb=None)
     charts = [bars(name, rows, "method", own="method", title="t", subtitle="s", unit="s") for name in ("", "x", "x")]
     publish(arguments, "b", describe_machine(), rows, {"s": 1}, charts)
     report = json.loads(path.read_text())
