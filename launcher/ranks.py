@@ -35,6 +35,7 @@ SAID = (1, 130)
 PASSED = ("PATH", "OMP_NUM_THREADS", "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_OFFLINE") + (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
+    *("WANDB_MODE", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"),
 )
 """Of the environment, what ranks on other hosts get too."""
 

@@ -106,7 +106,7 @@ def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
 def _check_agreement(config: MegaKVConfig, given: dict[str, Any], source: str) -> None:
     """Refuse an argument that contradicts the JSON."""
     section = config.megakv
-    held = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
+    held: dict[str, Any] = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
     held |= {"prefill": section.context_parallel.prefill, "wandb": section.tracking.wandb.project}
     for name, value in given.items():
         key = ".".join(KEYS[name])

@@ -11,11 +11,13 @@ from tests.unit.benchmarks.running import run_benchmark
 run = partial(run_benchmark, "host_attention.py")
 
 
-def test_tiny_run(tmp_path: Path) -> None:
+def test_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
     path = tmp_path / "host.json"
     done = run(
         "--threads", "1,2", "--heads", "6", "--kv-heads", "1,3", "--head-dim", "20", "--megabytes", "1",
-        "--repeats", "3", "--json", path,
+        "--repeats", "3", "--json", path, "--wandb", "the-project",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
@@ -29,6 +31,15 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert row["gb_s"] > 0 and row["read_gb_s"] > 0
     assert report["summary"]["lowest_share"] == min(row["share"] for row in rows)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    [directory] = tmp_path.glob("wandb/offline-run-*")
+    assert f"W&B run: {directory}, upload it: wandb sync {directory}" in done.stdout
+    [log] = directory.glob("run-*.wandb")
+    content = log.read_bytes()
+    assert all(name in content for name in (b"the-project", b"summary/lowest_share", b'"host":', b"megabytes"))
+    [table] = directory.glob("files/media/table/rows_*.json")
+    data = json.loads(table.read_text())
+    assert {"threads", "gb_s", "seconds/p50", "seconds/p99"} < set(data["columns"]) and len(data["data"]) == len(rows)
+    assert list(directory.glob("files/media/images/charts/host_*.png"))
     assert "bf16, 3 KV heads, 2 threads" in done.stdout and "lowest_share" in done.stdout
 
 
@@ -38,6 +49,7 @@ def test_tiny_run(tmp_path: Path) -> None:
         (["--kv-heads", "5"], "--heads 32 is no multiple of --kv-heads 5"),
         (["--threads", "0"], "--threads 0: allowed: whole numbers from 1 on"),
         (["--dtypes", "int8"], "--dtypes int8: allowed: each of fp32, bf16, fp16 once"),
+        (["--wandb", "a:b"], "--wandb a:b: allowed: 1 to 128 characters"),
         (["--megabytes", "0"], "--megabytes 0: allowed: above 0"),
     ],
 )
