@@ -72,7 +72,10 @@ def test_conversations_from_a_pipe(tmp_path: Path, write_json: Callable[[str, An
     ]
     arguments = ["--model", model, "--config", write_json("config.json", config), "--document", tmp_path / "document"]
     typed = write_json("lines.json", lines)
-    result = run_ranks(SCRIPT, typed, *arguments, "--max-new-tokens", str(NEW_TOKENS), ranks=2, timeout=120).check()
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    result = run_ranks(
+        SCRIPT, typed, *arguments, "--max-new-tokens", str(NEW_TOKENS), "--wandb", "p", ranks=2, timeout=120, env=env
+    ).check()
 
     plain, nothing = Plain(model), torch.empty(1, 0, dtype=torch.int64)
     one = plain.ask(nothing, "aa bb cc")
@@ -93,6 +96,10 @@ def test_conversations_from_a_pipe(tmp_path: Path, write_json: Callable[[str, An
     ]
     assert f"the model has positions for {POSITIONS}" in complaints[6]
     assert "/save DIR" in result.stdout
+    [directory] = tmp_path.glob("wandb/offline-run-*")
+    assert result.stdout.endswith(f"W&B run: {directory}\nupload the W&B run: wandb sync {directory}\n")
+    # A picture of every turn that had a first token.
+    assert len(list(directory.glob("files/media/images/timeline_*.png"))) == len(read)
 
 
 class Terminal:
