@@ -4,7 +4,7 @@
 #   --model DIR        checkpoint: a directory or hub id
 #   --config FILE      JSON of this folder (default: the first of recipe.json), or any other
 #   --hostfile FILE    ranks on several hosts, as many to a host as the file's slots say
-#   --question TEXT, --prompt-file FILE, --max-new-tokens N, --json FILE ...: as `megakv run --help` says
+#   --question TEXT, --prompt-file FILE, --max-new-tokens N, --json FILE, --wandb PROJECT ...: as `megakv run --help` says
 set -euo pipefail
 recipe=$(cd "$1" && pwd)
 root=$(cd "$recipe/../.." && pwd)

@@ -22,7 +22,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write one HTML page, with nothing outside it, about one or several runs side by side."""
     from megakv.tracking.files import write_whole
     from megakv.tracking.page import page, read_runs
+    from megakv.tracking.wandb_project import check_project
 
+    check_project(arguments.wandb)
     runs = read_runs(arguments.reports)
     write_whole(arguments.html, page(runs).encode())
     written: dict[str, Any] = {"html": arguments.html, "runs": [name for name, _ in runs]}

