@@ -24,8 +24,9 @@ from megakv.runahead.grid import Bounds, Grid
 from megakv.runahead.partition import Partition, even
 from megakv.runahead.prediction import Prediction
 
-MARGIN = 0.1
-"""A point that promises to be slower than the best by more than this is not measured."""
+MARGIN, COARSE_MARGIN = 0.1, 0.2
+"""A point that promises to be slower than the best by more than this is not measured. At the coarsest stride it has to
+promise less: there it rests on few measurements."""
 GAIN = 0.002
 """What a new best must gain to count as progress."""
 LEANINGS = (0.0, 0.25, 0.5, 0.75, -0.5, -0.9)
@@ -152,11 +153,12 @@ class PartitionSearch:
     def _promising(self, center: Bounds, stride: int) -> Partition | None:
         """The most promising partition around the best that was not measured yet, if any promises enough."""
         rows = self.grid.around(center, stride)
+        margin = MARGIN
         if stride == self.grid.strides[0]:
-            rows = np.concatenate([rows, self.grid.coarse()])
+            rows, margin = np.concatenate([rows, self.grid.coarse()]), COARSE_MARGIN
         promised = self._prediction.seconds(rows)
         for index in promised.argsort(kind="stable"):
-            if promised[index] >= (1 + MARGIN) * self._best:
+            if promised[index] >= (1 + margin) * self._best:
                 break
             if (partition := self.grid.partition(rows[index])) not in self._times:
                 return partition

@@ -12,7 +12,7 @@ from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megakv.errors import MegaKVError
-from megakv.weights.files import local_directory
+from megakv.weights.folder import local_directory
 from megakv.weights.gguf import gguf_directory
 
 WIDTH, LAYERS, HEADS, MIDDLE = 64, 2, 2, 128

@@ -102,7 +102,10 @@ def prompts(tmp_path: Path) -> Path:
         ({"budget": "0.5", "method": "snapkv"}, None),
         ({"budget": "-1"}, "megakv.fairkv.budget = -1.0"),
         ({"budget": "12.5"}, "allowed: a fraction such as 0.25, or a whole number of tokens"),
-        ({"config": {"megakv": {"fairkv": {"method": "pyramidkv", "budget": 9}}}}, "'pyramidkv' keeps the same number"),
+        (
+            {"config": {"megakv": {"fairkv": {"method": "pyramidkv", "budget": 90}}}},
+            "'pyramidkv' keeps the same number",
+        ),
         ({"config": {"megakv": {"offload": {"enabled": True}}}}, "megakv.offload.enabled = true is not supported"),
         ({"config": {"tensor_parallel": {"tp_size": 2}}, "ranks": "3"}, "--ranks 3: allowed: multiples of"),
         ({"prompts": "no-such.txt"}, "--prompts no-such.txt cannot be read"),
