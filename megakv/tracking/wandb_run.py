@@ -41,8 +41,8 @@ class WandbRun:
 
     @property
     def directory(self) -> Path | None:
-        """Folder of the run's files, for ``wandb sync`` if it is offline; ``None`` without a run."""
-        return Path(self._run.dir).parent if self._run is not None and self._run.dir else None
+        """Folder of the run's files, for ``wandb sync`` if it is offline; ``None`` without a run, or a disabled one."""
+        return None if self._run is None or self._run.disabled else Path(self._run.dir).parent
 
     @property
     def upload(self) -> str | None:

@@ -211,7 +211,8 @@ def fake_wandb(*, mode="online", logged_in=False, active=None, failing=()):
             wandb.calls.append((name, args, kwargs))
             if name in failing:
                 raise RuntimeError(f"no {name} today")
-            return types.SimpleNamespace(log=call("log"), finish=call("finish"), dir="/somewhere/files")
+            words = {"dir": "/somewhere/files", "disabled": mode == "disabled"}
+            return types.SimpleNamespace(log=call("log"), finish=call("finish"), **words)
 
         return record
 
@@ -243,7 +244,7 @@ def test_online_only_for_a_user_who_is_logged_in_and_wants_it(monkeypatch, situa
     [(_, _, options)] = wandb.calls
     assert options["mode"] == expected and options["settings"].silent == (expected != "online")
     assert (options["project"], options["entity"], options["name"], options["config"]) == ("p", "t", "n", {"a": 1})
-    assert run.directory == Path("/somewhere")
+    assert run.directory == (None if expected == "disabled" else Path("/somewhere"))
 
 
 def test_events_of_one_step_are_one_call(monkeypatch):
