@@ -30,7 +30,9 @@ def plain_turns(
     found, cache = [], None
     for index, (prompt, sequences) in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):
         torch.manual_seed(seed + index)
-        output = plain.generate(prompt, past_key_values=cache, return_dict_in_generate=True, **whole)
+        # Without a mask, transformers would hide every token that happens to be the one for padding.
+        given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache}
+        output = plain.generate(prompt, return_dict_in_generate=True, **given, **whole)
         found.append(torch.equal(output.sequences, sequences))
         # What follows another answer is computed from the start.
         cache = output.past_key_values if found[-1] else None
