@@ -94,7 +94,7 @@ def _cache(report: RunReport) -> str:
         return f"off the accelerator: {auto}{passes_by_plan(first)} passes{lossy}"
     if setting(report, "simulated.method") == "offload":
         return "off the accelerator"
-    budget = setting(report, "megakv.fairkv.budget")
+    method, budget = (setting(report, f"megakv.fairkv.{key}") for key in ("method", "budget"))
     if budget is not None:
-        return f"compressed by {setting(report, 'megakv.fairkv.method')}, budget {budget} (lossy)"
+        return f"compressed by {method}, budget {str(budget).removesuffix('.0')} (lossy)"
     return "kept whole"

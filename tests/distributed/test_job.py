@@ -93,18 +93,18 @@ def test_deepspeed_launcher(job: Job) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and picture.stat().st_size > 10_000
 
 
+def sampled(job: Job, seed: int, launcher: Launcher = "forked") -> list[int]:
+    job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", str(seed), launcher=launcher)
+    check_outcome(job.outcome(), ranks=2)
+    return job.outcome().answers[0].tokens
+
+
 def test_samples_as_a_single_process(job: Job) -> None:
-    answers = {}
-    for seed in (3, 4):
-        job.run(2, "--compare", "--temperature", "0.9", "--top-p", "0.95", "--seed", str(seed), launcher="forked")
-        check_outcome(job.outcome(), ranks=2)
-        answers[seed] = job.outcome().answers[0].tokens
-    assert answers[3] != answers[4]
+    assert sampled(job, 3) != sampled(job, 4)
 
 
 def torchrun(job: Job) -> None:
-    job.run(2, "--compare", launcher="torchrun")
-    check_outcome(job.outcome(), ranks=2)
+    assert sampled(job, 3, "torchrun") == sampled(job, 3)
 
 
 def one_plain_process(job: Job) -> None:

@@ -174,6 +174,8 @@ def test_what_ran_is_known_of_other_kinds_of_runs() -> None:
         "keys and values": "compressed by snapkv, budget 0.25 (lossy)",
         "weights": "feed-forward in FP8 (lossy)",
     }
+    plain.config["megakv"]["fairkv"]["budget"] = 256.0
+    assert methods(plain)["keys and values"] == "compressed by snapkv, budget 256 (lossy)"
     plain.config = {"megakv": [1], "simulated": {"method": "offload"}}
     assert methods(plain) == {"prefill": "tensor parallelism alone", "keys and values": "off the accelerator"}
 
