@@ -27,6 +27,7 @@ from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
 from megakv.runtime import Runtime
 from megakv.session import Session
+from megakv.session_files import HeadsHere, heads_of
 from megakv.tracking.machine import reset_peak_memory
 from megakv.tracking.report import RunReport
 from megakv.tracking.tracker import Tracker
@@ -67,6 +68,7 @@ class MegaKVEngine(InferenceEngine):
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded, comm)
+        self.heads_here = HeadsHere(heads_of(loaded.head_map), comm.mesh.tp_rank, runtime.replicas)
         owned.callback(detach, model)
         layers = attach(model, runtime.attend)
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
@@ -220,11 +222,6 @@ class MegaKVEngine(InferenceEngine):
         """Refuse to work after `destroy`."""
         if self._hooks is None:
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
-
-    @property
-    def placement(self) -> str | None:
-        """Digest of where KV heads are; None where they lie in runs."""
-        return None if self._mapping is None else self._mapping.placement_digest()
 
     @property
     def partitions(self) -> PartitionSource:

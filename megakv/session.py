@@ -20,6 +20,7 @@ from megakv.errors import MegaKVError
 from megakv.generation import check_tokens, given_option, pad_left
 from megakv.session_files import (
     FORMAT,
+    HeadsHere,
     SessionMeta,
     check_meta,
     fingerprint,
@@ -40,9 +41,8 @@ class SessionEngine(Protocol):
     mesh: Mesh
     agreement: Agreement
     weights_digest: str
+    heads_here: HeadsHere
 
-    @property
-    def placement(self) -> str | None: ...
     def check_open(self) -> None: ...
     def generate_into(self, cache: ShardedCache, ids: Tensor | None, **options: Any) -> Any: ...
 
@@ -170,7 +170,7 @@ class Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
         session, device = cls(engine, cache), engine.mesh.device
         # Another job may save to the folder meanwhile.
-        meta = engine.agreement.decide(lambda: read_meta(folder))
+        meta = engine.agreement.decide(lambda: read_meta(folder, engine.module.config))
 
         def read() -> None:
             expected = session._meta(engine)
@@ -180,7 +180,7 @@ class Session:
             # Copies, for what was read is mapped from files that may go.
             ids, mask = (tokens.to(device, copy=True) for tokens in read_tokens(folder, meta))
             session.input_ids, session.attention_mask = ids, mask
-            read_cache(folder, meta, cache, engine.mesh.tp_rank, device)
+            read_cache(folder, meta, cache, engine.heads_here, device)
 
         engine.agreement.together(read)
         return session
@@ -204,7 +204,8 @@ class Session:
             length=self._cache.length,
             dtype=str(engine.module.dtype),
             compressed=[[list(span) for span in ranges] for ranges in self._cache.compressed],
-            placement=engine.placement,
+            heads=engine.heads_here.heads,
+            divided=engine.heads_here.divided,
         )
 
     def _open(self) -> SessionEngine:

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.saved import SavedLayer, SavedTokens
 from megakv.distributed.sharding import Layout, TokenBlock, balanced
 from megakv.errors import MegaKVError
+from megakv.fairkv.replicas import HeadReplicas
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
 from megakv.weights.fingerprint import settings_of
+from megakv.weights.placement import HeadMap, contiguous_head_map, head_counts
 
-FORMAT = 2
-"""The latest; in format 1 all sequences were compressed alike, and there was no subfolder."""
+FORMAT = 3
+"""The latest. In format 1 all sequences were compressed alike, and there was no subfolder; 2 was never released."""
+READ = (1, FORMAT)
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,12 @@ class SessionMeta:
     """Of keys and values."""
     compressed: list[list[list[int]]] = field(default_factory=list)
     """By sequence, ranges of slots that were compressed: each head has kept some of their tokens."""
-    placement: str | None = None
-    """Digest of the mapping's placement of KV heads; None where they lie in runs."""
+    heads: list[list[list[int]]] = field(default_factory=list)
+    """By layer and tensor-parallel rank, its KV heads in the order of its tensors; empty in format 1."""
+    divided: bool = False
+    """Whether ranks that hold the same head have divided its tokens."""
     weights: str | None = None
-    """Digest of its weights, as they lie on the tensor-parallel ranks; None in format 1."""
+    """Digest of its weights; None in format 1."""
     data: str = ""
     """Subfolder of everything else; empty in format 1, which had none."""
 
@@ -97,14 +102,18 @@ def _write(path: Path, tensors: dict[str, StreamedTensor]) -> None:
         raise unwritable(path.parent.parent, error) from error
 
 
-def read_meta(folder: Path) -> SessionMeta:
-    """Read and check `session.json`."""
+def read_meta(folder: Path, config: PreTrainedConfig) -> SessionMeta:
+    """Read and check `session.json`; the config is that of the model which is to go on."""
     path, values = folder / META_FILE, read_values(folder)
-    if values["format"] not in range(1, FORMAT + 1):
-        raise MegaKVError(f"{path} has format {values['format']!r}; this version reads formats up to {FORMAT}")
+    if values["format"] not in READ:
+        raise MegaKVError(f"{path} has format {values['format']!r}; this version reads formats {READ[0]} and {FORMAT}")
     try:
         if values["format"] == 1:
             values["compressed"] = [values.get("compressed", [])] * values["batch"]
+            if values.pop("placement", None) is not None:
+                raise MegaKVError(
+                    f"{path} has format 1 and a mapping's placement of KV heads, which is not read any more"
+                )
         meta = SessionMeta(**values)
     except (KeyError, TypeError, MemoryError, OverflowError) as error:
         raise MegaKVError(f"{path} is broken: {error}") from error
@@ -113,7 +122,31 @@ def read_meta(folder: Path) -> SessionMeta:
         raise MegaKVError(f"{path} is broken: format, cp, tp, layers, batch and length must be positive integers")
     if len(meta.compressed) != meta.batch or not all(_ascending(ranges, meta.length) for ranges in meta.compressed):
         raise MegaKVError(f"{path} is broken: compressed must be ascending ranges of slots below length")
+    if meta.format == 1:
+        # In runs.
+        meta = replace(meta, heads=heads_of(contiguous_head_map(*head_counts(config), meta.tp)))
+    if not _placed(meta):
+        raise MegaKVError(f"{path} is broken: heads must be KV heads of {meta.layers} layers on {meta.tp} ranks")
     return meta
+
+
+def heads_of(head_map: HeadMap) -> list[list[list[int]]]:
+    """KV heads by layer and rank, as in `SessionMeta.heads`."""
+    return [[list(shard.kv_heads) for shard in layer] for layer in head_map.layers]
+
+
+def _placed(meta: SessionMeta) -> bool:
+    """Whether heads are those of every layer and rank, each once on a rank."""
+    try:
+        ranks = [rank for layer in meta.heads for rank in layer]
+        heads = all(type(head) is int and head >= 0 for rank in ranks for head in rank)
+        return (
+            heads
+            and all(len(set(rank)) == len(rank) for rank in ranks)
+            and [len(layer) for layer in meta.heads] == [meta.tp] * meta.layers
+        )
+    except TypeError:
+        return False
 
 
 def _ascending(ranges: Any, length: int) -> bool:
@@ -129,14 +162,6 @@ def check_meta(meta: SessionMeta, folder: Path, expected: SessionMeta) -> None:
     """Refuse a session that an engine cannot continue, whose own sessions would be as expected."""
     if meta.model != expected.model:
         raise MegaKVError(f"{folder} was saved with another model (its config differs); load it with that one")
-    if meta.tp != expected.tp:
-        raise MegaKVError(f"{folder} was saved with tensor_parallel.tp_size = {meta.tp}, this engine has {expected.tp}")
-    if meta.placement != expected.placement:
-        saved, here = ("its own megakv.fairkv.mapping" if each.placement else "none" for each in (meta, expected))
-        raise MegaKVError(
-            f"{folder} was saved with another placement of KV heads ({saved}; this engine has {here}); use the mapping "
-            "that it was saved with"
-        )
     if (meta.layers, meta.dtype) != (expected.layers, expected.dtype):
         raise MegaKVError(
             f"{folder} holds {meta.layers} layers of {meta.dtype}, this engine has {expected.layers} of "
@@ -158,17 +183,42 @@ def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: int, device: torch.device) -> None:
-    """Fill an empty cache, on whatever context-parallel degree it has, with a saved session's keys and values.
+@dataclass(frozen=True)
+class HeadsHere:
+    """Which KV heads lie where, for a rank that reads: by layer and tensor-parallel rank, as in `SessionMeta.heads`.
 
-    Tokens stay with their rank where the degree is the same, and are spread anew, balanced, where it is not.
+    With replicas, ranks that hold the same head divide its tokens.
     """
-    files = [folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)]
-    for path in files:
+
+    heads: list[list[list[int]]]
+    tp_rank: int
+    replicas: HeadReplicas | None = None
+
+    @property
+    def divided(self) -> bool:
+        return self.replicas is not None and self.replicas.shared
+
+    def layer(self, number: int, meta: SessionMeta) -> dict[str, Any]:
+        """Of a layer, what `SavedLayer` wants to know."""
+        alike = (meta.heads, meta.divided) == (self.heads, self.divided)
+        shares = None if self.replicas is None else self.replicas.shares(number)
+        own = self.heads[number][self.tp_rank]
+        return {"heads": meta.heads[number], "own": own, "alike": self.tp_rank if alike else None, "shares": shares}
+
+
+def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: HeadsHere, device: torch.device) -> None:
+    """Fill an empty cache, on whatever mesh and with whatever placement, with a saved session's keys and values.
+
+    Tokens stay with their rank where the context-parallel degree is the same, and are spread anew, balanced, where it
+    is not. Heads are found on the tensor-parallel ranks that had them.
+    """
+    files = [[folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)] for tp_rank in range(meta.tp)]
+    for path in (path for each in files for path in each):
         # Which is that of the engine, as `check_meta` found.
         check_types(path, getattr(torch, meta.dtype.removeprefix("torch.")))
     names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
-    saved = [_block(read_tensors(path, names), meta, path) for path in files]
+    # Which are the same on all tensor-parallel ranks.
+    saved = [_block(read_tensors(path, names), meta, path) for path in files[0]]
     everything, _ = TokenBlock.joined(saved)
     if meta.cp == cache.size:
         layout = Layout(tokens=tuple(saved), stored=tuple(saved), replicated=False)
@@ -189,7 +239,7 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, tp_rank: in
         for layer in range(meta.layers if len(tokens.slots) else 0):
             store, prefix = cache.store(layer), f"{sequence}.{layer}."
             try:
-                store.load(sequence, SavedLayer(files, prefix, tokens, device))
+                store.load(sequence, SavedLayer(files, prefix, tokens, device, **here.layer(layer, meta)))
             except (ValueError, IndexError) as error:
                 raise MegaKVError(f"{folder}: its files do not fit together in {prefix}: {error}") from error
             # Rows of an offloaded layer leave the accelerator before the next one's come.

@@ -11,6 +11,7 @@ from torch import Tensor
 from megakv.attention.partial import Part
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
+from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.pages import RaggedBody
@@ -119,15 +120,18 @@ class RaggedStore(KVStore):
         return tensors
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
-        """A rank numbers those ranges alone of which it had tokens, so a range is found by its slots."""
-        slots, ranges = saved.tokens.slots, saved.tokens.compressed
-        numbers = range(len(ranges))
-        found = [part for number in numbers for part in saved.parts(f"kept{number}.", "counts", "slots", "k", "v")]
-        for span in ranges:
+        slots, found = saved.tokens.slots, saved.kept()
+        for span in saved.tokens.compressed:
             start, stop = map(int, np.searchsorted(slots, span))
-            body = RaggedBody.joined(found, slots[start:stop], start, saved.device)
-            if stop > start:
-                self.add_span(sequence, Span(start, stop, body))
+            if stop == start:
+                continue
+            body = None
+            if found is not None:
+                inside = np.flatnonzero((found.slot >= span[0]) & (found.slot < span[1]))
+                counts = np.bincount(found.head[inside], minlength=len(saved.own)).astype(np.int64)
+                index, rows = upload(inside, found.keys.device), np.searchsorted(slots, found.slot[inside])
+                body = RaggedBody.packed(found.keys[index], found.values[index], counts, rows)
+            self.add_span(sequence, Span(start, stop, body))
         self._inner.load(sequence, saved.uncompressed())
 
     def _compressed(self, sequence: int) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.distributed.sharding import IntArray
-from megakv.tensor_files import read_tensors, read_where_present
+from megakv.fairkv.splitting import HeadShares
+from megakv.tensor_files import read_where_present
 
 
 @dataclass(frozen=True)
@@ -49,39 +51,155 @@ class SavedTokens:
         return torch.from_numpy(np.argsort(np.concatenate(found)))
 
 
+Heads = Sequence[Sequence[int]]
+"""Of a layer, by tensor-parallel rank: its KV heads, by their index in the whole model, in the order of its tensors."""
+
+
+class KeptTokens(NamedTuple):
+    """Tokens that heads have kept, head after head, slots ascending in each.
+
+    The local head ``[n]`` and the slot ``[n]`` of each, its key ``[n, D]`` and its value ``[n, Dv]``.
+    """
+
+    head: IntArray
+    slot: IntArray
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class SavedLayer:
-    """One layer of them: `files` are those of all ranks that saved, `prefix` begins the names of its tensors.
+    """One layer of them: `files` are those of all ranks that saved, by tensor-parallel and then context-parallel rank,
+    and `prefix` begins the names of its tensors. `heads` lay on these ranks, and `own` are this one's now.
+
+    Where both are placed alike, `alike` is the tensor-parallel rank, which finds in its own files all that it has kept.
+    Elsewhere `shares` divide what shared heads have kept.
 
     A missing, truncated or foreign file is a `MegaKVError`; tensors that do not fit together are a `ValueError`.
     """
 
-    files: Sequence[Path]
+    files: Sequence[Sequence[Path]]
     prefix: str
     tokens: SavedTokens
     device: torch.device
+    heads: Heads
+    own: Sequence[int]
+    alike: int | None = None
+    shares: HeadShares | None = None
 
     def uncompressed(self) -> SavedLayer:
         """The same of the other tokens alone."""
         return replace(self, tokens=self.tokens.uncompressed)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Keys and values that all heads hold alike, of this rank's tokens: mapped from a file that has just them."""
-        parts: list[tuple[Tensor, ...]] = []
-        for path, held, rows in zip(self.files, self.tokens.held, self.tokens.sources, strict=True):
-            if len(rows):
-                pair = tuple(read_tensors(path, [f"{self.prefix}k", f"{self.prefix}v"]).values())
-                if any(tensor.dim() != 3 or tensor.shape[1] != len(held) for tensor in pair):
-                    raise ValueError(f"{path.name} has keys and values of {[list(tensor.shape) for tensor in pair]}")
-                parts.append(pair if len(rows) == len(held) else tuple(tensor[:, rows] for tensor in pair))
-        if len(parts) == 1:
-            # In the order of its file.
-            keys, values = parts[0]
-        else:
-            keys, values = (torch.cat(each, dim=1)[:, self.tokens.order] for each in zip(*parts, strict=True))
+        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of this rank's tokens, all of which all of its heads hold."""
+        keys, values = self._run() or (torch.stack(each) for each in zip(*map(self._head, self.own), strict=True))
         return keys.to(self.device), values.to(self.device)
 
-    def parts(self, kind: str, *names: str) -> list[dict[str, Tensor]]:
-        """Named tensors of a kind, of every file that has them."""
-        wanted = [f"{self.prefix}{kind}{name}" for name in names]
-        return [dict(zip(names, found.values(), strict=True)) for found in read_where_present(self.files, wanted)]
+    def _run(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of heads that lie beside one another in one rank's files, in the order of the own ones."""
+        for held, files in zip(self.heads, self.files, strict=True):
+            first = held.index(self.own[0]) if self.own[0] in held else 0
+            run = slice(first, first + len(self.own))
+            if list(held[run]) != list(self.own):
+                continue
+            parts: list[tuple[Tensor, ...]] = []
+            for path, slots, rows in zip(files, self.tokens.held, self.tokens.sources, strict=True):
+                pair = self._pair(path, "", len(slots)) if len(rows) else None
+                if len(rows) and (pair is None or len(pair[0]) < run.stop):
+                    # Some of them lie on several ranks.
+                    return None
+                if pair is not None:
+                    heads = tuple(tensor[run] for tensor in pair)
+                    parts.append(heads if len(rows) == len(slots) else tuple(tensor[:, rows] for tensor in heads))
+            if len(parts) == 1:
+                # In the order of its file, mapped from it.
+                return parts[0][0], parts[0][1]
+            keys, values = (torch.cat(each, dim=1)[:, self.tokens.order] for each in zip(*parts, strict=True))
+            return keys, values
+        return None
+
+    def _head(self, head: int) -> tuple[Tensor, Tensor]:
+        """Keys ``[n, D]`` and values of a head, which lies on one rank, or in parts on several."""
+        slots: list[IntArray] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for held, files in zip(self.heads, self.files, strict=True):
+            if head not in held:
+                continue
+            index, whole = list(held).index(head), False
+            for path, all_slots in zip(files, self.tokens.held, strict=True):
+                pair = self._pair(path, "", len(all_slots))
+                alone = 0 if pair is None else len(pair[0])
+                if pair is not None and index < alone:
+                    slots, pairs, whole = [*slots, all_slots], [*pairs, (pair[0][index], pair[1][index])], True
+                    continue
+                for part in read_where_present([path], [f"{self.prefix}shared{index - alone}.slots"]):
+                    (own,) = (tensor.numpy() for tensor in part.values())
+                    shared = self._pair(path, f"shared{index - alone}.", len(own))
+                    if shared is None or len(shared[0]) != 1:
+                        raise ValueError(f"{path.name} has no keys and values of shared{index - alone}")
+                    slots, pairs = [*slots, own], [*pairs, (shared[0][0], shared[1][0])]
+            if whole:
+                # The other ranks that hold it have copies.
+                break
+        found = np.concatenate([np.empty(0, dtype=np.int64), *slots])
+        order = np.argsort(found, kind="stable")
+        order = order[np.isin(found[order], self.tokens.slots)]
+        if not np.array_equal(found[order], self.tokens.slots):
+            raise ValueError(f"head {head} lacks tokens, or has some twice")
+        keys, values = (torch.cat(each)[torch.from_numpy(order)] for each in zip(*pairs, strict=True))
+        return keys, values
+
+    def _pair(self, path: Path, kind: str, count: int) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of so many tokens in a file, if it has such."""
+        names = [f"{self.prefix}{kind}k", f"{self.prefix}{kind}v"]
+        for found in read_where_present([path], names):
+            keys, values = found.values()
+            if any(tensor.dim() != 3 or tensor.shape[1] != count for tensor in (keys, values)) or len(keys) != len(
+                values
+            ):
+                raise ValueError(f"{path.name} has keys and values of {[list(each.shape) for each in (keys, values)]}")
+            return keys, values
+        return None
+
+    def kept(self) -> KeptTokens | None:
+        """What heads have kept of this rank's compressed tokens, for it to hold; None where that is nothing.
+
+        A rank numbers those ranges alone of which it had tokens, so whose they are is told by their slots.
+        """
+        parts = [part for at in self._sources() for part in self._kept_of(at)]
+        if not parts:
+            return None
+        head, slot = (np.concatenate([part[index] for part in parts]) for index in range(2))
+        mine = np.isin(slot, self.tokens.slots)
+        places = np.flatnonzero(mine)[np.lexsort((slot[mine], head[mine]))]
+        head, slot = head[places], slot[places]
+        # Whole copies of a head have kept the same.
+        first = np.append(True, (np.diff(head) != 0) | (np.diff(slot) != 0))[: len(head)]
+        if self.alike is None and self.shares is not None:
+            within = np.cumsum(first) - np.searchsorted(head, head)
+            for index in range(len(self.shares.patterns)):
+                first &= (head != self.shares.alone + index) | self.shares.own_tokens(index, within)
+        rows = torch.from_numpy(places[first])
+        keys = torch.cat([part[2] for part in parts])[rows].to(self.device)
+        values = torch.cat([part[3] for part in parts])[rows].to(self.device)
+        return KeptTokens(head[first], slot[first], keys, values)
+
+    def _sources(self) -> Sequence[int]:
+        """The tensor-parallel ranks whose files have what this one's heads keep."""
+        return range(len(self.files)) if self.alike is None else (self.alike,)
+
+    def _kept_of(self, rank: int) -> Iterator[tuple[IntArray, IntArray, Tensor, Tensor]]:
+        """Of the compressed tokens in a rank's files: this rank's heads, slots, keys and values."""
+        index = np.array([self.own.index(head) if head in self.own else -1 for head in self.heads[rank]])
+        for number in range(len(self.tokens.compressed)):
+            names = [f"{self.prefix}kept{number}.{name}" for name in ("counts", "slots", "k", "v")]
+            for found in read_where_present(self.files[rank], names):
+                counts, slots, keys, values = found.values()
+                lengths = {int(counts.sum()), len(slots), len(keys), len(values)}
+                if len(lengths) > 1 or counts.shape != (len(index),) or keys.dim() != 2 or values.dim() != 2:
+                    raise ValueError("counts, slots, keys and values differ in length")
+                head = np.repeat(index, counts.numpy())
+                own = np.flatnonzero(head >= 0)
+                rows = torch.from_numpy(own)
+                yield head[own], slots.numpy()[own], keys[rows], values[rows]

@@ -190,22 +190,10 @@ class SharedHeadsStore(KVStore):
         return tensors
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
-        own = saved.tokens.slots
-        if self._shares.alone:
-            self._kept[0].load(sequence, saved)
-        for index, columns in enumerate(self._kept_rows):
-            found = saved.parts(f"shared{index}.", "slots", "k", "v")
-            if not all(part["k"].shape[:2] == part["v"].shape[:2] == (1, len(part["slots"])) for part in found):
-                raise ValueError(f"slots, keys and values of shared{index} differ in length")
-            slots = np.concatenate([own[:0], *(part["slots"].numpy() for part in found)])
-            order = np.argsort(slots, kind="stable")
-            order = order[np.isin(slots[order], own)]
-            if len(order):
-                rows = torch.from_numpy(order)
-                keys, values = (torch.cat([part[name] for part in found], dim=1)[:, rows] for name in ("k", "v"))
-                self._kept[1 + index].append(sequence, keys.to(saved.device), values.to(saved.device))
-                columns[sequence].extend(np.searchsorted(own, slots[order]))
-        self._given[sequence] += len(own)
+        if len(saved.tokens.slots):
+            keys, values = saved.rows()
+            self._keep(sequence, keys, values, self._given[sequence])
+            self._given[sequence] += keys.shape[1]
 
     def rows(self, sequence: int) -> int:
         return self._given[sequence]

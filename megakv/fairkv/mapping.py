@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -97,11 +95,6 @@ class HeadMapping(Record, Balance):
                     parts[replica.kv_head][rank] = replica.share
             found.append(LayerMapping.of(parts))
         return found
-
-    def placement_digest(self) -> str:
-        """Equal for mappings that put the same KV heads on the same ranks, whatever else they say."""
-        held = [[sorted(replica.kv_head for replica in rank) for rank in layer] for layer in self.mapping]
-        return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
     def head_map(self, n_heads: int) -> HeadMap:
         """The placement of weights: every replica of a KV head has all its query heads; a rank's copied heads come

@@ -6,7 +6,7 @@ page is padded and all pages of one size, of whichever head, are one tensor: att
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,33 +89,8 @@ class RaggedBody:
         """The inverse of `flat`."""
         return cls._paged(keys, values, counts, (np.arange(len(rows)),), rows)
 
-    @classmethod
-    def joined(
-        cls, parts: Sequence[dict[str, Tensor]], slots: IntArray, first_row: int, device: torch.device
-    ) -> RaggedBody | None:
-        """What several ranks' parts, as `saved` gives them, hold of the tokens at some slots, ascending; rows from
-        `first_row`.
-
-        Each part has ``counts`` ``[K]``, ``slots`` ``[n]``, ``k`` ``[n, D]`` and ``v`` ``[n, Dv]``; a `ValueError` or
-        `IndexError` if they do not fit together.
-        """
-        if not parts:
-            return None
-        lengths = [[int(part["counts"].sum()), *(len(part[name]) for name in ("slots", "k", "v"))] for part in parts]
-        heads = len(parts[0]["counts"])
-        if any(len(set(each)) > 1 for each in lengths) or any(len(part["counts"]) != heads for part in parts):
-            raise ValueError("counts, slots, keys and values differ in length")
-        head = np.concatenate([np.repeat(np.arange(heads), part["counts"].numpy()) for part in parts])
-        slot = np.concatenate([part["slots"].numpy() for part in parts])
-        order = np.lexsort((slot, head))
-        order = order[np.isin(slot[order], slots)]
-        counts = np.bincount(head[order], minlength=heads).astype(np.int64)
-        index = torch.from_numpy(order)
-        keys, values = (torch.cat([part[name] for part in parts])[index].to(device) for name in ("k", "v"))
-        return cls.packed(keys, values, counts, np.searchsorted(slots, slot[order]) + first_row)
-
     def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
-        """What a file holds of it, given the slots of all rows; read by `joined`."""
+        """What a file holds of it, given the slots of all rows."""
         heads = range(len(self.counts))
         rows = np.concatenate([rows for head in heads for _, _, rows in self.pieces(head)])
 

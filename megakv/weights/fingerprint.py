@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,6 +19,8 @@ from megakv.weights.placement import WHOLE
 
 SAMPLES = 1024
 """Elements read of each tensor; all of a smaller one."""
+FEW = 16
+"""Elements of each tensor that the digest of the whole model has."""
 STRIDE = 2654435761
 """Between samples, around the end of the tensor. It is prime, so that none is read twice, and no column is left out."""
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
@@ -41,7 +44,8 @@ def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:
     """Refuse ranks that were given different weights, whose results would be meaningless. Collective.
 
     Context-parallel ranks of one tensor-parallel index must hold the same, and all ranks the same of what is not cut.
-    Returns a digest of the weights of all tensor-parallel ranks: of the model, the degree, and the placement of heads.
+    Returns a digest of the model's weights. It is the same on any mesh and with any placement of heads, unless some are
+    quantised, which each rank has done with its own part of them.
     """
     size = comm.mesh.tp_size
     tables, names = zip(*comm.gather_objects((_digests(loaded), _whole_names(loaded))), strict=True)
@@ -56,7 +60,70 @@ def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:
                     f"the model's {name} on rank {', '.join(map(str, others))} is another than on rank {first}: give "
                     "every rank the same checkpoint, or a module with the same weights"
                 )
-    return _joined(_joined(table.values()) for table in tables[:size])
+    digest = hashlib.sha256("".join(_digests_of_whole(loaded, comm)).encode())
+    for name in sorted(set.union(*map(set, tables[:size])) - _sampled(loaded).keys()):
+        digest.update("".join(table.get(name, "") for table in tables[: 1 if name in whole else size]).encode())
+    return digest.hexdigest()
+
+
+def _sampled(loaded: LoadedModel) -> dict[str, _Part]:
+    """Parameters whose elements are the same on whatever rank they lie."""
+    tensors = loaded.module.state_dict()
+    return {
+        name: _Part(name, tensor, loaded)
+        for name, tensor in tensors.items()
+        if name in loaded.placement and tensor.dtype.itemsize > 1
+    }
+
+
+def _digests_of_whole(loaded: LoadedModel, comm: Communicator) -> Iterator[str]:
+    """Samples at the same places of every whole parameter, wherever tensor parallelism has put them. Collective."""
+    size, parts = comm.mesh.tp_size, _sampled(loaded)
+    shapes = comm.gather_objects({name: part.least_shape for name, part in parts.items()})[:size]
+    whole = {name: np.max([shape[name] for shape in shapes], axis=0) for name in parts}
+    found = comm.gather_objects({name: part.samples(whole[name]) for name, part in parts.items()})[:size]
+    for name, part in parts.items():
+        # Where several ranks hold an element, it is the same on all of them.
+        samples = zip(*(each[name] for each in found), strict=True)
+        bits = [next((value for value in held if value is not None), None) for held in samples]
+        yield f"{name} {part.tensor.dtype} {whole[name].tolist()} {bits}"
+
+
+class _Part:
+    """What a rank holds of a parameter or buffer, which may be a slice of the whole one."""
+
+    def __init__(self, name: str, tensor: Tensor, loaded: LoadedModel):
+        home = None if loaded.host_weights is None else loaded.host_weights.home(name)
+        self.tensor = torch.atleast_1d((tensor if home is None else home).detach())
+        self._spec = loaded.placement[name]
+
+    @property
+    def least_shape(self) -> list[int]:
+        """Of the whole parameter, as far as it can be told from this part."""
+        shape, spec = list(self.tensor.shape), self._spec
+        if spec.ranges is not None:
+            shape[spec.dim] = max((stop for _, stop in spec.ranges), default=0)
+        return shape
+
+    def samples(self, whole: Sequence[int]) -> list[int | None]:
+        """Bits of a few elements of the whole parameter; None for those that are not here."""
+        tensor, spec = self.tensor, self._spec
+        count = int(np.prod(whole))
+        if spec.zero or not count:
+            return [None] * min(count, FEW)
+        places = np.unravel_index(np.arange(min(count, FEW)) * STRIDE % count, tuple(whole))
+        held = np.ones(len(places[0]), dtype=bool)
+        if spec.ranges is not None:
+            wanted, local, offset = places[spec.dim], np.full(len(held), -1), 0
+            for start, stop in spec.ranges:
+                inside = (wanted >= start) & (wanted < stop)
+                local[inside] = offset + wanted[inside] - start
+                offset += stop - start
+            held = local >= 0
+            places = (*places[: spec.dim], np.maximum(local, 0), *places[spec.dim + 1 :])
+        found = tensor[tuple(torch.from_numpy(each[held]).to(tensor.device) for each in places)].reshape(-1)
+        bits = iter(found.contiguous().view(BITS[tensor.dtype.itemsize]).tolist())
+        return [next(bits) if here else None for here in held]
 
 
 def _digests(loaded: LoadedModel) -> dict[str, str]:
@@ -74,10 +141,6 @@ def _digest(tensor: Tensor) -> str:
         bits = bits[torch.arange(SAMPLES, device=bits.device) * STRIDE % len(bits)]
     shape = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return hashlib.blake2b(shape + bits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _joined(digests: Iterable[str]) -> str:
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _whole_names(loaded: LoadedModel) -> set[str]:

@@ -60,8 +60,16 @@ def test_turns_and_a_restore_on_fewer_ranks(tmp_path: Path, pytestconfig: pytest
     judge_restored(launch(tmp_path, "2x1", "restore", decoded))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("saved", "restored"), [("2x2", "1x2"), ("2x1", "4x1"), ("2x1", "2x1"), ("3x1", "2x1")])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.drawn(1)) for each in (("2x1", "1x2"), ("1x2", "2x1"), ("1x2", "1x1"))),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("2x2", "1x2"), ("2x1", "4x1"), ("2x1", "2x1"), ("3x1", "2x1"), ("1x4", "2x2"), ("1x1", "1x4"))
+        ),
+    ],
+)
 def test_other_meshes(tmp_path: Path, saved: str, restored: str) -> None:
     judge_turns(launch(tmp_path, saved, "quick", 100), 100)
     judge_restored(launch(tmp_path, restored, "restore", 100))

@@ -21,7 +21,7 @@ from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
 from megakv.fairkv.splitting import PERIOD, HeadShares
-from megakv.session_files import FORMAT, SessionMeta, first_fingerprint, read_cache, write_shard
+from megakv.session_files import FORMAT, HeadsHere, SessionMeta, first_fingerprint, read_cache, write_shard
 from megakv.session_folder import PendingSave
 from megakv.tensor_files import StreamedTensor, write_tensors
 from tests.families import llama
@@ -169,6 +169,7 @@ def test_the_first_format(engine: Any, tmp_path: Path) -> None:
     meta = json.loads((target / "session.json").read_text())
     assert meta.pop("weights") == engine.weights_digest
     meta["model"] = first_fingerprint(engine.module)
+    del meta["heads"], meta["divided"]
     data = target / meta.pop("data")
     for file in data.iterdir():
         file.rename(target / file.name)
@@ -186,7 +187,7 @@ def test_the_first_format(engine: Any, tmp_path: Path) -> None:
     later.save(target)
     assert goes_on(engine, target, later) and len(list(target.iterdir())) == 2
     (target / "session.json").write_text(json.dumps({**meta, "format": FORMAT + 1}))
-    with pytest.raises(MegaKVError, match=f"has format {FORMAT + 1}; this version reads formats up to {FORMAT}"):
+    with pytest.raises(MegaKVError, match=f"has format {FORMAT + 1}; this version reads formats 1 and {FORMAT}"):
         engine.restore_session(target)
     (target / "session.json").write_text(json.dumps({**meta, "data": "../elsewhere"}))
     with pytest.raises(MegaKVError, match="data = '../elsewhere' is no subfolder"):
@@ -247,9 +248,9 @@ def peak_growth(action: Callable[[], Any]) -> int:
     return memory("VmHWM") - before
 
 
-def halves() -> HeadShares:
-    """Two heads of this rank alone, and two of which it has every other block."""
-    return HeadShares(2, (np.arange(PERIOD) % 2 == 0, np.arange(PERIOD) % 2 == 1))
+def halves(rank: int) -> HeadShares:
+    """Two heads of a rank alone, and two of which it and another rank have every other block."""
+    return HeadShares(2, (np.arange(PERIOD) % 2 == rank, np.arange(PERIOD) % 2 != rank))
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged", "shared", "host", "disk"])
@@ -260,7 +261,7 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     torch.randn(1)
     options: dict[str, Any] = {"compresses": kind == "ragged"}
     if kind == "shared":
-        options["new_store"] = lambda layer, batch: SharedHeadsStore(batch, halves())
+        options["new_store"] = lambda layer, batch: SharedHeadsStore(batch, halves(0))
     caches: list[ShardedCache] = []
     if kind in ("host", "disk"):
         settings = {"host_gb": 0.3} if kind == "host" else {"host_gb": 0.02, "disk_gb": 0.3, "disk_path": str(tmp_path)}
@@ -280,8 +281,16 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     # Rows of a disk hold keys and values.
     assert growth <= (2 if kind == "disk" else 1) * LAYER_TENSOR + 4 * MIB < held / 2
     compressed = [list(span) for span in caches[0].compressed]
-    meta = SessionMeta(FORMAT, "", 1, 1, LAYERS, 1, TOKENS, "torch.float32", compressed)
-    growth = peak_growth(lambda: read_cache(folder, meta, caches[1], 0, torch.device("cpu")))
+    heads, tp = [[list(range(HEADS))]] * LAYERS, 1
+    if kind == "shared":
+        # What this rank keeps of the heads that it shares is found among what both ranks had.
+        heads, tp = [[[0, 1, 2, 3], [4, 5, 2, 3]]] * LAYERS, 2
+        other = ShardedCache(LAYERS, size=1, rank=0, new_store=lambda _, batch: SharedHeadsStore(batch, halves(1)))
+        fill(other)
+        write_shard(folder, other, 1)
+        del other
+    meta = SessionMeta(FORMAT, "", 1, tp, LAYERS, 1, TOKENS, "torch.float32", compressed, heads)
+    growth = peak_growth(lambda: read_cache(folder, meta, caches[1], HeadsHere(heads, 0), torch.device("cpu")))
     assert growth <= held + 6 * LAYER_TENSOR + 4 * MIB
     write_again = tmp_path / "again"
     write_again.mkdir()
