@@ -366,7 +366,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {**FAMILIES, "llama_mha": l
 
 # Families that cannot be split over tensor-parallel ranks, and what the refusal says of them.
 TP_REFUSED: dict[str, str] = {
-    "olmo2": "has a parameter q_norm.weight of shape [64] that cannot be split by heads",
     "deepseek_v3": "has 0 attention modules that can be split by heads",
 }
 # Their own attention adds biases made for all heads: only MegaKV's in its place can run on a rank's share of the heads.

@@ -18,6 +18,7 @@ from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
 from megakv.offload.weights import HostWeights
 from megakv.runtime import Runtime
+from megakv.weights.tensor_parallel import NormOverHeads
 
 
 def make_offloader(
@@ -92,12 +93,22 @@ def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
 
 def _recomputes(config: OffloadConfig, model: PreTrainedModel) -> bool:
     """Whether the method recomputes; refused where it must and the model does not allow it."""
-    if not config.recomputes or not depends_on_length(model):
-        return config.recomputes
-    if config.method != AUTO:
+    reason = _not_recomputable(model) if config.recomputes else None
+    if reason is not None and config.method != AUTO:
         raise ValueError(
             f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
-            "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed; "
-            "use 'stream' or 'auto'"
+            f"{reason}; use 'stream' or 'auto'"
         )
-    return False
+    return config.recomputes and reason is None
+
+
+def _not_recomputable(model: PreTrainedModel) -> str | None:
+    """Why keys of earlier tokens cannot be recomputed from their activations on one rank; None where they can."""
+    if depends_on_length(model):
+        return "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed"
+    if any(isinstance(module, NormOverHeads) for module in model.modules()):
+        return (
+            "its norm of keys is over all heads, which tensor_parallel.tp_size > 1 puts on several ranks, so no rank "
+            "can recompute keys by itself"
+        )
+    return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.weights.placement import HeadMap, HeadShard, SliceSpec
-from megakv.weights.placement.attention import find_attention
+from megakv.weights.placement.attention import KEY_NORMS, QUERY_NORMS, find_attention, is_rms_norm
 from megakv.weights.placement.plan import decoder_layers, is_experts
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -38,6 +38,30 @@ class RowParallelLinear(nn.Linear):
         """``[..., in_local]`` to ``[..., out]``."""
         out = self.all_reduce(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias
+
+
+class NormOverHeads(nn.Module):
+    """An RMS norm over all heads of queries or keys at once (OLMo 2), of which this rank has some.
+
+    The sum of squares goes over all of the model's `heads`; one that several ranks hold is counted on the first, as
+    `counted` says of each head that is here.
+    """
+
+    def __init__(self, norm: Any, counted: tuple[bool, ...], heads: int, all_reduce: AllReduce):
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+        self.heads, self.all_reduce = heads, all_reduce
+        self.counted = [index for index, first in enumerate(counted) if first]
+        self.local_heads = len(counted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K * D]`` of this rank's heads to the same."""
+        wide = x.to(torch.float32)
+        by_head = wide.unflatten(-1, (self.local_heads, -1)).square().mean(-1)
+        if len(self.counted) < self.local_heads:
+            by_head = by_head[..., self.counted]
+        mean = self.all_reduce(by_head.sum(-1, keepdim=True)) / self.heads
+        return (self.weight * (wide * torch.rsqrt(mean + self.variance_epsilon))).to(x.dtype)
 
 
 class LocalHeads:
@@ -69,6 +93,18 @@ def _shrink_attention(attention: nn.Module, heads: HeadMap, shard: HeadShard) ->
     module.head_shard = shard
 
 
+def _share_norms(
+    attention: nn.Module, cut: set[nn.Module], heads: HeadMap, layer: int, tp_rank: int, all_reduce: AllReduce
+) -> None:
+    """Let an attention module's norms over all heads, which were `cut`, know the heads of other ranks."""
+    queries, keys = heads.first_here(layer, tp_rank)
+    for names, count, counted in (QUERY_NORMS, heads.n_heads, queries), (KEY_NORMS, heads.n_kv_heads, keys):
+        for name in names:
+            norm = getattr(attention, name, None)
+            if norm in cut:
+                setattr(attention, name, NormOverHeads(norm, counted, count, all_reduce))
+
+
 def shard_structure(
     model: PreTrainedModel,
     placement: dict[str, SliceSpec],
@@ -79,13 +115,15 @@ def shard_structure(
     """Give every cut parameter its local shape on the meta device, and put the sums over ranks in their places.
 
     Row-parallel linears become `RowParallelLinear`, column-parallel ones stay what they are with fewer outputs, experts
-    get a hook that sums their output, and each attention module learns its local head counts and gets the attribute
-    `head_shard` (`HeadShard`). Values must be filled in afterwards. `placement` is that of this map and rank.
+    get a hook that sums their output, norms over all heads become `NormOverHeads`, and each attention module learns its
+    local head counts and gets the attribute `head_shard` (`HeadShard`). Values must be filled in afterwards.
+    `placement` is that of this map and rank.
     """
     if head_map.tp_size == 1:
         return
     model_type = model.config.get_text_config().model_type
     attentions = [find_attention(layer, model_type)[1] for layer in decoder_layers(model)[1]]
+    norms: set[nn.Module] = set()
     for name, spec in placement.items():
         if spec.ranges is None:
             continue
@@ -99,6 +137,8 @@ def shard_structure(
         setattr(owner, leaf, cut)
         if isinstance(owner, nn.Linear):
             owner.out_features = len(cut)
+        elif cut.ndim == 1 and is_rms_norm(owner):
+            norms.add(owner)
     for module in model.modules():
         if is_experts(module):
             experts: Any = module
@@ -108,3 +148,4 @@ def shard_structure(
             experts.register_forward_hook(lambda _module, _inputs, output: all_reduce(output))
     for index, attention in enumerate(attentions):
         _shrink_attention(attention, head_map, head_map.shard(index, tp_rank))
+        _share_norms(attention, norms, head_map, index, tp_rank, all_reduce)

@@ -39,7 +39,6 @@ FEW_KV_HEADS = ("llama_tied", "llama_mqa", "falcon_mqa", "glm4")
 
 # What is refused: families that tensor parallelism cannot split, and what is said of them.
 REFUSED_WITH_TP = {
-    "olmo2": r"model type 'olmo2'.*q_norm\.weight of shape \[64\] that cannot be split by heads",
     "deepseek_v3": r"model type 'deepseek_v3'.*0 attention modules that can be split by heads",
 }
 

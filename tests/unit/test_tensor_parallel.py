@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from megakv.offload.assembly import _recomputes
+from megakv.offload.config import OffloadConfig
 from megakv.weights.loading import build_model
 from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 from megakv.weights.tensor_parallel import RowParallelLinear
@@ -94,11 +96,11 @@ def attend_by_shard(
     return out.transpose(1, 2), None
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_any_head_map_gives_the_same_logits(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "seed"), [*(("llama", seed) for seed in range(5)), ("olmo2", 5), ("olmo2", 6)])
+def test_any_head_map_gives_the_same_logits(name: str, seed: int, tmp_path: Path) -> None:
     AttentionInterface.register("by_shard", attend_by_shard)
     rng = random.Random(seed)
-    whole = save("llama", tmp_path)
+    whole = save(name, tmp_path)
     size = rng.choice((2, 3, 4, 5))
     head_map = random_map(2, 8, 4, size, rng)
     shards = ThreadRanks(tmp_path, size, head_map=head_map)
@@ -108,6 +110,18 @@ def test_any_head_map_gives_the_same_logits(seed: int, tmp_path: Path) -> None:
         wanted = whole(IDS, use_cache=False).logits
     for logits in shards.logits(IDS):
         assert relative_error(logits, wanted) < 1e-5
+
+
+def test_keys_behind_a_norm_over_all_heads_are_not_recomputed(tmp_path: Path) -> None:
+    """A rank that recomputed would wait for the others' sums."""
+    save("olmo2", tmp_path)
+    model = ThreadRanks(tmp_path, 2).ranks[1].module
+    with pytest.raises(
+        ValueError, match=r"megakv.offload.method = 'kvpr' .*'olmo2': its norm of keys is over all heads"
+    ):
+        _recomputes(OffloadConfig(enabled=True, method="kvpr"), model)
+    assert not _recomputes(OffloadConfig(enabled=True), model)
+    assert _recomputes(OffloadConfig(enabled=True), ThreadRanks(tmp_path, 1).ranks[0].module)
 
 
 def test_a_mapping_with_copies_is_read_straight_into_place(tmp_path: Path) -> None:

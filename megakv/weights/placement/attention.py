@@ -85,7 +85,8 @@ def attention_specs(module: nn.Module, model_type: str, heads: HeadMap, shard: H
         elif owner == output:
             specs[name] = SliceSpec(1, queries) if kind == "weight" else WHOLE
         else:
-            found = _extra(name, tuple(parameter.shape), D, heads, shard)
+            over_heads = "." in name and is_rms_norm(module.get_submodule(owner))
+            found = _extra(name, tuple(parameter.shape), D, heads, shard, over_heads=over_heads)
             if found is None:
                 why = f"has a parameter {name} of shape {list(parameter.shape)} that cannot be split by heads"
                 raise refusal(module, model_type, why)
@@ -93,13 +94,22 @@ def attention_specs(module: nn.Module, model_type: str, heads: HeadMap, shard: H
     return specs
 
 
-def _extra(name: str, shape: tuple[int, ...], head_dim: int, heads: HeadMap, shard: HeadShard) -> SliceSpec | None:
-    """Norms of queries and keys, and attention sinks."""
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a norm divides by the root of its input's mean square and multiplies with a weight, as Llama's does."""
+    return hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+def _extra(
+    name: str, shape: tuple[int, ...], head_dim: int, heads: HeadMap, shard: HeadShard, *, over_heads: bool
+) -> SliceSpec | None:
+    """Norms of queries and keys, each head's own or one `over_heads`, and attention sinks."""
     owner = name.split(".")[0]
     if owner in QUERY_NORMS + KEY_NORMS:
         queries = owner in QUERY_NORMS
         count, kept = (heads.n_heads, shard.query_heads) if queries else (heads.n_kv_heads, shard.kv_heads)
         if shape == (head_dim,):
             return WHOLE
-        return SliceSpec(0, blocks(kept, 1)) if shape == (count, head_dim) else None
+        if shape == (count, head_dim):
+            return SliceSpec(0, blocks(kept, 1))
+        return SliceSpec(0, blocks(kept, head_dim)) if over_heads and shape == (count * head_dim,) else None
     return SliceSpec(0, blocks(shard.query_heads, 1)) if name == "sinks" and shape == (heads.n_heads,) else None

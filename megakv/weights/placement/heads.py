@@ -62,6 +62,16 @@ class HeadMap:
                 found.setdefault(group.kv_head, []).append(group.query_heads)
         return {head: same[0] for head, same in found.items() if len(same) > 1 and len(set(same)) == 1}
 
+    def first_here(self, layer: int, rank: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Of a rank's query heads, and of its KV heads, which no rank before it holds: over ranks, every head once."""
+        before = self.layers[layer][:rank]
+        queries = {head for shard in before for head in shard.query_heads}
+        keys = {head for shard in before for head in shard.kv_heads}
+        here = self.shard(layer, rank)
+        return tuple(head not in queries for head in here.query_heads), tuple(
+            head not in keys for head in here.kv_heads
+        )
+
     @property
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks."""
