@@ -101,9 +101,11 @@ class PassPlanner:
         scoring = call.scoring
         shape = AttentionShape(
             heads=call.q_HLD.shape[0],
-            kv_heads=call.kv_heads,
-            key_dim=call.key_dim,
+            kv_heads=call.kv_heads if scoring.latent is None else call.q_HLD.shape[0],
+            key_dim=call.q_HLD.shape[2],
             value_dim=call.value_dim,
+            latent=None if scoring.latent is None else scoring.latent.rank,
+            row_dim=call.kv_heads * (call.key_dim + call.v_KLD.shape[2]),
             element_bytes=call.q_HLD.element_size(),
             window=scoring.window,
             kernel="flash" if scoring.softcap is None and scoring.alibi_slopes is None else "math",

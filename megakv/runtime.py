@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.latent import LatentHeads
 from megakv.attention.merge import add_sinks
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.methods import METHODS
@@ -169,22 +171,26 @@ class Runtime:
         if step.workload is None:
             # As where a piece of a prompt is nothing but padding. Nothing begins, nor ends, in a store.
             store.finish()
-            return q_BHSD.new_zeros((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
+            return q_BHSD.new_zeros((1, q_BHSD.shape[2], q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
         # No later pass belongs to a turn that ends.
         ends = step.turn is None or step.slots == step.turn.stop
         store.begin(complete=step.complete, turn=step.turn is not None, ends=ends)
         if not step.layout.gathered:
             self._store(step, store, k_BKSD[0], v_BKSD[0])
+        q_HLD = q_BHSD[0, :, :rows] if index is None else q_BHSD[0].index_select(1, index)
+        lift: Callable[[Tensor], Tensor] | None = None
+        if (latent := scoring.latent) is not None and not self._expands(step, latent, narrowed=index is not None):
+            q_HLD, scoring, lift = latent.absorb(q_HLD), scoring.absorbed(), latent.lift
         call = AttentionCall(
             layer=layer,
-            q_HLD=q_BHSD[0, :, :rows] if index is None else q_BHSD[0].index_select(1, index),
+            q_HLD=q_HLD,
             k_KLD=k_BKSD[0, :, :rows],
             v_KLD=v_BKSD[0, :, :rows],
             layout=step.layout,
             scoring=scoring,
             kv_heads=k_BKSD.shape[1],
             key_dim=k_BKSD.shape[3],
-            value_dim=v_BKSD.shape[3],
+            value_dim=scoring.value_columns or scoring.value_dim(v_BKSD),
             store=store,
             table=step.cache.table,
             comm=self.comm,
@@ -204,15 +210,30 @@ class Runtime:
                 self.compressor.compress(call, whole, step.turn, step.compress)
             else:
                 self.compressor.observe(call, whole, step.turn)
+        if lift is not None:
+            # Before the store has finished: another layer's weights may come after that.
+            out_HLD = lift(out_HLD.to(q_BHSD.dtype))
         store.finish()
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
-        heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], v_BKSD.shape[3]
+        heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], out_HLD.shape[2]
         out_BSHD = q_BHSD.new_zeros if rows < length or call.narrowed else q_BHSD.new_empty
         result = out_BSHD((1, length, heads, value_dim))
         result[0, slice(rows) if index is None else index] = out_HLD.transpose(0, 1).to(result.dtype)
         self.comm.ledger.enter_dense()
         return result
+
+    @staticmethod
+    def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:
+        """Whether the rows of a pass are attended to as heads of their own, on all ranks alike.
+
+        What is compressed, or was, is not: it is chosen, and lies, by KV heads as they are cached.
+        """
+        if narrowed or step.turn is not None or step.cache.holds_compressed or step.workload is None:
+            return False
+        new, cached, ranks = step.workload.new, step.workload.cached, step.workload.size
+        key = "expands", latent.rank, latent.key_dim, latent.value_dim
+        return step.once(key, lambda: latent.expanding_pays(new, cached, ranks))
 
     def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""

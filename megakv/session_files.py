@@ -21,6 +21,7 @@ from megakv.cache.saved import SavedLayer, SavedTokens
 from megakv.distributed.sharding import Layout, TokenBlock, balanced
 from megakv.errors import MegaKVError
 from megakv.fairkv.replicas import HeadReplicas
+from megakv.injection.interface import keeps_latents
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
 from megakv.weights.fingerprint import settings_of
@@ -60,9 +61,11 @@ class SessionMeta:
 
 
 def fingerprint(model: PreTrainedModel, weights: bytes = b"") -> str:
-    """A hash of the model's config, and of some weights."""
+    """A hash of the model's config, of what is cached of a token, and of some weights."""
     config = json.dumps(settings_of(model.config), sort_keys=True, default=str)
-    return hashlib.sha256(config.encode() + weights).hexdigest()
+    # Earlier versions kept all heads' keys and values of such a model.
+    form = b"latents" if any(map(keeps_latents, model.modules())) else b""
+    return hashlib.sha256(config.encode() + form + weights).hexdigest()
 
 
 def first_fingerprint(model: PreTrainedModel) -> str:

@@ -364,9 +364,5 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 # Not walked by every test, and asked for by name: all that is new in them is a number of heads.
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {**FAMILIES, "llama_mha": llama_mha}
 
-# Families that cannot be split over tensor-parallel ranks, and what the refusal says of them.
-TP_REFUSED: dict[str, str] = {
-    "deepseek_v3": "has 0 attention modules that can be split by heads",
-}
 # Their own attention adds biases made for all heads: only MegaKV's in its place can run on a rank's share of the heads.
 NEEDS_SUBSTITUTE = ("falcon_alibi", "bloom", "mpt")

@@ -103,4 +103,4 @@ def _shape(model: str) -> tuple[str, int, int]:
     except ValueError as error:
         raise ValueError(f"--model {model}: {error}") from error
     path = Path(model)
-    return str(path.parent) if path.is_file() else model, len(shape.layers), shape.kv_heads
+    return str(path.parent) if path.is_file() else model, len(shape.layers), shape.cached_heads

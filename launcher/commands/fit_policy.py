@@ -72,7 +72,7 @@ def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callabl
     check_tokens(arguments.tokens, comm.mesh.cp_size)
     return fit_policy(
         comm,
-        model_shape(arguments).attention(tp_size=arguments.tp),
+        model_shape(arguments).attention(tp_size=arguments.tp).absorbed,
         dtype=dtype_of(arguments),
         totals=arguments.tokens,
         seconds=arguments.seconds,

@@ -118,7 +118,9 @@ def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callabl
     options: dict[str, Any] = {}
     if arguments.model:
         model = model_shape(arguments)
-        options = {"sizes": (model.attention(tp_size=arguments.tp),), "matrices": Matrices.of(model)}
+        shape = model.attention(tp_size=arguments.tp)
+        sizes = (shape,) if shape.latent is None else (shape, shape.absorbed)
+        options = {"sizes": sizes, "matrices": Matrices.of(model)}
     return measure_profile(comm, dtype=dtype_of(arguments), seconds=arguments.seconds, report=report, **options)
 
 

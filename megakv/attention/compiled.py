@@ -144,10 +144,12 @@ class DecodeKernel:
     ) -> Decoding:
         """A call for several sequences, whose keys and values lie token by token.
 
-        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values.
+        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values. Of latents, which
+        are one KV head's, they are ``[n, D]``, and the values their first columns.
         """
         dim = q_BHLD.shape[-1]
-        width, behind = kv_heads * (dim + value_dim), kv_heads * dim * q_BHLD.element_size()
+        width = next((piece.shape[1] for own in rows for piece in own), 0)
+        behind = 0 if width == kv_heads * dim else kv_heads * dim * q_BHLD.element_size()
         strides = dim, width, value_dim, width
         runs = [
             [Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece), *strides) for piece in own] for own in rows

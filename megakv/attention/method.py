@@ -81,9 +81,10 @@ class AttentionCall:
     """The new tokens on every rank."""
     scoring: Scoring
     kv_heads: int
-    """As are the head dims: of the keys and values on every rank of the ring."""
+    """As is the head dim: of the keys on every rank of the ring."""
     key_dim: int
     value_dim: int
+    """Columns of a head's output: those of values, but for latents."""
     store: Store
     """This rank's keys and values of the layer."""
     table: TokenTable
@@ -135,7 +136,9 @@ class AttentionCall:
         buffer = self.store.packed()
         if buffer is None:
             return None
-        return PackedRows(*buffer, [self.table.slots(self.rank, sequence) for sequence in range(self.table.batch)])
+        keys, values, first, count = buffer
+        slots = [self.table.slots(self.rank, sequence) for sequence in range(self.table.batch)]
+        return PackedRows(keys, self.scoring.values(keys, values), first, count, slots)
 
     def dense_parts(self) -> list[KVPart]:
         """The same for methods that send keys and values to other ranks: compressed ones do not travel."""

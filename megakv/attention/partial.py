@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.backends import Alibi, attend_block
+from megakv.attention.latent import EXPANDED_ROWS
 from megakv.attention.merge import merge_
 from megakv.attention.reference import Scoring
 from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
@@ -37,7 +38,7 @@ class PartialAttention:
         self.scoring = scoring
         self.q_HLD = q_HLD
         self.q_slots = q_slots
-        self._value_dim = q_HLD.shape[-1] if value_dim is None else value_dim
+        self.value_dim = q_HLD.shape[-1] if value_dim is None else value_dim
         self._state: tuple[Tensor, Tensor] | None = None
         # Rows that some block was stored in: the first block of a row needs no merge.
         self._seen = np.zeros(len(q_slots), dtype=bool)
@@ -53,13 +54,19 @@ class PartialAttention:
     def add(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots | None = None) -> None:
         """Attend to the visible ones of these keys and merge the result.
 
-        ``[K, S, D]`` keys and ``[K, S, Dv]`` values are in the queries' dtype, K a divisor of H; any strides with a
-        last one of 1 are read without a copy; S may be 0. No key may be in two parts. Slots ascend; positions, for
-        ALiBi, are the slots if None.
+        ``[K, S, D]`` keys and ``[K, S, Dv]`` values, or latents and values without columns, are in the queries' dtype,
+        K a divisor of H; any strides with a last one of 1 are read without a copy; S may be 0. No key may be in two
+        parts. Slots ascend; positions, for ALiBi, are the slots if None.
         """
         assert k_KSD.shape[1] == v_KSD.shape[1] == len(k_slots), f"{k_KSD.shape[1]} keys with {len(k_slots)} slots"
-        for block in plan_blocks(self.q_slots, k_slots, self.scoring.window):
-            self._add_block(block, k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions)
+        positions = k_slots if k_positions is None else k_positions
+        latent = self.scoring.latent
+        if latent is None:
+            self._add_rows(k_KSD, self.scoring.values(k_KSD, v_KSD), k_slots, positions)
+            return
+        for first in range(0, len(k_slots), EXPANDED_ROWS):
+            rows = slice(first, first + EXPANDED_ROWS)
+            self._add_rows(*latent.expand(k_KSD[:, rows]), k_slots[rows], positions[rows])
 
     def merge(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
         """Merge the attention of all rows over further keys, computed elsewhere: ``[H, L, Dv]`` and ``[H, L]``.
@@ -67,6 +74,10 @@ class PartialAttention:
         It is 0 and -inf where no key was seen, and may be overwritten later.
         """
         self._merge_rows(0, len(self.q_slots), out_HLD, lse_HL)
+
+    def _add_rows(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots) -> None:
+        for block in plan_blocks(self.q_slots, k_slots, self.scoring.window):
+            self._add_block(block, k_KSD, v_KSD, k_slots, k_positions)
 
     def _add_block(self, block: Block, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots) -> None:
         self._merge_rows(block.q0, block.q1, *self._attend_block(block, k_KSD, v_KSD, k_slots, k_positions))
@@ -98,7 +109,7 @@ class PartialAttention:
 
     def _merge_rows(self, q0: int, q1: int, out: Tensor, lse: Tensor) -> None:
         if self._state is None:
-            self._value_dim = out.shape[-1]
+            self.value_dim = out.shape[-1]
             if q1 - q0 == len(self.q_slots):
                 self._state = out.to(self._dtype), lse
                 self._seen[:] = True
@@ -119,7 +130,7 @@ class PartialAttention:
         if self._state is None:
             heads, rows, _ = self.q_HLD.shape
             # The kernels' memory order, so that the merge walks both sides alike and [L, H * Dv] needs no copy.
-            out = self.q_HLD.new_zeros(rows, heads, self._value_dim, dtype=self._dtype)
+            out = self.q_HLD.new_zeros(rows, heads, self.value_dim, dtype=self._dtype)
             lse = self.q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
             self._state = out.transpose(0, 1), lse.t()
         return self._state

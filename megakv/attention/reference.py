@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from megakv.attention.latent import LatentHeads
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,28 @@ class Scoring:
     """``[H]`` float32. The bias ``slope_h * (k_position - q_slot)`` is added to the scaled scores. Against the usual
     ``slope_h * k_position`` it shifts a row's scores and log-sum-exp by a constant, which changes no weight: far into a
     long prompt, float32 would lose the bias of neighbouring keys otherwise."""
+    latent: LatentHeads | None = None
+    """The keys given are latents, to be expanded."""
+    value_columns: int | None = None
+    """So many first columns of the keys are the values, and those given have none; None: the values are those given."""
 
     @property
     def plain(self) -> bool:
         """Whether a score is the scaled product of query and key, and nothing else."""
-        return self.softcap is None and self.alibi_slopes is None
+        return self.softcap is None and self.alibi_slopes is None and self.latent is None
+
+    def values(self, k_KSD: Tensor, v_KSD: Tensor) -> Tensor:
+        """``[K, S, Dv]``, wherever they are."""
+        return v_KSD if self.value_columns is None else k_KSD[..., : self.value_columns]
+
+    def value_dim(self, v_KSD: Tensor) -> int:
+        """Columns of an output, with values as they are given."""
+        return v_KSD.shape[-1] if self.latent is None else self.latent.value_dim
+
+    def absorbed(self) -> Scoring:
+        """For queries that `LatentHeads.absorb` has made."""
+        assert self.latent is not None
+        return replace(self, latent=None, value_columns=self.latent.rank)
 
 
 def dense_attention(

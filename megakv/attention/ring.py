@@ -47,7 +47,7 @@ class KVFormat(MessageFormat):
 
     def __init__(self, call: AttentionCall, tokens: Sequence[TokenBlock]):
         self._heads = call.kv_heads
-        self._dims = (call.key_dim, call.value_dim)
+        self._dims = (call.key_dim, call.v_KLD.shape[2])
         self._dtype = call.q_HLD.dtype
         super().__init__(tokens, self._heads * sum(self._dims) * self._dtype.itemsize)
 

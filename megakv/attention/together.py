@@ -163,13 +163,16 @@ def attend_runs(
     runs: list[list[Run]] = [[] for _ in rows]
     kv_heads = value_dim = 0
     for part in parts:
-        if not isinstance(part, KVPart) or not _computes(q_HLD, part.k_KSD, part.v_KSD):
+        if not isinstance(part, KVPart):
+            return None
+        keys, values = part.k_KSD, scoring.values(part.k_KSD, part.v_KSD)
+        if not _computes(q_HLD, keys, values):
             return None
         row = rows.get(part.sequence)
         if row is None or not len(part.slots):
             continue
         if not sees_all(tokens.slot[row], part.slots, 0, len(part.slots), scoring.window):
             return None
-        runs[row].append(Run.of(part.k_KSD, part.v_KSD))
-        kv_heads, value_dim = len(part.k_KSD), part.v_KSD.shape[2]
+        runs[row].append(Run.of(keys, values))
+        kv_heads, value_dim = len(keys), values.shape[2]
     return _decode(q_HLD, runs, kv_heads, value_dim, scoring.scale) if kv_heads else None

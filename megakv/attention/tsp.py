@@ -62,11 +62,11 @@ class RectangleAttention(PartialAttention):
     pairs and no more, and what another method gains over it is owed to pairs, messages and waiting alone.
     """
 
-    def add(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots | None = None) -> None:
+    def _add_rows(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots) -> None:
         rows = len(self.q_slots)
         if not rows or not len(k_slots):
             return
-        part = k_KSD, v_KSD, k_slots, k_slots if k_positions is None else k_positions
+        part = k_KSD, v_KSD, k_slots, k_positions
         window = self.scoring.window
         masked = any(stretch.kind == "masked" for stretch in stretches(self.q_slots, k_slots, window))
         tile = MASKED_TILE if masked else rows

@@ -38,8 +38,7 @@ class SharedHeadsPart:
 
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to all heads' tokens and merge."""
-        present = self.new or next((part for part in self.held if part is not None), None)
-        if not partial.q_HLD.shape[1] or present is None:
+        if not partial.q_HLD.shape[1] or (self.new is None and not any(self.held)):
             return
         # Index 0 are the heads of this rank alone, index i + 1 is shared head i.
         bounds = [0, *range(self.shares.alone, self.shares.kv_heads + 1)]
@@ -52,7 +51,7 @@ class SharedHeadsPart:
                 own = None if index == 0 else self.shares.own_queries(index - 1, partial.q_slots)
                 _add_rows(part, self.new, slice(bounds[index], bounds[index + 1]), own)
 
-        attend_by_heads(partial, bounds, present.v_KSD.shape[-1], add)
+        attend_by_heads(partial, bounds, add)
 
 
 def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndarray | None) -> None:
@@ -64,9 +63,9 @@ def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndar
     if not own.any():
         return
     rows = upload(np.flatnonzero(own), k_KSD.device)
-    some = PartialAttention(partial.q_HLD[:, rows], partial.q_slots[own], partial.scoring, v_KSD.shape[-1])
+    some = PartialAttention(partial.q_HLD[:, rows], partial.q_slots[own], partial.scoring, partial.value_dim)
     some.add(k_KSD, v_KSD, new.slots, new.positions)
-    out = some.out.new_zeros((partial.q_HLD.shape[0], len(own), v_KSD.shape[-1]))
+    out = some.out.new_zeros((partial.q_HLD.shape[0], len(own), some.out.shape[-1]))
     lse = some.lse.new_full(out.shape[:2], -torch.inf)
     out[:, rows], lse[:, rows] = some.out, some.lse
     partial.merge(out, lse)

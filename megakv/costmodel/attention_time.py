@@ -71,10 +71,10 @@ class LayerTimes:
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape, workload: Workload):
         self.profile = profile
-        self.shape = shape
         self.workload = workload
         self.size = workload.size
-        self._kernels = Kernels(profile, shape)
+        self.shape = shape.absorbed if self._short else shape
+        self._kernels = Kernels(profile, self.shape)
 
     def predict(self, method: str) -> Prediction:
         """Seconds of a method; a pass of fewer than 2N tokens a sequence goes the way of decoding."""

@@ -77,7 +77,7 @@ def tp_bytes_per_block(shape: ModelShape, tokens: int) -> int:
 
 def cp_bytes_per_block(shape: ModelShape, tokens: int) -> int:
     """Context parallelism: one ring of ``2 x T x N_KV x D_H`` elements, all ranks' shards together."""
-    return tokens * shape.kv_heads * (shape.key_dim + shape.value_dim) * shape.element_bytes
+    return tokens * shape.attention().kv_row_bytes
 
 
 # Equations 1, 2, 3, 5
@@ -140,7 +140,7 @@ def sent_bytes(
     if wanted is not None and method in ("pass_kv", "pass_q", "runahead"):
         gathered = any(after - before != count for after, before, count in zip(kept, held, new, strict=True))
         if method != "runahead" or not gathered:
-            method, new = "pass_q", wanted
+            method, new, shape = "pass_q", wanted, shape.absorbed
     if method == "runahead":
         return _chain_bytes(shape, new=new, kept=kept, rank=rank, cached=held)
     if method in ("pass_kv", "pass_q"):
@@ -230,6 +230,7 @@ def pass_bytes(
         total: Counter[str] = Counter()
         for index, count in model.layer_kinds:
             shape, ends = model.attention(tp_size=tp_size, layer=index), prompt and model.layers[index] == last
+            shape = shape if prompt else shape.absorbed
             for times, wanted in ((count - ends, None), (int(ends), asked)):
                 each = sent_bytes(method, shape, new=new, kept=kept, rank=rank, cached=held, wanted=wanted)
                 rows = sequences if wanted is asked else max(1, new[rank])

@@ -40,7 +40,7 @@ def layer_costs(
     `sharers` ranks of a host divide the bandwidth of its memory and its disk (KVPR, A.7).
     """
     shape = model.attention(tp_size=tp_size)
-    width = shape.kv_heads * (shape.key_dim + shape.value_dim)
+    width = shape.kv_row_bytes // shape.element_bytes
     bandwidth, host_attend_s = link.bandwidth, 0.0
     if profile.host_memory_bandwidth is not None:
         bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
@@ -156,7 +156,9 @@ def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
 def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1) -> WeightTimes:
     """Seconds of sending a layer's weights: those of keys and values, and the others."""
     shape = model.attention(tp_size=tp_size)
-    keys = model.hidden * shape.kv_heads * (shape.key_dim + shape.value_dim) * model.element_bytes
+    # Those of latents are expanded by further weights.
+    expansion = 0 if shape.latent is None else shape.latent * shape.kv_heads * (shape.key_dim + shape.value_dim)
+    keys = model.hidden * shape.kv_row_bytes + expansion * model.element_bytes
     return WeightTimes(link.at(keys), link.at(layer_weight_bytes(model, tp_size=tp_size) - keys))
 
 

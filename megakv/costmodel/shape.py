@@ -40,6 +40,10 @@ class AttentionShape:
     # Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
     # other systems keep them in the type of Q.
     partial_bytes: int | None = None
+    # Elements that are cached, and travel, of a token. None: keys and values of all KV heads.
+    row_dim: int | None = None
+    # Columns of a latent, with which a row of `row_dim` begins; heads are those that it is expanded into.
+    latent: int | None = None
 
     @cached_property
     def head_dim(self) -> int:
@@ -51,13 +55,20 @@ class AttentionShape:
         """Query heads that share a KV head."""
         return max(1, self.heads // self.kv_heads)
 
+    @cached_property
+    def absorbed(self) -> AttentionShape:
+        """The same for few queries, which latents are not expanded for: all heads share one KV head."""
+        if self.latent is None or self.row_dim is None:
+            return self
+        return replace(self, kv_heads=1, key_dim=self.row_dim, value_dim=self.latent, latent=None)
+
     @property
     def query_row_bytes(self) -> int:
         return self.heads * self.key_dim * self.element_bytes
 
     @property
     def kv_row_bytes(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.element_bytes
+        return (self.row_dim or self.kv_heads * (self.key_dim + self.value_dim)) * self.element_bytes
 
     @property
     def partial_row_bytes(self) -> int:
@@ -104,6 +115,8 @@ class ModelShape:
     # Whether norms with residuals, rotary embeddings and gates are one kernel each, as other systems have them.
     fused: bool = False
     positions: int | None = None  # Tokens that a sequence may have; None: the config does not say.
+    row_dim: int | None = None  # As in `AttentionShape`, and its `latent`.
+    latent: int | None = None
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
@@ -111,7 +124,8 @@ class ModelShape:
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
         key_dim, value_dim = _head_dims(text, heads)
-        if getattr(text, "kv_lora_rank", None) is not None:
+        latent = getattr(text, "kv_lora_rank", None)
+        if latent:
             kv_heads = heads
         chosen = dtype or getattr(text, "dtype", None) or torch.float32
         layers, total = _layer_shapes(config, n_layers)
@@ -128,6 +142,8 @@ class ModelShape:
             dtype=chosen,
             kernel="math" if _biased(text) else "flash",
             positions=positions(text),
+            row_dim=latent + text.qk_rope_head_dim if latent else None,
+            latent=latent or None,
         )
 
     @classmethod
@@ -142,6 +158,16 @@ class ModelShape:
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def cached_heads(self) -> int:
+        """KV heads as they are cached: latents are one."""
+        return self.kv_heads if self.latent is None else 1
+
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        """Columns of each of them: keys and values, or latents."""
+        return (self.key_dim, self.value_dim) if self.row_dim is None else (self.row_dim, 0)
 
     @cached_property
     def parameters(self) -> int:
@@ -186,6 +212,8 @@ class ModelShape:
             window=self.layers[layer].window,
             kernel=self.kernel,
             partial_bytes=self.partial_bytes,
+            row_dim=self.row_dim,
+            latent=self.latent,
         )
 
 

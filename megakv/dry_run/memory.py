@@ -49,7 +49,7 @@ def kept_share(config: MegaKVConfig, shape: ModelShape, context: int) -> float:
     fairkv = config.megakv.fairkv
     if fairkv.budget is None or not is_compressed(fairkv.budget, fairkv.min_tokens, np.array(context)):
         return 1.0
-    least = fairkv.make_method(len(shape.layers), shape.kv_heads).least
+    least = fairkv.make_method(len(shape.layers), shape.cached_heads).least
     return tokens_per_head(fairkv.budget, context, least) / context
 
 

@@ -152,7 +152,8 @@ class ShapeRuntime:
                 f"{found}, the head map has {heads} query heads and {kv_heads} KV heads there"
             )
         rows = {tensor.shape[2] for tensor in (q_BHSD, k_BKSD, v_BKSD)}
-        if len(rows) > 1 or q_BHSD.shape[3] != k_BKSD.shape[3]:
+        fits = q_BHSD.shape[3] == k_BKSD.shape[3] if scoring.latent is None else scoring.latent.heads == heads
+        if len(rows) > 1 or not fits:
             raise MegaKVError(
                 f"layer {layer}: shapes of queries {list(q_BHSD.shape)}, keys {list(k_BKSD.shape)} and values "
                 f"{list(v_BKSD.shape)} do not fit each other"
@@ -160,7 +161,7 @@ class ShapeRuntime:
         self.row_bytes[layer] = sum(
             tensor.shape[1] * tensor.shape[3] * tensor.element_size() for tensor in (k_BKSD, v_BKSD)
         )
-        return q_BHSD.new_empty((1, q_BHSD.shape[2], heads, v_BKSD.shape[3]))
+        return q_BHSD.new_empty((1, q_BHSD.shape[2], heads, scoring.value_dim(v_BKSD)))
 
 
 def run_shapes(model: PreTrainedModel, head_map: HeadMap, tp_rank: int, tokens: int) -> tuple[int, ...]:

@@ -41,10 +41,12 @@ class RaggedPart:
         if scoring.window is not None:
             seen = seen and self.slots[self.body.first_row] > partial.q_slots[-1] - scoring.window
         if seen and rows <= PAGED_ROWS and scoring.alibi_slopes is None:
-            partial.merge(*paged_attention(q_HLD, self.body, scoring.scale, softcap=scoring.softcap))
+            value_dim = scoring.value_columns
+            found = paged_attention(q_HLD, self.body, scoring.scale, softcap=scoring.softcap, value_dim=value_dim)
+            partial.merge(*found)
         else:
             # For many queries, and where slots or positions matter.
-            attend_by_heads(partial, range(len(self.body.counts) + 1), self.body.pages[0].v_PSD.shape[-1], self._add)
+            attend_by_heads(partial, range(len(self.body.counts) + 1), self._add)
 
     def _add(self, head: int, part: PartialAttention) -> None:
         for keys, values, rows in self.body.pieces(head):
@@ -52,7 +54,7 @@ class RaggedPart:
 
 
 def attend_by_heads(
-    partial: PartialAttention, bounds: Sequence[int], value_dim: int, add: Callable[[int, PartialAttention], None]
+    partial: PartialAttention, bounds: Sequence[int], add: Callable[[int, PartialAttention], None]
 ) -> None:
     """Let runs of KV heads attend one behind the other to what `add` adds to each, and merge.
 
@@ -65,7 +67,7 @@ def attend_by_heads(
             continue
         own = slice(first * group, last * group)
         scoring = replace(partial.scoring, alibi_slopes=None if slopes is None else slopes[own])
-        part = PartialAttention(partial.q_HLD[own], partial.q_slots, scoring, value_dim)
+        part = PartialAttention(partial.q_HLD[own], partial.q_slots, scoring, partial.value_dim)
         add(index, part)
         outs.append(part.out)
         lses.append(part.lse)
@@ -73,9 +75,9 @@ def attend_by_heads(
 
 
 def paged_attention(
-    q_HLD: Tensor, body: RaggedBody, scale: float, *, softcap: float | None = None
+    q_HLD: Tensor, body: RaggedBody, scale: float, *, softcap: float | None = None, value_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Few queries ``[H, L, D]`` against every kept token of their head.
+    """Few queries ``[H, L, D]`` against every kept token of their head, whose values may be columns of its keys.
 
     On a processor all pages go through the compiled kernel at once. Elsewhere, and without that kernel, all pages of a
     size go through the kernel of dense attention as if each were a KV head; their results are merged by log-sum-exp.
@@ -86,18 +88,17 @@ def paged_attention(
     heads, length, dim = q_HLD.shape
     kv_heads = len(body.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
-    keys, values = body.pages[0].k_PSD, body.pages[0].v_PSD
+    keys, width = body.pages[0].k_PSD, value_dim or body.pages[0].v_PSD.shape[-1]
     # The kernel reads addresses: what does not fit together, as from a session's broken file, must not come to it.
-    fits = q_HLD.dtype == keys.dtype == values.dtype and q_HLD.dtype in TYPES and keys.shape[-1] == dim
+    fits = q_HLD.dtype == keys.dtype == body.pages[0].v_PSD.dtype and q_HLD.dtype in TYPES and keys.shape[-1] == dim
     kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and fits else None
     if kernel is not None and kernel.few(heads // kv_heads, length):
-        out, lse = kernel.ready(grouped[:, None], body.runs, 1, values.shape[-1], scale)()
+        out, lse = kernel.ready(grouped[:, None], body.runs, 1, width, scale)()
         return out.view(heads, length, -1), lse.view(heads, length)
     outs, lses, owners = [], [], []
     for pages in body.pages:
-        out, lse = attend_block(
-            grouped.index_select(0, pages.heads_P), pages.k_PSD, pages.v_PSD, scale, softcap=softcap
-        )
+        values = pages.v_PSD if value_dim is None else pages.k_PSD[..., :value_dim]
+        out, lse = attend_block(grouped.index_select(0, pages.heads_P), pages.k_PSD, values, scale, softcap=softcap)
         outs.append(out.to(lse.dtype))
         lses.append(lse)
         owners.append(pages.heads_P)

@@ -130,7 +130,7 @@ class Compressor:
             keys, values = (part[:, part.shape[1] - count :] for part in call.store.part(sequence))
         else:
             keys = call.q_HLD.new_empty((call.kv_heads, 0, call.key_dim))
-            values = call.q_HLD.new_empty((call.kv_heads, 0, call.value_dim))
+            values = call.v_KLD[:, :0]
         positions = call.table.positions(call.rank, sequence)[starts[call.rank] :]
         return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank, sorted_slots)
 

@@ -61,13 +61,17 @@ class RaggedBody:
 
     @cached_property
     def runs(self) -> RunTable:
-        """Tokens for `DecodeKernel.ready`, each head as a sequence: a head's pages of one size lie side by side."""
+        """Tokens for `DecodeKernel.ready`, each head as a sequence: a head's pages of one size lie side by side.
+
+        Values without columns are the first ones of the keys.
+        """
         runs: list[list[Run]] = [[] for _ in self.counts]
         for pages in self.pages:
-            assert pages.k_PSD.is_contiguous() and pages.v_PSD.is_contiguous()
-            tokens, strides = pages.k_PSD.shape[1], (0, pages.k_PSD.shape[2], 0, pages.v_PSD.shape[2])
-            k, v = pages.k_PSD.data_ptr(), pages.v_PSD.data_ptr()
-            k_bytes, v_bytes = (each[0].nbytes for each in (pages.k_PSD, pages.v_PSD))
+            keys, values = pages.k_PSD, pages.v_PSD if pages.v_PSD.shape[2] else pages.k_PSD
+            assert keys.is_contiguous() and values.is_contiguous()
+            tokens, strides = keys.shape[1], (0, keys.shape[2], 0, values.shape[2])
+            k, v = keys.data_ptr(), values.data_ptr()
+            k_bytes, v_bytes = (each[0].nbytes for each in (keys, values))
             owners, firsts, counts = np.unique(pages.heads, return_index=True, return_counts=True)
             for head, first, count in zip(owners.tolist(), firsts.tolist(), counts.tolist(), strict=True):
                 runs[head].append(Run(k + first * k_bytes, v + first * v_bytes, count * tokens, *strides))

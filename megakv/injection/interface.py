@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megakv.attention.latent import LatentHeads
 from megakv.attention.reference import Scoring
 from megakv.errors import MegaKVError
 
@@ -114,10 +115,35 @@ def attention_function(
             f"{type(module).__name__} passes {', '.join(refused)} to attention, which MegaKV does not support"
         )
     scoring = Scoring(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=mask.window, softcap=softcap
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=mask.window,
+        softcap=softcap,
+        latent=latent_heads(module, query) if keeps_latents(module) else None,
     )
     layer: Any = module.layer_idx
     return attend_of(module)(layer, query, key, value, scoring, s_aux), None
+
+
+# Latents (MLA): modules that are to expand what transformers caches of a token into keys and values of all heads
+
+
+EXPANSION = "expand_kv"
+"""Their method for it, in all of transformers' families that have latents."""
+
+
+def latent_rows(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of it: ``[1, 1, L, R]`` and ``[1, 1, L, P]`` as keys of one head, and values without columns."""
+    return torch.cat((latents, rotated), dim=-1), latents.new_empty((*latents.shape[:-1], 0))
+
+
+def keeps_latents(module: nn.Module) -> bool:
+    """Whether an attention module leaves the expansion of its latents to MegaKV."""
+    return EXPANSION in vars(module)
+
+
+def latent_heads(module: Any, query: Tensor) -> LatentHeads:
+    """The heads of an attention module that are on this rank, and how they see latents."""
+    return LatentHeads(module.kv_b_proj.weight, query.shape[1], module.qk_nope_head_dim)
 
 
 def attention_modules(model: nn.Module) -> list[Any]:

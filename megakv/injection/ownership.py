@@ -14,10 +14,13 @@ from megakv.injection.families import restore_attention, substitute_attention
 from megakv.injection.interface import (
     ATTEND_ATTRIBUTE,
     ATTENTION_NAME,
+    EXPANSION,
     Attend,
     attention_function,
     attention_modules,
     describe_mask,
+    keeps_latents,
+    latent_rows,
 )
 from megakv.injection.policy import policy_for
 
@@ -75,6 +78,8 @@ def attach(model: PreTrainedModel, attend: Attend) -> int:
     modules = attention_modules(model)
     for module in modules:
         setattr(module, ATTEND_ATTRIBUTE, attend)
+        if hasattr(module, EXPANSION):
+            setattr(module, EXPANSION, latent_rows)
     return max((module.layer_idx + 1 for module in modules), default=0)
 
 
@@ -82,5 +87,7 @@ def detach(model: PreTrainedModel) -> None:
     """Take back what `attach` did to a model's modules."""
     for module in model.modules():
         restore_attention(module)
+        if keeps_latents(module):
+            delattr(module, EXPANSION)
         if hasattr(module, ATTEND_ATTRIBUTE):
             delattr(module, ATTEND_ATTRIBUTE)

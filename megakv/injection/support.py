@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from megakv.attention.reference import Scoring
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
@@ -85,9 +86,9 @@ def _uncounted(model: PreTrainedModel) -> str | None:
     """Why the layers do not attend exactly once each, as MegaKV attends."""
     calls, expected = Counter[int](), range(_count(model))
 
-    def attend(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
+    def attend(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, *_: Any) -> Tensor:
         calls[layer] += 1
-        return q_BHSD.new_empty((1, q_BHSD.shape[2], q_BHSD.shape[1], v_BKSD.shape[3]))
+        return q_BHSD.new_empty((1, q_BHSD.shape[2], q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
 
     try:
         shape_pass(model, attend, tokens=5)

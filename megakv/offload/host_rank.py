@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import TYPES, load_kernel
+from megakv.attention.latent import LatentHeads
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Scoring
@@ -57,6 +58,22 @@ class HostPart:
         out, lse, self.seconds = self._future.result()
         self.waited = begun, self._clock.mark()
         merge_(out_HLD, lse_HL, upload(out.numpy(), self._device), upload(lse.numpy(), self._device))
+
+
+class LiftedPart(NamedTuple):
+    """The host's part over latents, for an accelerator that expands them."""
+
+    part: HostPart
+    latent: LatentHeads
+    shape: tuple[int, int, int]
+    """Of its output."""
+
+    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """As `HostPart.merge_into`."""
+        out = out_HLD.new_zeros(self.shape)
+        lse = lse_HL.new_full(self.shape[:2], -torch.inf)
+        self.part.merge_into(out, lse)
+        merge_(out_HLD, lse_HL, self.latent.lift(out), lse)
 
 
 class HostRank:
@@ -121,11 +138,15 @@ def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, 
     return together or partial(_one_by_one, q_HLD, tokens, scoring, store, rows)
 
 
+def _value_dim(scoring: Scoring, store: RowFormat) -> int:
+    return store.head_shape.value_dim if scoring.value_columns is None else scoring.value_columns
+
+
 @torch.no_grad()
 def _one_by_one(
     q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
-    attention = PackedAttention(q_HLD, tokens, scoring, store.head_shape.value_dim)
+    attention = PackedAttention(q_HLD, tokens, scoring, _value_dim(scoring, store))
     for sequence, (runs, slots, positions) in enumerate(zip(*rows, strict=True)):
         for first, piece in runs:
             keys, values = store.heads_of(piece)
@@ -149,7 +170,8 @@ def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFor
         first = rows.runs[sequence][0][0] if own else 0
         if own and not sees_all(slot, rows.slots[sequence], first, sum(map(len, own)), scoring.window):
             return None
-    call = kernel.rows(q_HLD.transpose(0, 1).unsqueeze(2), pieces, shape.heads, shape.value_dim, scoring.scale)
+    value_dim = _value_dim(scoring, store)
+    call = kernel.rows(q_HLD.transpose(0, 1).unsqueeze(2), pieces, shape.heads, value_dim, scoring.scale)
     # Views are made now: see `Decoding`.
     results = call.by_head()
 

@@ -21,7 +21,7 @@ from megakv.offload.costs import LayerSpeeds, OffloadCosts
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
-from megakv.offload.host_rank import HostPart, HostRank, Queries
+from megakv.offload.host_rank import HostPart, HostRank, LiftedPart, Queries
 from megakv.offload.link import EmulatedLink, Link, Transfer
 from megakv.offload.pages import PagePool, Tier
 from megakv.offload.planner import Planner
@@ -241,11 +241,15 @@ class Offloader:
 
     def attend_on_host(
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
-    ) -> HostPart | None:
+    ) -> HostPart | LiftedPart | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
-        host, staged = self._host_rank, store.staged
+        host, staged, latent = self._host_rank, store.staged, call.scoring.latent
         if host is None:
             return None
+        if latent is not None:
+            # It has no weights to expand them with.
+            own, q_HLD = latent.absorb(call.q_HLD[:, :0]), latent.absorb(q_HLD)
+            call = replace(call, q_HLD=own, scoring=call.scoring.absorbed())
         if host.queries is None:
             # It is given what its queries see.
             scoring = replace(call.scoring, window=None)
@@ -257,7 +261,7 @@ class Offloader:
             staged.on_host = [store.rows_in_memory(sequence, end, first) for sequence, (first, end) in spans]
         part = host.start(call, q_HLD, tokens, store, staged.on_host)
         staged.host_parts.append(part)
-        return part
+        return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))
 
     @property
     def staging_bytes(self) -> int:

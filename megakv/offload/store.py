@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megakv.attention.method import AttentionCall
+from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.cache.store import KVStore
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.config import OffloadConfig
-from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.pages import PagedRows, PagePool, Runs, page_bytes
 from megakv.offload.residents import LayerResidents, ResidentBudget
@@ -37,7 +36,7 @@ class StoreEngine(Protocol):
     def expect(self, store: TieredStore) -> None: ...
     def attend_on_host(
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
-    ) -> HostPart | None: ...
+    ) -> PartElsewhere | None: ...
     def leave(self, store: TieredStore) -> None: ...
 
 
@@ -154,7 +153,7 @@ class TieredStore(RowFormat, KVStore):
         paged = self._rows[sequence]
         return 0 if paged is None else paged.length
 
-    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> HostPart | None:
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self._engine.attend_on_host(self, call, q_HLD, tokens)
 
     def crop(self, sequence: int, length: int) -> None:

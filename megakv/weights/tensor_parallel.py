@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.weights.placement import HeadMap, HeadShard, SliceSpec
-from megakv.weights.placement.attention import KEY_NORMS, QUERY_NORMS, find_attention, is_rms_norm
+from megakv.weights.placement.attention import KEY_NORMS, LATENT, QUERY_NORMS, find_attention, is_rms_norm
 from megakv.weights.placement.plan import decoder_layers, is_experts
 
 AllReduce = Callable[[Tensor], Tensor]
@@ -86,7 +86,7 @@ def _shrink_attention(attention: nn.Module, heads: HeadMap, shard: HeadShard) ->
         for name in names:
             if getattr(module, name, None) == whole:
                 setattr(module, name, local)
-    if hasattr(module, "num_key_value_groups"):
+    if hasattr(module, "num_key_value_groups") and not hasattr(module, LATENT):
         module.num_key_value_groups = shard.group_size
     if hasattr(module, "qkv_proj"):
         module.config = LocalHeads(module.config, num_attention_heads=queries, num_key_value_heads=keys)

@@ -92,7 +92,7 @@ FULL = [
     *QUICK,
     *(run for mesh in ("2x1", "3x1", "4x1", "2x2", "8x1") for run in runs(mesh)),
     *family_runs("4x1", tuple(FAMILIES)),
-    *family_runs("2x2", tuple(name for name in FAMILIES if name != "deepseek_v3")),
+    *family_runs("2x2", tuple(FAMILIES)),
 ]
 ALL = {run.name: run for run in FULL}
 

@@ -16,7 +16,7 @@ from megakv.weights.loading import build_model
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.placement.slices import SliceSpec
 from megakv.weights.sources import ModuleWeights, WeightSource
-from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, llama
+from tests.families import FAMILIES, NEEDS_SUBSTITUTE, VOCAB, llama
 from tests.shards import ThreadRanks
 
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -121,7 +121,7 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
     assert all(copy() is None for copy in copies)
 
 
-@pytest.mark.parametrize("name", [n for n in DENSE if n not in TP_REFUSED and n not in NEEDS_SUBSTITUTE])
+@pytest.mark.parametrize("name", [n for n in DENSE if n not in NEEDS_SUBSTITUTE])
 def test_tensor_parallel_ranks_differ_by_rounding_only(name: str, tmp_path: Path) -> None:
     whole = save(name, tmp_path)
     ids = torch.randint(1, VOCAB, (2, 33))

@@ -14,7 +14,7 @@ from megakv.weights.placement import (
     plan_placement,
     split_width,
 )
-from tests.families import FAMILIES, TP_REFUSED, llama
+from tests.families import FAMILIES, llama
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_slice_spec() -> None:
     assert SliceSpec(zero=True).take(tensor).tolist() == [[0] * 6] * 4
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in TP_REFUSED])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("size", [2, 8])
 def test_every_weight_is_somewhere(name: str, size: int) -> None:
     """Over the ranks each index of a cut dimension is kept, once; keys and values of copied heads more often."""

@@ -1,7 +1,6 @@
 """Shards of a model, run together, are the model."""
 
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,11 @@ from megakv.offload.config import OffloadConfig
 from megakv.weights.loading import build_model
 from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 from megakv.weights.tensor_parallel import RowParallelLinear
-from tests.families import FAMILIES, NEEDS_SUBSTITUTE, TP_REFUSED, VOCAB, falcon, gpt_neox, llama
+from tests.families import FAMILIES, NEEDS_SUBSTITUTE, VOCAB, falcon, gpt_neox, llama
 from tests.mappings import random_mapping
 from tests.shards import ThreadRanks
 
-PLACED = [name for name in FAMILIES if name not in TP_REFUSED and name not in NEEDS_SUBSTITUTE]
+PLACED = [name for name in FAMILIES if name not in NEEDS_SUBSTITUTE]
 IDS = torch.tensor([[5, 7, 11, 190, 3, 3, 42, 100, 17, 64, 9, 1] * 3])
 
 
@@ -49,22 +48,10 @@ def test_families_equal_the_whole_model(name: str, tmp_path: Path) -> None:
         shards = ThreadRanks(tmp_path, size)
         for loaded in shards.ranks:
             kept = sum(p.nbytes for p in loaded.module.parameters())
-            assert loaded.bytes_read <= kept < largest
+            assert loaded.bytes_read <= loaded.bytes_kept and kept < largest
             assert loaded.bytes_kept == kept + sum(b.nbytes for b in loaded.module.buffers())
         for rank, logits in enumerate(shards.logits(ids)):
             assert relative_error(logits, wanted) < 1e-5, (size, rank)
-
-
-@pytest.mark.parametrize("name", TP_REFUSED)
-def test_families_that_are_refused(name: str, tmp_path: Path) -> None:
-    whole = save(name, tmp_path)
-    with pytest.raises(
-        ValueError, match=f"tensor_parallel.tp_size > 1 .*{whole.config.model_type}.*{re.escape(TP_REFUSED[name])}"
-    ):
-        build_model(tmp_path, dtype=torch.float32, tp_size=2, all_reduce=lambda t: t)
-    alone = build_model(tmp_path, dtype=torch.float32, all_reduce=lambda t: t).module
-    with torch.no_grad():
-        assert torch.equal(alone(IDS).logits, whole(IDS).logits)
 
 
 def random_map(n_layers: int, n_heads: int, n_kv_heads: int, size: int, rng: random.Random) -> HeadMap:

@@ -14,6 +14,10 @@ BY_KV_HEAD = ("bloom", "falcon", "gpt_neox")
 """Types that fuse queries, keys and values as ``[K, G + 2, D]``: a KV head's queries, then its key and its value."""
 CONCATENATED = ("mpt", "phi3")
 """Types that fuse them as ``[q | k | v]``."""
+LATENT = "kv_b_proj"
+"""In families that cache latents: what expands them into all heads' keys and values."""
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+LATENT_QUERIES = ("q_proj", "q_b_proj")
 QUERY_NORMS = ("q_norm", "q_layernorm")
 KEY_NORMS = ("k_norm", "k_layernorm")
 
@@ -31,7 +35,7 @@ def find_attention(layer: nn.Module, model_type: str) -> tuple[str, nn.Module]:
     found = [
         (name, module)
         for name, module in layer.named_modules()
-        if any(isinstance(getattr(module, child, None), nn.Linear) for child in (SEPARATE[0], *FUSED))
+        if any(isinstance(getattr(module, child, None), nn.Linear) for child in (SEPARATE[0], *FUSED, LATENT))
         and any(isinstance(getattr(module, child, None), nn.Linear) for child in OUTPUTS)
     ]
     if len(found) != 1 or not found[0][0]:
@@ -46,6 +50,8 @@ def attention_specs(module: nn.Module, model_type: str, heads: HeadMap, shard: H
     when cut.
     """
     linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    if LATENT in linears:
+        return _latent_specs(module, model_type, linears, heads, shard)
     output = next(name for name in OUTPUTS if name in linears)
     fused = next((name for name in FUSED if name in linears), None)
     H, K = heads.n_heads, heads.n_kv_heads
@@ -91,6 +97,30 @@ def attention_specs(module: nn.Module, model_type: str, heads: HeadMap, shard: H
                 why = f"has a parameter {name} of shape {list(parameter.shape)} that cannot be split by heads"
                 raise refusal(module, model_type, why)
             specs[name] = found
+    return specs
+
+
+def _latent_specs(
+    module: nn.Module, model_type: str, linears: dict[str, nn.Linear], heads: HeadMap, shard: HeadShard
+) -> dict[str, SliceSpec]:
+    """Heads of queries, of what expands latents and of the output; what makes latents is whole on every rank."""
+    output = next(name for name in OUTPUTS if name in linears)
+    queries = [name for name in LATENT_QUERIES if name in linears]
+    if len(queries) != 1:
+        raise refusal(module, model_type, f"has {len(queries)} linears {' and '.join(LATENT_QUERIES)}")
+    cut = {(queries[0], 0): linears[queries[0]].out_features, (LATENT, 0): linears[LATENT].out_features}
+    cut[output, 1] = linears[output].in_features
+    specs = {name: WHOLE for name, _ in module.named_parameters()}
+    for (name, side), size in cut.items():
+        if size % heads.n_heads:
+            raise refusal(module, model_type, f"has {name} of {size} columns for {heads.n_heads} heads")
+        specs[f"{name}.weight"] = SliceSpec(side, blocks(shard.query_heads, size // heads.n_heads))
+        if side == 0 and f"{name}.bias" in specs:
+            specs[f"{name}.bias"] = specs[f"{name}.weight"]
+    known = {*linears, *LATENT_NORMS}
+    strange = [name for name in specs if name.partition(".")[0] not in known]
+    if strange:
+        raise refusal(module, model_type, f"has a parameter {strange[0]} that cannot be split by heads")
     return specs
 
 

@@ -122,4 +122,7 @@ def head_counts(config: PreTrainedConfig) -> tuple[int, int, int]:
     if text.model_type == "falcon":
         own = text.num_kv_heads if text.new_decoder_architecture else heads
         return layers, heads, 1 if text.multi_query and not text.new_decoder_architecture else own
+    if getattr(text, "kv_lora_rank", None):
+        # Latents, which all heads share.
+        return layers, heads, 1
     return layers, heads, getattr(text, "num_key_value_heads", None) or heads

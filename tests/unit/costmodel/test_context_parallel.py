@@ -1,6 +1,7 @@
 """Closed forms against numbers worked out from the paper, and bytes against the messages that the methods make."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,7 @@ def message(shape: AttentionShape, layout: Any, rank: int) -> Any:
         kv_heads=shape.kv_heads,
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,
+        v_KLD=torch.empty(shape.kv_heads, 0, 0 if shape.row_dim else shape.value_dim, dtype=dtype),
         q_HLD=torch.empty(shape.heads, len(layout.tokens[rank]), shape.key_dim, dtype=dtype),
     )
 
@@ -105,6 +107,8 @@ def test_bytes_are_those_of_the_messages(size: int, element_bytes: int) -> None:
         kv_heads = random.randint(1, 3)
         dims = random.choice([(16, 16), (24, 10), (3, 5)])
         shape = AttentionShape(kv_heads * random.randint(1, 3), kv_heads, *dims, element_bytes)
+        if random.random() < 0.3:
+            shape = replace(shape, row_dim=26, latent=20).absorbed
         lengths = tuple(random.randint(0, 50) for _ in range(3))
         cached = tuple(random.randint(0, 99) for _ in range(3))
         past = balanced(tokens(cached, (0, 0, 0)), size)

@@ -77,6 +77,13 @@ def test_experts() -> None:
 def test_latent_attention_and_mixed_layers() -> None:
     shape = ModelShape.from_config(DeepseekV3Config())
     assert (shape.heads, shape.kv_heads, shape.key_dim, shape.value_dim) == (128, 128, 192, 128)
+    # Cached are 512 numbers of latent and 64 of the rotated key, for 128 heads of 192 and 128, whatever the TP degree.
+    for size in (1, 8):
+        layer = shape.attention(tp_size=size)
+        assert (layer.heads, layer.kv_row_bytes) == (128 // size, (512 + 64) * shape.element_bytes)
+        assert (layer.absorbed.kv_heads, layer.absorbed.key_dim, layer.absorbed.value_dim) == (1, 576, 512)
+        assert layer.absorbed.kv_row_bytes == layer.kv_row_bytes
+    assert (shape.cached_heads, shape.cached_dims) == (1, (576, 0))
     assert shape.layer_kinds == ((0, 3), (3, 58))
     assert shape.layers[0].experts == 0
     assert (shape.layers[3].n_experts, shape.layers[3].active_experts) == (256, 8)
