@@ -34,6 +34,7 @@ from docs.reference import (  # noqa: E402
     refused_table,
     settings_table,
 )
+from megakv.costmodel.shape import ModelShape  # noqa: E402
 from megakv.injection.policy import policy_for  # noqa: E402
 from megakv.weights.loading import empty_model  # noqa: E402
 from megakv.weights.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
@@ -61,15 +62,17 @@ def families_table() -> str:
     """A row per model type of tests/families.py: the tested forms, and whether tensor parallelism can split it."""
     forms: dict[str, list[str]] = {}
     refusals: dict[str, str | None] = {}
+    configs: dict[str, PreTrainedConfig] = {}
     for family in FAMILIES.values():
         config = family()
         kind = config.model_type
         forms.setdefault(kind, []).append((family.__doc__ or "").strip().rstrip("."))
-        refusals[kind] = refusals.get(kind) or refusal_of(config)
+        refusals[kind], configs[kind] = refusals.get(kind) or refusal_of(config), config
     lines = ["| `model_type` | forms that are tested | CP | TP | attention |", "|---|---|:-:|---|---|"]
     for kind, texts in forms.items():
         tensor_parallel = "yes" if refusals[kind] is None else f"refused: {refusals[kind]}"
         entry = "interface" if policy_for(kind).substitute is None else "substituted"
+        entry = "latents" if ModelShape.from_config(configs[kind]).latent else entry
         lines.append(f"| `{kind}` | {'<br>'.join(texts)} | yes | {tensor_parallel} | {entry} |")
     return "\n".join(lines) + "\n"
 

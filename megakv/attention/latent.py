@@ -55,7 +55,8 @@ class LatentHeads:
 
     def lift(self, out_HLR: Tensor) -> Tensor:
         """Outputs over latents ``[H, L, R]`` as those over values ``[H, L, V]``, in the same type."""
-        return torch.bmm(out_HLR, self._parts[1].to(out_HLR.dtype).transpose(1, 2))
+        # In this order: on processors the other one is four times as slow in 16 bits.
+        return torch.bmm(self._parts[1].to(out_HLR.dtype), out_HLR.transpose(1, 2)).transpose(1, 2)
 
     def expand(self, rows_KSD: Tensor) -> tuple[Tensor, Tensor]:
         """Rows ``[1, S, R + P]`` as keys ``[H, S, N + P]`` and values ``[H, S, V]``."""

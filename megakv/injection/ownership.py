@@ -64,7 +64,7 @@ def own_config(model: PreTrainedModel) -> Iterator[None]:
 def attach(model: PreTrainedModel, attend: Attend) -> int:
     """Switch a model instance to MegaKV's attention; returns how many attention layers it has.
 
-    Its weights must be there, and cut for tensor parallelism.
+    Its weights must be there, and cut for tensor parallelism. Modules with latents are given a way to hand them over.
     """
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     AttentionMaskInterface.register(ATTENTION_NAME, describe_mask)
