@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.latent import LatentHeads
+from megakv.attention.latent import LatentHeads, expanding_pays
 from megakv.attention.merge import add_sinks
 from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.methods import METHODS
@@ -232,8 +232,8 @@ class Runtime:
         if narrowed or step.turn is not None or step.cache.holds_compressed or step.workload is None:
             return False
         new, cached, ranks = step.workload.new, step.workload.cached, step.workload.size
-        key = "expands", latent.rank, latent.key_dim, latent.value_dim
-        return step.once(key, lambda: latent.expanding_pays(new, cached, ranks))
+        dims = latent.rank, latent.key_dim, latent.value_dim
+        return step.once(("expands", *dims), lambda: expanding_pays(*dims, new, cached, ranks))
 
     def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""

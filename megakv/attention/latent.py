@@ -67,12 +67,16 @@ class LatentHeads:
         keys[..., self.key_dim :] = rotated
         return keys, both[..., self.key_dim :]
 
-    def expanding_pays(self, new: Sequence[int], cached: Sequence[int], ranks: int) -> bool:
-        """Whether expanded attention takes fewer products, for each sequence's new tokens, spread over `ranks`."""
-        queries = sum(new)
-        rows = sum(new) + sum(cached)
-        pairs = sum(count * (held + count / 2) for count, held in zip(new, cached, strict=True))
-        projected = self.rank * (self.key_dim + self.value_dim)
-        saved = (2 * self.rank - self.key_dim - self.value_dim) * pairs
-        # Every rank sees all rows, and some of the queries.
-        return saved > projected * (ranks * rows - queries)
+
+def expanding_pays(
+    rank: int, key_dim: int, value_dim: int, new: Sequence[int], cached: Sequence[int], ranks: int
+) -> bool:
+    """Whether expanded attention takes fewer products: heads of `LatentHeads`, new and cached tokens by sequence.
+
+    Spread over `ranks`, each of which sees all rows, and some of the queries.
+    """
+    queries = sum(new)
+    rows = queries + sum(cached)
+    pairs = sum(count * (held + count / 2) for count, held in zip(new, cached, strict=True))
+    saved = (2 * rank - key_dim - value_dim) * pairs
+    return saved > rank * (key_dim + value_dim) * (ranks * rows - queries)

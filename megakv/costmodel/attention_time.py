@@ -73,7 +73,7 @@ class LayerTimes:
         self.profile = profile
         self.workload = workload
         self.size = workload.size
-        self.shape = shape.absorbed if self._short else shape
+        self.shape = shape.of_pass(workload.new, workload.cached, workload.size)
         self._kernels = Kernels(profile, self.shape)
 
     def predict(self, method: str) -> Prediction:

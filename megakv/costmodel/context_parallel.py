@@ -230,7 +230,7 @@ def pass_bytes(
         total: Counter[str] = Counter()
         for index, count in model.layer_kinds:
             shape, ends = model.attention(tp_size=tp_size, layer=index), prompt and model.layers[index] == last
-            shape = shape if prompt else shape.absorbed
+            shape = shape.of_pass(workload.new, workload.cached, size)
             for times, wanted in ((count - ends, None), (int(ends), asked)):
                 each = sent_bytes(method, shape, new=new, kept=kept, rank=rank, cached=held, wanted=wanted)
                 rows = sequences if wanted is asked else max(1, new[rank])

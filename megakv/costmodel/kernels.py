@@ -15,7 +15,7 @@ class Kernels:
     """Kernel calls of one layer on the rank with the most heads."""
 
     def __init__(self, profile: HardwareProfile, shape: AttentionShape):
-        self.shape = shape
+        self.shape, self._matmul = shape, profile.matmul
         self._table = _nearest(profile, shape, shape.group)
         self._packed_table = _nearest(profile, shape, 1)
 
@@ -25,10 +25,14 @@ class Kernels:
         return self._table.flops
 
     def block(self, rows: float, keys: float) -> float:
-        """Seconds of a call in which every row sees every key; 0 for an empty one."""
+        """Seconds of a call in which every row sees every key; 0 for an empty one.
+
+        Latents are expanded for it. Those of a `square` are a rank's own, which its projections count in any case.
+        """
         if rows <= PACKED_ROWS and self.shape.group > 1 and self.shape.kernel == "flash":
             return self._scaled(self._packed_table, self.shape.kv_heads, rows * self.shape.group, keys)
-        return self._scaled(self._table, self.shape.heads, rows, keys)
+        expanded_s = self.shape.expansion * self._matmul.at(keys) if self.shape.latent and rows and keys else 0.0
+        return self._scaled(self._table, self.shape.heads, rows, keys) + expanded_s
 
     def square(self, rows: float) -> float:
         return self._table.square(self.shape.heads * self.shape.head_dim / self._table.head_dim, rows)

@@ -60,7 +60,8 @@ def offloaded_bytes(
     for row in rows:
         stored = row
         if offload.kv_bits is not None:
-            group = group_size(*model.cached_dims, offload.kv_group)
+            dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
+            group = group_size(*dims, offload.kv_group)
             stored = packed_bytes(row // model.element_bytes, group, model.dtype)
         kept = offload.keeps_inputs(inputs, stored) * inputs
         # Every sequence has its own pages in every layer.

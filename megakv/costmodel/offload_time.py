@@ -157,8 +157,7 @@ def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1) -> WeightT
     """Seconds of sending a layer's weights: those of keys and values, and the others."""
     shape = model.attention(tp_size=tp_size)
     # Those of latents are expanded by further weights.
-    expansion = 0 if shape.latent is None else shape.latent * shape.kv_heads * (shape.key_dim + shape.value_dim)
-    keys = model.hidden * shape.kv_row_bytes + expansion * model.element_bytes
+    keys = model.hidden * shape.kv_row_bytes + shape.expansion * model.element_bytes
     return WeightTimes(link.at(keys), link.at(layer_weight_bytes(model, tp_size=tp_size) - keys))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from megakv.attention.latent import expanding_pays
 from megakv.errors import MegaKVError
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import head_counts
@@ -40,10 +42,8 @@ class AttentionShape:
     # Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
     # other systems keep them in the type of Q.
     partial_bytes: int | None = None
-    # Elements that are cached, and travel, of a token. None: keys and values of all KV heads.
-    row_dim: int | None = None
-    # Columns of a latent, with which a row of `row_dim` begins; heads are those that it is expanded into.
-    latent: int | None = None
+    row_dim: int | None = None  # Elements of a token that are cached and travel; None: keys and values of all heads.
+    latent: int | None = None  # How many of those are a latent, which is expanded into the heads.
 
     @cached_property
     def head_dim(self) -> int:
@@ -58,9 +58,24 @@ class AttentionShape:
     @cached_property
     def absorbed(self) -> AttentionShape:
         """The same for few queries, which latents are not expanded for: all heads share one KV head."""
-        if self.latent is None or self.row_dim is None:
+        if self.latent is None:
             return self
-        return replace(self, kv_heads=1, key_dim=self.row_dim, value_dim=self.latent, latent=None)
+        return replace(self, kv_heads=1, key_dim=self.row_dim or 0, value_dim=self.latent, latent=None)
+
+    def of_pass(self, new: Sequence[int], cached: Sequence[int], size: int) -> AttentionShape:
+        """As a pass over new tokens of sequences attends on a ring of that size: latents expanded or absorbed."""
+        pays = self.latent and expanding_pays(self.latent, self._own_dim, self.value_dim, new, cached, size)
+        return self if pays else self.absorbed
+
+    @property
+    def _own_dim(self) -> int:
+        """Of a head's keys, the columns that are made from latents."""
+        return self.key_dim - (self.row_dim or 0) + (self.latent or 0)
+
+    @property
+    def expansion(self) -> int:
+        """Weights that a row of latents is multiplied with to become heads' keys and values."""
+        return (self.latent or 0) * self.heads * (self._own_dim + self.value_dim)
 
     @property
     def query_row_bytes(self) -> int:
@@ -163,11 +178,6 @@ class ModelShape:
     def cached_heads(self) -> int:
         """KV heads as they are cached: latents are one."""
         return self.kv_heads if self.latent is None else 1
-
-    @property
-    def cached_dims(self) -> tuple[int, int]:
-        """Columns of each of them: keys and values, or latents."""
-        return (self.key_dim, self.value_dim) if self.row_dim is None else (self.row_dim, 0)
 
     @cached_property
     def parameters(self) -> int:

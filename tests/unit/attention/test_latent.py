@@ -1,13 +1,14 @@
 """Latents attended to in both ways are the attention of the heads that they stand for."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megakv.attention.latent import EXPANDED_ROWS, LatentHeads
+from megakv.attention.latent import EXPANDED_ROWS, LatentHeads, expanding_pays
 from megakv.attention.method import PackedAttention
 from megakv.attention.partial import KVPart, PartialAttention
 from megakv.attention.reference import Scoring, dense_attention
@@ -43,16 +44,16 @@ def test_both_ways_are_the_attention_of_all_heads(expands: bool, kind: type[Part
     q = torch.randn(heads, len(slots), N + P)
     scoring = Scoring(0.3, latent=latent)
     if expands:
-        partial = kind(q, slots, scoring, V)
+        attention = kind(q, slots, scoring, V)
     else:
-        partial = kind(latent.absorb(q), slots, scoring.absorbed(), R)
+        attention = kind(latent.absorb(q), slots, scoring.absorbed(), R)
     cut = random.randint(0, count)
     for part in (slice(cut, count), slice(0, cut)):
-        partial.add(rows[:, part], nothing[:, part], np.arange(part.start, part.stop))
+        attention.add(rows[:, part], nothing[:, part], np.arange(part.start, part.stop))
     visible = torch.arange(count)[None] <= torch.from_numpy(slots)[:, None]
     out, lse = expected(latent, q, rows, 0.3, visible)
-    found = partial.out if expands else latent.lift(partial.out)
-    assert torch.allclose(found.double(), out, atol=1e-4) and torch.allclose(partial.lse.double(), lse, atol=1e-4)
+    found = attention.out if expands else latent.lift(attention.out)
+    assert torch.allclose(found.double(), out, atol=1e-4) and torch.allclose(attention.lse.double(), lse, atol=1e-4)
 
 
 def test_the_compiled_kernel_reads_values_from_the_keys() -> None:
@@ -75,17 +76,14 @@ def test_the_compiled_kernel_reads_values_from_the_keys() -> None:
 
 
 def test_expanding_pays_where_many_queries_see_the_same_rows() -> None:
-    deepseek = LatentHeads(torch.empty(128 * 256, 512, device="meta"), 128, 128)
-    assert (deepseek.rank, deepseek.value_dim) == (512, 128)
-    assert not deepseek.expanding_pays([1], [100_000], 1)
-    assert not deepseek.expanding_pays([1] * 64, [100] * 64, 1)
-    assert deepseek.expanding_pays([8192], [0], 1) and deepseek.expanding_pays([8192], [0], 8)
+    deepseek = partial(expanding_pays, 512, 128, 128)
+    assert not deepseek([1], [100_000], 1) and not deepseek([1] * 64, [100] * 64, 1)
+    assert deepseek([8192], [0], 1) and deepseek([8192], [0], 8)
     # R (N + V) / (2 R - N - V) queries of a long context.
-    assert [deepseek.expanding_pays([count], [1_000_000], 1) for count in (168, 175)] == [False, True]
+    assert [deepseek([count], [1_000_000], 1) for count in (168, 175)] == [False, True]
     # Every rank would expand all rows, for its part of the queries.
-    assert not deepseek.expanding_pays([175], [1_000_000], 2) and deepseek.expanding_pays([2 * 175], [1_000_000], 2)
-    small = LatentHeads(torch.empty(4 * 40, 16, device="meta"), 4, 20)
-    assert not small.expanding_pays([8192], [0], 4), "latents that are smaller than half of a head's keys and values"
+    assert not deepseek([175], [1_000_000], 2) and deepseek([2 * 175], [1_000_000], 2)
+    assert not expanding_pays(16, 20, 20, [8192], [0], 4), "latents smaller than half of a head's keys and values"
 
 
 def test_types_stay_what_they_are() -> None:

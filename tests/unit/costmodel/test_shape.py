@@ -83,7 +83,9 @@ def test_latent_attention_and_mixed_layers() -> None:
         assert (layer.heads, layer.kv_row_bytes) == (128 // size, (512 + 64) * shape.element_bytes)
         assert (layer.absorbed.kv_heads, layer.absorbed.key_dim, layer.absorbed.value_dim) == (1, 576, 512)
         assert layer.absorbed.kv_row_bytes == layer.kv_row_bytes
-    assert (shape.cached_heads, shape.cached_dims) == (1, (576, 0))
+        assert layer.expansion == 512 * (128 // size) * (128 + 128) and layer.absorbed.expansion == 0
+        assert layer.of_pass([8192], [0], 4) is layer and layer.of_pass([1], [8192], 4) == layer.absorbed
+    assert shape.cached_heads == 1
     assert shape.layer_kinds == ((0, 3), (3, 58))
     assert shape.layers[0].experts == 0
     assert (shape.layers[3].n_experts, shape.layers[3].active_experts) == (256, 8)
