@@ -145,6 +145,24 @@ def runahead_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def ruler_table() -> str:
+    """Scores by method and budget at the shortest length of benchmarks/results/accuracy.json."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["rows"]
+    own = [row for row in rows if row["context"] == min(each["context"] for each in rows)]
+    tasks = list(dict.fromkeys(row["task"] for row in own))
+    lines = [
+        f"| tokens of a KV head | method | {' | '.join(tasks)} | 95% interval |",
+        f"|---:|---|{'---:|' * len(tasks)}---:|",
+    ]
+    for method, budget in dict.fromkeys((row["method"], row["budget"]) for row in own):
+        cells = {row["task"]: row["score"] for row in own if (row["method"], row["budget"]) == (method, budget)}
+        shown = [f"{100 * cells[task]['value']:.0f}" if task in cells else "-" for task in tasks]
+        total = cells[tasks[-1]]
+        reach = f"{100 * total['low']:.0f} to {100 * total['high']:.0f}"
+        lines.append(f"| {'all' if budget is None else f'{budget:,}'} | `{method}` | {' | '.join(shown)} | {reach} |")
+    return "\n".join(lines) + "\n"
+
+
 def recipes_table() -> str:
     """A row per recipe of a model from the papers."""
     lines = ["| recipe | model | configs |", "|---|---|---|"]
@@ -194,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": accuracy_table,
     "prefill": prefill_table,
     "runahead": runahead_table,
+    "ruler": ruler_table,
     "recipes": recipes_table,
     "predictions": predictions_table,
     "compression": compression_table,
