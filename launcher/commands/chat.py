@@ -34,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
 def run(arguments: argparse.Namespace) -> None:
     """Chat until the user leaves."""
     check_job_arguments(arguments)
-    if arguments.document:
-        read_text(arguments.document, "--document")
+    document = read_text(arguments.document, "--document") if arguments.document else ""
     cp, tp = mesh_of(arguments)
     with tempfile.TemporaryDirectory(prefix="megakv-") as folder, _terminal_kept():
         arguments.pid_file = str(Path(folder) / "pid")
+        if document and Path(arguments.document).is_fifo():
+            # Was read once, which is all that can be had of it.
+            arguments.document = str(Path(folder) / "document")
+            Path(arguments.document).write_text(document, encoding="utf-8")
         with _interrupts_handed_on(Path(arguments.pid_file)):
             words = command_line(arguments)
             start_ranks("megakv.launcher.chat", words, ranks=cp * tp, threads=arguments.threads, stdin=None)

@@ -6,12 +6,13 @@ import argparse
 import os
 import stat
 import tempfile
+from pathlib import Path
 
 from megakv.launcher.prompts import add_question_arguments, decoded, questions, read_document
 from megakv.launcher.ranks import command_line, read_hostfile, start_ranks
 from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, mesh_of
 
-STDIN = "-"
+STDIN = ("-", "/dev/stdin")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.hostfile is None:
         make_folders(arguments)
     where = "this machine" if arguments.hostfile is None else f"the hosts of {arguments.hostfile}"
-    print(f"megakv: {arguments.model}: {cp * tp} ranks on {where}, CP {cp} x TP {tp}", flush=True)
+    print(f"megakv: {arguments.model}: {cp * tp} rank{'s' * (cp * tp > 1)} on {where}, CP {cp} x TP {tp}", flush=True)
     words = [f"--question={text}" for text in arguments.question]
     start = {"ranks": cp * tp, "threads": arguments.threads, "hostfile": arguments.hostfile}
     for name in ("question", "threads", "hostfile"):
@@ -54,24 +55,30 @@ def _mesh(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _piped(arguments: argparse.Namespace) -> bytes | None:
-    """The document that standard input brings, if that is where it comes from."""
-    if arguments.prompt_file is None:
+    """The document that standard input or another pipe brings, which can be read once; None if none does."""
+    path = arguments.prompt_file
+    if path is None:
         try:
             kind = os.fstat(0).st_mode
         except OSError:
             return None
         if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
             return None
-    elif arguments.prompt_file != STDIN:
+    elif path not in STDIN and not Path(path).is_fifo():
         return None
-    with open(0, "rb", closefd=False) as file:
-        content = file.read()
-    if not content and arguments.prompt_file is None:
+    if path is None or path in STDIN:
+        source = "standard input"
+        with open(0, "rb", closefd=False) as file:
+            content = file.read()
+    else:
+        source = f"--prompt-file {path}"
+        content = Path(path).read_bytes()
+    if not content and path is None:
         return None
-    decoded(content, "standard input")
+    decoded(content, source)
     if arguments.hostfile is not None:
         raise ValueError(
-            f"--hostfile {arguments.hostfile} with a document from standard input: give --prompt-file, which all hosts "
-            "can read"
+            f"--hostfile {arguments.hostfile} with a document from {source}, a pipe: give --prompt-file a file, which "
+            "all hosts can read"
         )
     return content

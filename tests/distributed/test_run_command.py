@@ -50,14 +50,16 @@ def test_questions_share_one_prefill_of_standard_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(ending: signal.Signals, tmp_path: Path) -> None:
-    words = command(save_model(tmp_path / "model"), "--cp", 2, "--question", prose(300), "--max-new-tokens", 10**6)
+    words = command(save_model(tmp_path / "model"), "--cp", 2, "--max-new-tokens", 10**6, "--prompt-file")
+    # A pipe that has a name can be read once, too.
+    words = ["bash", "-c", f"exec {shlex.join(words)} <(echo {prose(300)})"]
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT)
     deadline = time.monotonic() + START_S
     family: list[psutil.Process] = []
     # Interrupted while it answers; killed while its ranks start.
     awaited = b"tokens on CP 2" if ending == signal.SIGINT else b"ranks on this machine"
-    while awaited not in (tmp_path / "out").read_bytes() or len(family) < 2:
+    while awaited not in (tmp_path / "out").read_bytes() or len(family) < 3:
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "err").read_text()
         time.sleep(0.2)
         family = psutil.Process(process.pid).children(recursive=True)
