@@ -55,7 +55,7 @@ class SavedChat:
             valid = all(type(count) is int for count in counts) and sorted({-1, *counts}) == [-1, *counts]
         except OSError as error:
             raise ValueError(f"{folder} holds no saved chat: {CHAT_FILE} cannot be read ({error.strerror})") from error
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             valid = False
         if not valid or not isinstance(saved.document, str):
             raise ValueError(f"{path} is broken: it describes no chat")

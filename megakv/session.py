@@ -179,6 +179,9 @@ class Session:
             check_meta(meta, folder, expected)
             # Copies, for what was read is mapped from files that may go.
             ids, mask = (tokens.to(device, copy=True) for tokens in read_tokens(folder, meta))
+            vocabulary = engine.module.config.get_text_config().vocab_size
+            if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+                raise MegaKVError(f"{folder} is broken: it holds tokens that are not among the model's {vocabulary}")
             session.input_ids, session.attention_mask = ids, mask
             read_cache(folder, meta, cache, engine.heads_here, device)
 

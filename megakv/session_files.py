@@ -146,7 +146,8 @@ def _placed(meta: SessionMeta) -> bool:
         return (
             heads
             and all(len(set(rank)) == len(rank) for rank in ranks)
-            and [len(layer) for layer in meta.heads] == [meta.tp] * meta.layers
+            and len(meta.heads) == meta.layers
+            and all(len(layer) == meta.tp for layer in meta.heads)
         )
     except TypeError:
         return False
@@ -215,10 +216,15 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
     Tokens stay with their rank where the context-parallel degree is the same, and are spread anew, balanced, where it
     is not. Heads are found on the tensor-parallel ranks that had them.
     """
-    files = [[folder / meta.data / shard_file(rank, tp_rank) for rank in range(meta.cp)] for tp_rank in range(meta.tp)]
-    for path in (path for each in files for path in each):
-        # Which is that of the engine, as `check_meta` found.
-        check_types(path, getattr(torch, meta.dtype.removeprefix("torch.")))
+    files: list[list[Path]] = []
+    # Degrees may be as large as a file says: the first shard that is missing ends it.
+    for tp_rank in range(meta.tp):
+        files.append([])
+        for rank in range(meta.cp):
+            path = folder / meta.data / shard_file(rank, tp_rank)
+            # The type is that of the engine, as `check_meta` found.
+            check_types(path, getattr(torch, meta.dtype.removeprefix("torch.")))
+            files[-1].append(path)
     names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
     # Which are the same on all tensor-parallel ranks.
     saved = [_block(read_tensors(path, names), meta, path) for path in files[0]]

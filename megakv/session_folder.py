@@ -40,7 +40,7 @@ def read_values(folder: Path) -> dict[str, Any]:
         values: Any = json.loads(path.read_text())
     except OSError as error:
         raise MegaKVError(f"{folder} is no saved session: {META_FILE} cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise MegaKVError(f"{path} is broken: {error}") from error
     if not isinstance(values, dict) or not {"format", "model", "length"} <= values.keys():
         raise MegaKVError(f"{path} is broken: it describes no session")

@@ -1,7 +1,10 @@
 """Turns of a conversation through a chat template."""
 
+from pathlib import Path
+
 import pytest
 
+from megakv.launcher.chat_input import CHAT_FILE, SavedChat
 from megakv.launcher.conversation import Turns
 from tests.distributed.models import CHAT_TEMPLATE, word_tokenizer
 
@@ -18,3 +21,9 @@ def test_answers_that_a_template_changes_are_known(template: str, answer: str, k
     tokenizer.chat_template = template
     assert Turns(tokenizer, chat=True).keeps(answer) is kept
     assert Turns(tokenizer, chat=False).keeps(answer)
+
+
+def test_a_saved_chat_of_any_depth_is_read_or_refused(tmp_path: Path) -> None:
+    (tmp_path / CHAT_FILE).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="chat.json is broken: it describes no chat"):
+        SavedChat.read(str(tmp_path))

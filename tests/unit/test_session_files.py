@@ -300,6 +300,26 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     shutil.rmtree(folder)
 
 
+def test_absurd_numbers_and_depths_are_refused_at_once(engine: Any, tmp_path: Path) -> None:
+    talk(engine, 20).save(tmp_path / "session")
+    path = tmp_path / "session" / "session.json"
+    whole = path.read_text()
+    for text, message in (
+        (json.dumps({**json.loads(whole), "cp": 10**9}), "lacks .*cp00001_tp00000.safetensors"),
+        ("[" * 100_000, "session.json is broken: "),
+        ('{"format": ' + "9" * 6000 + "}", "session.json is broken: "),
+    ):
+        path.write_text(text)
+        with pytest.raises(MegaKVError, match=message):
+            engine.restore_session(tmp_path / "session")
+    path.write_text(whole)
+    (file,) = (tmp_path / "session").glob("save-*/tokens.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "input_ids": tensors["input_ids"] + 10**6}, file)
+    with pytest.raises(MegaKVError, match="holds tokens that are not among the model's"):
+        engine.restore_session(tmp_path / "session")
+
+
 @pytest.mark.parametrize(("name", "other"), [("0.1.k", torch.float16), ("1.positions", torch.float32)])
 def test_rows_and_coordinates_of_another_type_are_refused(
     engine: Any, tmp_path: Path, name: str, other: torch.dtype
