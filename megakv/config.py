@@ -213,10 +213,16 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str]:
             f"megakv.offload.method = {offload.method!r} is not supported with megakv.offload.kv_bits = 4: "
             "the host attends to keys and values in the model's type; use another method, or leave kv_bits out"
         )
+    recomputes = offload.method != AUTO and METHODS[offload.method].recomputes
+    if recomputes and section.runahead.kv == "last" and section.context_parallel.size > 1:
+        yield (
+            f"megakv.offload.method = {offload.method!r} is not supported with megakv.runahead.kv = 'last': keys and "
+            "values go down the chain, the activations that they could be recomputed from do not; allowed: 'stream', "
+            "'cpu_rank' or 'auto', or megakv.runahead.kv = 'sharded'"
+        )
     for key, value, allowed, reason in (
         ("fairkv.budget", section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
         ("fairkv.mapping", section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),
-        ("runahead.kv", section.runahead.kv, "sharded", "what the last rank collects stays on its accelerator"),
     ):
         if value != allowed:
             yield (

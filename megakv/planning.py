@@ -59,6 +59,11 @@ class PassPlanner:
             )
             self.partitions.predict = self._predictions.partition
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the last rank keeps what all ranks of a chain compute, and decodes alone."""
+        return self.runahead.kv == "last" and self.comm.mesh.cp_size > 1
+
     def decodes(self, workload: Workload) -> bool:
         """Whether a pass goes the way of decoding.
 
@@ -93,8 +98,7 @@ class PassPlanner:
         partitions, method = self.choice.partitions, self.choice.method
         if partitions is None:
             return balanced(new, size, held), method
-        gathered = method == "runahead" and self.runahead.kv == "last"
-        return contiguous(new, partitions, gathered=gathered), method
+        return contiguous(new, partitions, gathered=method == "runahead" and self.gathers), method
 
     def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
         """The choice of a layer, by the tensors that it really has: that of the first rank of its ring, on all."""
@@ -154,7 +158,7 @@ class PassPlanner:
     def _decode_layout(self, new: TokenBlock, workload: Workload, held: np.ndarray | None) -> tuple[Layout, str]:
         """Where the tokens of a step of decoding go, and the method that serves it."""
         size = workload.size
-        if self.runahead.kv == "last" and (held is None or not held[:-1].any()):
+        if self.gathers and (held is None or not held[:-1].any()):
             return on_last_rank(new, size), "local"
         method = self.decode_method(workload)
         return (replicated if method == "replicated" else round_robin)(new, size, held), method

@@ -51,9 +51,12 @@ def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
 
 
 def offloaded_bytes(
-    model: ModelShape, rows: Sequence[int], tokens: int, *, batch: int, offload: OffloadConfig
+    model: ModelShape, rows: Sequence[int], tokens: int, *, batch: int, offload: OffloadConfig, recomputes: bool = True
 ) -> tuple[int, int]:
-    """Bytes on the accelerator and off it of tokens of all sequences; `rows` are the bytes of one in each layer."""
+    """Bytes on the accelerator and off it of tokens of all sequences; `rows` are the bytes of one in each layer.
+
+    Without `recomputes` no method keeps activations.
+    """
     inputs = model.hidden * model.element_bytes
     each, page = -(-tokens // batch), offload.page_kib << 10
     host = staged = 0
@@ -63,7 +66,7 @@ def offloaded_bytes(
             dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
             group = group_size(*dims, offload.kv_group)
             stored = packed_bytes(row // model.element_bytes, group, model.dtype)
-        kept = offload.keeps_inputs(inputs, stored) * inputs
+        kept = inputs if recomputes and offload.keeps_inputs(inputs, stored) else 0
         # Every sequence has its own pages in every layer.
         host += batch * sum(page_bytes(each, width, page) for width in (stored, kept) if width)
         # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.

@@ -60,7 +60,10 @@ def virtual_rank(
     """Bytes of one rank; `tokens` and `kept` as there, and `answer` generated tokens that are kept beside them."""
     offload, largest = config.megakv.offload, max(share.row_bytes)
     if offload.enabled:
-        kv, host = offloaded_bytes(shape, share.row_bytes, kept + answer, batch=batch, offload=offload)
+        cached = kept + answer
+        # As in the engine, what a last rank collects comes without activations.
+        sharded = config.megakv.runahead.kv == "sharded" or config.cp_size == 1
+        kv, host = offloaded_bytes(shape, share.row_bytes, cached, batch=batch, offload=offload, recomputes=sharded)
     else:
         dense = largest * kept if kept_share < 1 else 0
         kv, host = round(sum(share.row_bytes) * kept * kept_share) + sum(share.row_bytes) * answer + dense, 0

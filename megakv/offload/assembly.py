@@ -40,7 +40,8 @@ def make_offloader(
             _check_settings(config)
             held = 0 if weights is None else weights.nbytes
             check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
-            recomputes = _recomputes(config, model)
+            # Keys and values that go down a chain come without activations.
+            recomputes = _recomputes(config, model) and not runtime.planner.gathers
             # One of another machine is refused before any work.
             read_profile(config, model.dtype)
             offloader = Offloader(config, runtime, model, layers=layers, recomputes=recomputes, host_weights=weights)

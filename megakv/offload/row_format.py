@@ -99,8 +99,12 @@ class RowFormat:
 
     def rows_of(self, k_KSD: Tensor, v_KSD: Tensor) -> Tensor:
         """Keys and values as rows ``[n, W]``; their format is that of all rows."""
-        self.head_shape, self.dtype = HeadShape(k_KSD.shape[0], k_KSD.shape[2], v_KSD.shape[2]), k_KSD.dtype
+        self.set_format(k_KSD, v_KSD)
         return torch.cat((k_KSD.transpose(0, 1).flatten(1), v_KSD.transpose(0, 1).flatten(1)), dim=1)
+
+    def set_format(self, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Take the format of keys and values, of which there may be none."""
+        self.head_shape, self.dtype = HeadShape(k_KSD.shape[0], k_KSD.shape[2], v_KSD.shape[2]), k_KSD.dtype
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """``[n, W]`` rows as keys ``[K, n, D]`` and values ``[K, n, Dv]``: views."""

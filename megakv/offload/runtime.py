@@ -106,13 +106,15 @@ class Offloader:
             sharers = comm.watch.neighbours
             self.costs = OffloadCosts(Profiler(config, self.link, self.pool.disk, self.device, sharers=sharers))
             self._log = StepLog(self.link, comm.ledger, self._learn)
+            # A last rank that keeps everything waits for nobody, unless its heads are on several.
+            alone = comm.mesh.tp_size == 1 and (comm.mesh.cp_size == 1 or runtime.planner.gathers)
             self._planner = Planner(
                 config,
                 self.costs,
                 layers=layers,
                 recomputation=self._recomputation,
                 host_rank=self._host_rank,
-                leads=comm.mesh.rank == 0 if comm.mesh.world_size > 1 else None,
+                leads=None if alone else comm.mesh.rank == 0,
                 weights=self.weights,
             )
             self._prefetch = Prefetch(
@@ -180,6 +182,11 @@ class Offloader:
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
         """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
         self._prefetch.windows[call.layer] = call.scoring.window
+        if call.layout.gathered:
+            # The last rank alone takes what it collects, but whether that has room all must know.
+            store = cache.store(call.layer)
+            store.set_format(call.k_KLD, call.v_KLD)
+            self.expect(store)
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
@@ -202,7 +209,9 @@ class Offloader:
         # refused while others wait for it.
         table = cache.table
         ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
-        to_come = -(-(new_tokens + max(0, prompt - 1 - int(max(ends)))) // table.size)
+        to_come = new_tokens + max(0, prompt - 1 - int(max(ends)))
+        if not self._runtime.planner.gathers:
+            to_come = -(-to_come // table.size)
         lengths, needed = max(
             ((row, self._layers * store.bytes_for([n + to_come for n in row])) for row in table.counts().tolist()),
             key=lambda found: found[1],

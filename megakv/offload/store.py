@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, PartElsewhere
-from megakv.cache.store import KVStore
+from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.config import OffloadConfig
@@ -63,6 +63,8 @@ class TieredStore(RowFormat, KVStore):
         # sequences that equal parts of it belong to, and the index of each one's first row.
         self._before: list[int] | None = None
         self._new: list[tuple[Sequence[int], list[int], Tensor]] = []
+        # Places of a sequence's new rows that others write to until the layer's attention is over.
+        self._reserved: dict[int, Tensor] = {}
 
     # As a KVStore
 
@@ -71,7 +73,19 @@ class TieredStore(RowFormat, KVStore):
 
     def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Also several rows of one sequence."""
-        rows, firsts = self.rows_of(k_KLD, v_KLD), [self.rows(sequence) for sequence in sequences]
+        self._take(sequences, self.rows_of(k_KLD, v_KLD))
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        """On the accelerator until the layer's attention is over: they come in messages, and leave in one block."""
+        self.set_format(k_KSD, v_KSD)
+        places = torch.empty((rows, self.row_width), dtype=self.dtype, device=k_KSD.device)
+        self._new.append(([sequence], [self.rows(sequence)], places))
+        self._reserved[sequence] = places
+        return self.heads_of(places)
+
+    def _take(self, sequences: Sequence[int], rows: Tensor) -> None:
+        """Add equal numbers of rows ``[n, W]`` behind those of some sequences."""
+        firsts = [self.rows(sequence) for sequence in sequences]
         pieces = rows.split(len(rows) // len(sequences))
         stored = pieces if self.quantiser is None else self.quantiser.pack(rows).split(len(pieces[0]))
         offered = self._offered.get(sequences[0])
@@ -107,14 +121,14 @@ class TieredStore(RowFormat, KVStore):
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
         paged, staged = self._rows[sequence], self.staged
-        assert paged is not None
         if staged is not None:
             staged.await_streamed()
             at = staged.starts[sequence]
-            return self.heads_of(staged.rows[at : staged.row(sequence, paged.length)])
+            return self.heads_of(staged.rows[at : staged.row(sequence, self.rows(sequence))])
         for sequences, firsts, rows in self._new:
             if sequence in sequences and not firsts[index := sequences.index(sequence)]:
                 return self.heads_of(rows.chunk(len(sequences))[index])
+        assert paged is not None
         device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._engine.device)
         self._engine.link.start("in", paged.moves(0, device)).wait()
         return self.heads_of(self.unpacked(device))
@@ -150,14 +164,15 @@ class TieredStore(RowFormat, KVStore):
         }
 
     def rows(self, sequence: int) -> int:
-        paged = self._rows[sequence]
-        return 0 if paged is None else paged.length
+        paged, reserved = self._rows[sequence], self._reserved.get(sequence)
+        return (0 if paged is None else paged.length) + (0 if reserved is None else len(reserved))
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self._engine.attend_on_host(self, call, q_HLD, tokens)
 
     def crop(self, sequence: int, length: int) -> None:
         self.flush()
+        self._reserved.pop(sequence, None)
         if length < self.rows(sequence):
             self.version += 1
         for paged in (self._rows[sequence], self._inputs[sequence]):
@@ -187,6 +202,8 @@ class TieredStore(RowFormat, KVStore):
         return twin
 
     def finish(self) -> None:
+        for sequence in list(self._reserved):
+            self._take([sequence], self._reserved.pop(sequence))
         self.flush()
         if self._leave():
             self._engine.leave(self)

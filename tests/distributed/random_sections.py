@@ -22,7 +22,7 @@ def draw_section(rng: Random, cp: int) -> dict[str, Any]:
     if kind < 0.45:
         section["offload"] = draw_offload(rng)
         if section.get("runahead", {}).get("kv") == "last" and rng.random() < 0.9:
-            section["runahead"]["kv"] = "sharded"
+            section["offload"]["method"] = rng.choice((AUTO, "stream", "cpu_rank"))
     elif kind < 0.6:
         # Budgets of the whole prompt: all of it goes through selection and ragged stores, and nothing is lost.
         method = rng.choice(("snapkv", "pyramidkv", "ada_snapkv", "h2o", "streaming_llm"))

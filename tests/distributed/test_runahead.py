@@ -44,6 +44,7 @@ class Exact:
     runahead: dict[str, Any]
     cases: tuple[str, ...] = CASES
     decoded: int = DECODED
+    offload: dict[str, Any] | None = None
     check: str = field(default="exact", init=False)
 
     @property
@@ -56,7 +57,8 @@ class Exact:
     def name(self) -> str:
         """How the run is called in pytest's output."""
         partition = "-".join(map(str, part)) if isinstance(part := self.runahead["partition"], list) else part
-        return f"{self.family}-{self.mesh}-{self.runahead['kv']}-{partition}"
+        offload = "" if self.offload is None else f"-{self.offload['method']}"
+        return f"{self.family}-{self.mesh}-{self.runahead['kv']}-{partition}{offload}"
 
 
 def runs(mesh: str) -> list[Exact]:
@@ -84,10 +86,27 @@ def family_runs(mesh: str, families: tuple[str, ...]) -> list[Exact]:
     ]
 
 
+TIERS = {"enabled": True, "page_kib": 8, "host_gb": 0.02, "emulated_link_gb_s": 0.001}
+"""A slow link, on which the host's attention pays."""
+
+
+def offloaded(family: str, mesh: str, method: str, **offload: Any) -> Exact:
+    """What the last rank collects goes into its tiers."""
+    chain = {"kv": "last", "partition": UNEVEN[int(mesh[0])], "chunk_tokens": 7}
+    return Exact(family, mesh, chain, (*CASES, "chunked 65", "ragged beams"), 8, {**TIERS, **offload, "method": method})
+
+
 # Longer answers follow the uneven partitions; with `--full` all answers are as long as it says above.
 QUICK = [replace(run, decoded=20 if run.runahead["partition"] == UNEVEN[4] else 8) for run in runs("4x1")]
 QUICK += family_runs("4x1", SCORINGS)
 QUICK += [replace(run, decoded=8) for run in runs("2x2") if "even" in run.name]
+QUICK += [
+    # Most of it on disk; all that fits stays on the accelerator; weights come too, sequence by sequence; windows.
+    offloaded("llama", "4x1", "stream", host_gb=6 * 8 / (1 << 20), disk_gb=0.02),
+    offloaded("opt", "2x2", "auto", device_gb=4e-5),
+    offloaded("qwen3", "4x1", "cpu_rank", weights=True, num_gpu_batches=2),
+    offloaded("gemma3", "4x1", "auto"),
+]
 FULL = [
     *QUICK,
     *(run for mesh in ("2x1", "3x1", "4x1", "2x2", "8x1") for run in runs(mesh)),
@@ -134,7 +153,8 @@ def marks(run: Exact) -> Any:
     if run.name not in {quick.name for quick in QUICK}:
         return pytest.mark.full
     partition = run.runahead["partition"]
-    kinds = [(run.family != "llama", 2, "scorings"), (run.mesh == "2x2", 1, "tensor parallelism")]
+    kinds = [(run.offload is not None, 2, "offloaded"), (run.family != "llama", 2, "scorings")]
+    kinds += [(run.mesh == "2x2", 1, "tensor parallelism")]
     kinds += [(partition == UNEVEN[4], 1, "longer answers"), (partition in ABSURD[4], 3, "absurd")]
     return next((pytest.mark.drawn(count, kind) for fits, count, kind in kinds if fits), [])
 
@@ -146,6 +166,9 @@ def test_tokens_and_logits_are_the_plain_models(launches: Launches, run: Exact) 
     assert [row["case"] for row in result] == list(run.cases)
     wrong = [row for row in result if not (row.get("equal") and row["error"] <= TOLERANCE)]
     assert not wrong, wrong
+    if run.offload is not None:
+        # The other ranks hold nothing.
+        assert all(row["tiers"][-1] > 0 and not any(row["tiers"][: -int(run.mesh[2])]) for row in result), result
 
 
 def judge_session(result: dict[str, Any], kv: str, ranks: int) -> None:
@@ -169,13 +192,18 @@ def judge_session(result: dict[str, Any], kv: str, ranks: int) -> None:
     ],
 )
 def test_sessions(tmp_path: Path, mesh: str, kv: str, others: list[tuple[str, str, str]]) -> None:
-    """Turns of all lengths, forks, cutting back, saving; then going on with another end or another method."""
+    """Turns of all lengths, forks, cutting back, saving; then going on with another end or another method.
+
+    What a last rank collects is offloaded, or taken up by engines that offload.
+    """
     cp, tp = (int(part) for part in mesh.split("x"))
     section = {"kv": kv, "partition": UNEVEN[cp], "chunk_tokens": 50}
-    plan = [{"check": "sessions", "mesh": mesh, "runahead": section, "saved": "saved"}]
+    first_tiers, tiers = (TIERS, None) if kv == "last" else (None, TIERS)
+    plan = [{"check": "sessions", "mesh": mesh, "runahead": section, "offload": first_tiers, "saved": "saved"}]
     for other, end, method in others:
         more = {"mesh": other, "runahead": {**section, "kv": end}, "method": method}
-        plan.append({"check": "restore", "saved": "saved", **more})
+        offload = tiers if end == "last" else None
+        plan.append({"check": "restore", "saved": "saved", "offload": offload, **more})
     first, *restored = launch(tmp_path, plan, cp * tp, 400)
     judge_session(first, kv, cp)
     assert all(result["equal"] and result["longer"] for result in restored), restored
@@ -211,6 +239,14 @@ def test_counts_that_do_not_fit_the_prompt_are_refused(tmp_path: Path) -> None:
     (found,) = launch(tmp_path, [{"check": "refused", "mesh": "4x1", "tokens": 64, "runahead": section}], 4, 120)
     expected = r"megakv.runahead.partition = \[10, 20, 30, 4\] sums to 64 tokens, but a sequence of the prompt has 65"
     assert re.match(expected, found["message"]), found
+    assert found["alive"]
+
+
+def test_a_last_rank_without_room_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    tiers = {**TIERS, "host_gb": 8 * 8 / (1 << 20)}
+    run = {"check": "refused", "mesh": "3x1", "tokens": 64, "refused": 250, "runahead": {"kv": "last"}}
+    (found,) = launch(tmp_path, [{**run, "offload": tiers}], 3, 120)
+    assert re.search(r"250 tokens so far, up to 2 more.* of which 64.00 KiB can be used", found["message"]), found
     assert found["alive"]
 
 

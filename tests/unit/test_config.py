@@ -102,12 +102,12 @@ def test_deprecated_spelling_of_tp_size() -> None:
         (
             {
                 "megakv": {
-                    "context_parallel": {"prefill": "runahead"},
+                    "context_parallel": {"size": 2, "prefill": "runahead"},
                     "runahead": {"kv": "last"},
-                    "offload": {"enabled": True},
+                    "offload": {"enabled": True, "method": "kvpr"},
                 }
             },
-            "megakv.runahead.kv = 'last' is not supported with megakv.offload.enabled = true: what the last rank",
+            "offload.method = 'kvpr' is not supported with megakv.runahead.kv = 'last': .*activations",
         ),
         ({"megakv": {"load": "pickle"}}, "megakv.load = 'pickle': allowed: 'checkpoint' or 'random'"),
         ({"megakv": {"timeout_s": -1}}, "megakv.timeout_s = -1"),

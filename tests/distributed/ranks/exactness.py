@@ -136,6 +136,7 @@ def compare(engine: Any, case: dict[str, Any], wanted: Answer, decoded: int) -> 
         "equal": all(equal for _, equal in everyone),
         "recomputed": min(recomputed),
         "on_host": min(on_host),
+        "tiers": engine._comm.gather_objects(sum(step.split.tokens for step in steps)),
         "plans": engine._comm.gather_objects([step.plan.name for step in steps]),
     }
 

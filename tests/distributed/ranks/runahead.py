@@ -80,6 +80,7 @@ class Ranks:
         section = {"context_parallel": {"size": cp, "prefill": method}}
         if method == "runahead":
             section["runahead"] = run.get("runahead", {})
+        section["offload"] = run.get("offload") or {}
         config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
         engine = megakv.init_inference(source, config)
         yield engine
@@ -137,12 +138,12 @@ class Ranks:
         return {check.__name__: check(context) for check in CHECKS if check.__name__ in run["checks"]}
 
     def refused(self, run: Run) -> Any:
-        """What is said of a prompt that token counts do not fit, and whether the engine goes on."""
+        """What is said of a prompt that is refused, and whether the engine goes on."""
         with self.engine(run, str(self.folder("llama"))) as engine:
             session, message = engine.session(), ""
             try:
-                session.generate(ids_of(run["tokens"] + 1), max_new_tokens=2, **GREEDY)
-            except ValueError as error:
+                session.generate(ids_of(run.get("refused", run["tokens"] + 1)), max_new_tokens=2, **GREEDY)
+            except (ValueError, megakv.MegaKVError) as error:
                 message = str(error)
             found = session.generate(ids_of(run["tokens"]), max_new_tokens=2, **GREEDY)
         expected = self.plain("llama").generate(ids_of(run["tokens"]), max_new_tokens=2, **GREEDY)
