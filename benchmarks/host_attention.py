@@ -49,7 +49,7 @@ def measure_case(rows: Tensor, shape: HeadShape, arguments: argparse.Namespace, 
     from megakv.offload.host_rank import HostRank, Queries
 
     # What a store of the offload engine says of its rows.
-    store: Any = SimpleNamespace(dtype=rows.dtype, head_shape=shape, heads_of=shape.split)
+    store: Any = SimpleNamespace(dtype=rows.dtype, head_shape=shape, heads_of=shape.split, quantiser=None)
     host = HostRank(threads)
     host.queries = Queries(arguments.heads, arguments.head_dim, Scoring(arguments.head_dim**-0.5))
     seconds: list[float] = []

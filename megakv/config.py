@@ -208,11 +208,6 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str]:
             "megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
             "with their weights; allowed: 'dtype', or megakv.offload.weights = false"
         )
-    if offload.kv_bits and offload.method != AUTO and METHODS[offload.method].attends_on_host:
-        yield (
-            f"megakv.offload.method = {offload.method!r} is not supported with megakv.offload.kv_bits = 4: "
-            "the host attends to keys and values in the model's type; use another method, or leave kv_bits out"
-        )
     recomputes = offload.method != AUTO and METHODS[offload.method].recomputes
     if recomputes and section.runahead.kv == "last" and section.context_parallel.size > 1:
         yield (

@@ -28,7 +28,7 @@ from megakv.attention.reference import dense_attention, difference
 from megakv.compat import extensions_folder
 
 SOURCE = Path(__file__).with_name("csrc") / "decode.cpp"
-HEADER = SOURCE.with_name("vectors.h")
+HEADERS = SOURCE.with_name("vectors.h"), SOURCE.with_name("packed.h")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 VECTORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
@@ -61,6 +61,18 @@ class Run(NamedTuple):
         """All tokens of keys and values that `DecodeKernel.reads`."""
         k_strides, v_strides = k_KSD.stride(), v_KSD.stride()
         return cls(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1], *k_strides[:2], *v_strides[:2])
+
+
+class Packing(NamedTuple):
+    """How rows are packed: bits of each of `width` elements, and elements that share a step and a smallest value.
+
+    Those two are in float16, not float32, where `halves` is 1.
+    """
+
+    bits: int
+    group: int
+    width: int
+    halves: int
 
 
 class RunTable(NamedTuple):
@@ -112,7 +124,7 @@ class DecodeKernel:
         self._call = ctypes.CDLL(str(path)).megakv_decode
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._call.argtypes = [
-            number, pointer, whole, pointer, pointer, *(whole,) * 4, ctypes.c_float, number, pointer, pointer,
+            number, pointer, pointer, whole, pointer, pointer, *(whole,) * 4, ctypes.c_float, number, pointer, pointer,
         ]  # fmt: skip
         self._call.restype = ctypes.c_int
 
@@ -140,13 +152,26 @@ class DecodeKernel:
         return out[0], lse[0]
 
     def rows(
-        self, q_BHLD: Tensor, rows: Sequence[Sequence[Tensor]], kv_heads: int, value_dim: int, scale: float
+        self,
+        q_BHLD: Tensor,
+        rows: Sequence[Sequence[Tensor]],
+        kv_heads: int,
+        value_dim: int,
+        scale: float,
+        packing: Packing | None = None,
     ) -> Decoding:
         """A call for several sequences, whose keys and values lie token by token.
 
-        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values. Of latents, which
-        are one KV head's, they are ``[n, D]``, and the values their first columns.
+        Each has pieces ``[n, K * D + K * Dv]`` in the queries' type: a token's keys, then its values; or such rows in
+        the bytes of a packing. Of latents, which are one KV head's, they are ``[n, D]``, and the values their first
+        columns.
         """
+        if packing is not None:
+            packed = [
+                [Run(piece.data_ptr(), piece.data_ptr(), *piece.shape[:1], 0, piece.stride(0), 0, 0) for piece in own]
+                for own in rows
+            ]
+            return self.ready(q_BHLD, RunTable.of(packed), kv_heads, value_dim, scale, packing)
         dim = q_BHLD.shape[-1]
         width = next((piece.shape[1] for own in rows for piece in own), 0)
         behind = 0 if width == kv_heads * dim else kv_heads * dim * q_BHLD.element_size()
@@ -156,19 +181,29 @@ class DecodeKernel:
         ]
         return self.ready(q_BHLD, RunTable.of(runs), kv_heads, value_dim, scale)
 
-    def ready(self, q_BHLD: Tensor, table: RunTable, kv_heads: int, value_dim: int, scale: float) -> Decoding:
+    def ready(
+        self,
+        q_BHLD: Tensor,
+        table: RunTable,
+        kv_heads: int,
+        value_dim: int,
+        scale: float,
+        packing: Packing | None = None,
+    ) -> Decoding:
         """A call for the queries ``[B, H, L, D]`` of several sequences.
 
-        Keys and values are in the queries' type, where the table says, and must stay there.
+        Keys and values are in the queries' type, or packed, where the table says, and must stay there.
         """
         sequences, heads, length, dim = q_BHLD.shape
         q = q_BHLD.to(torch.float32).contiguous()
         out, lse = q.new_empty((sequences, heads, length, value_dim)), q.new_empty((sequences, heads, length))
+        words = None if packing is None else np.array(packing, dtype=np.int64)
         before = (
-            TYPES[q_BHLD.dtype], q.data_ptr(), sequences, table.bounds.ctypes.data, table.runs.ctypes.data,
-            kv_heads, heads // kv_heads * length, dim, value_dim, scale,
+            TYPES[q_BHLD.dtype], None if words is None else words.ctypes.data, q.data_ptr(), sequences,
+            table.bounds.ctypes.data, table.runs.ctypes.data, kv_heads, heads // kv_heads * length, dim, value_dim,
+            scale,
         )  # fmt: skip
-        return Decoding(self._call, before, out, lse, (q, table))
+        return Decoding(self._call, before, out, lse, (q, table, words))
 
 
 @functools.cache
@@ -197,12 +232,26 @@ def _problem(kernel: DecodeKernel) -> str:
         found = difference(kernel(q, k, v, 0.1), dense_attention(q, k, v, 0.1), TOLERANCE)
         if found:
             return f"compiled, {found} for {dtype}"
+    q, step, low = (
+        torch.rand(shape, generator=generator, device="cpu") for shape in ((1, 10, 1, 24), (131, 12), (131, 12))
+    )
+    for bits in (4, 8):
+        levels = torch.randint(1 << bits, (131, 96), generator=generator, dtype=torch.uint8, device="cpu")
+        packed = levels[:, 0::2] | levels[:, 1::2] << 4 if bits == 4 else levels
+        rows = torch.cat((packed, torch.cat((step, low), dim=1).view(torch.uint8)), dim=1)
+        k, v = (
+            (levels.unflatten(1, (12, 8)) * step[..., None] + low[..., None]).view(131, 4, 24).transpose(0, 1).split(2)
+        )
+        out, lse = kernel.rows(q, [[rows]], 2, 24, 0.1, Packing(bits, 8, 96, 0))()
+        found = difference((out[0], lse[0]), dense_attention(q[0], k, v, 0.1), TOLERANCE)
+        if found:
+            return f"compiled, {found} for rows in {bits} bits"
     return ""
 
 
 def _compiled(folder: Path, compiler: str, flags: tuple[str, ...]) -> Path:
     """The library for these flags, from the folder if it is there."""
-    text = SOURCE.read_bytes() + HEADER.read_bytes()
+    text = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
     identity = hashlib.sha256(repr((flags, platform.machine())).encode() + text).hexdigest()
     path = folder / f"decode-{identity[:16]}.so"
     if path.exists():

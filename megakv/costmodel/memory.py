@@ -65,7 +65,7 @@ def offloaded_bytes(
         if offload.kv_bits is not None:
             dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
             group = group_size(*dims, offload.kv_group)
-            stored = packed_bytes(row // model.element_bytes, group, model.dtype)
+            stored = packed_bytes(row // model.element_bytes, group, model.dtype, offload.kv_bits)
         kept = inputs if recomputes and offload.keeps_inputs(inputs, stored) else 0
         # Every sequence has its own pages in every layer.
         host += batch * sum(page_bytes(each, width, page) for width in (stored, kept) if width)

@@ -32,7 +32,7 @@ class OffloadConfig(Section):
     """Groups that the sequences of a batch are decoded in within each layer: keys and values are brought for one group
     at a time, one load of the layer's weights serves all."""
 
-    kv_bits: Literal[4] | None = None
+    kv_bits: Literal[4, 8] | None = None
     """Bits of each key and value off the accelerator, **lossy**. ``null``: the model's own type."""
 
     kv_group: int = Field(64, ge=1)
@@ -79,8 +79,8 @@ class OffloadConfig(Section):
 
     @property
     def host_attends(self) -> bool:
-        """Whether the host's processor may attend: to keys and values in the model's type, where the method has it."""
-        return self.kv_bits is None and any(method.attends_on_host for method in methods_of(self.method).values())
+        """Whether the host's processor may attend."""
+        return any(method.attends_on_host for method in methods_of(self.method).values())
 
     @property
     def recomputes(self) -> bool:

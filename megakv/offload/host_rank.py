@@ -27,6 +27,8 @@ from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.pages import Runs
 from megakv.offload.row_format import RowFormat
 
+UNPACKED_ROWS = 1024
+"""Of quantised rows, so many are in the model's type at a time, where the kernel does not unpack them itself."""
 HostRows = Sequence[Runs]
 """Tokens of each sequence where they lie."""
 
@@ -149,9 +151,12 @@ def _one_by_one(
     attention = PackedAttention(q_HLD, tokens, scoring, _value_dim(scoring, store))
     for sequence, (runs, slots, positions) in enumerate(zip(*rows, strict=True)):
         for first, piece in runs:
-            keys, values = store.heads_of(piece)
-            span = slice(first, first + len(piece))
-            attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
+            step = len(piece) if store.quantiser is None else UNPACKED_ROWS
+            for begin in range(0, len(piece), step):
+                block = piece[begin : begin + step]
+                span = slice(first + begin, first + begin + len(block))
+                keys, values = store.heads_of(store.unpacked(block))
+                attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
     return attention.result()
 
 
@@ -163,6 +168,8 @@ def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFor
     kernel, _ = load_kernel()
     shape = store.head_shape
     plain = scoring.plain and q_HLD.dtype == store.dtype and q_HLD.dtype in TYPES
+    # Of packed rows the kernel takes keys and values that lie behind one another.
+    plain = plain and (store.quantiser is None or scoring.value_columns is None)
     if kernel is None or not plain or not kernel.few(q_HLD.shape[0] // shape.heads, 1) or not tokens.single:
         return None
     pieces = [[piece for _, piece in rows.runs[sequence]] for sequence in tokens.sequences]
@@ -170,8 +177,9 @@ def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFor
         first = rows.runs[sequence][0][0] if own else 0
         if own and not sees_all(slot, rows.slots[sequence], first, sum(map(len, own)), scoring.window):
             return None
-    value_dim = _value_dim(scoring, store)
-    call = kernel.rows(q_HLD.transpose(0, 1).unsqueeze(2), pieces, shape.heads, value_dim, scoring.scale)
+    packing = None if store.quantiser is None else store.quantiser.packing
+    q_BHLD = q_HLD.transpose(0, 1).unsqueeze(2)
+    call = kernel.rows(q_BHLD, pieces, shape.heads, _value_dim(scoring, store), scoring.scale, packing)
     # Views are made now: see `Decoding`.
     results = call.by_head()
 

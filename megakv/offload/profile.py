@@ -100,6 +100,10 @@ class Profiler:
         self.sharers = sharers
         self._config, self._link, self._disk, self._device = config, link, disk, device
         self._known: HostProfile | None = None
+        # Of the host's attention to quantised rows: a file has the speed of those in a model's type.
+        self._quantised: dict[str, float | None] = {}
+        if config.kv_bits is not None:
+            self._quantised["host_attention_bandwidth"] = None
 
     def profile(self, store: TieredStore, recomputation: Recomputation | None, host: HostRank | None) -> HostProfile:
         """The file that the JSON names, or else what is known already; what is missing there is measured now.
@@ -119,12 +123,14 @@ class Profiler:
                 changes |= {"disk_bandwidth": rate, "disk": self._disk.place if read else ""}
         if recomputation is not None and store.input_bytes and profile.recompute_flops is None:
             changes |= self._recomputed(store, recomputation)
-        if host is not None and profile.host_attention_bandwidth is None:
+        if host is not None and not self._quantised and profile.host_attention_bandwidth is None:
             changes |= self._attended(store, host)
         self._known = profile.model_copy(update=changes)
         if self._config.profile is not None and self._known != found:
             self._known.save(self._config.profile)
-        return self._known
+        if host is not None and self._quantised and self._quantised["host_attention_bandwidth"] is None:
+            self._quantised = {**self._attended(store, host)}
+        return self._known.model_copy(update=self._quantised)
 
     def _linked(self, store: TieredStore) -> Curve:
         """Seconds of the link over bytes."""

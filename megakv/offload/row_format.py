@@ -1,8 +1,8 @@
-"""What a token's row in one layer is made of: keys of all heads, then their values; off the accelerator, in four bits.
+"""What a token's row in one layer is made of: keys of all heads, then their values; off the accelerator, in few bits.
 
-Four bits (KVPR, Section 4.4; FlexGen) are lossy, and off unless asked for. Each head's key, and each head's value, is
-cut along the head dimension into groups, as in FlexGen. A group keeps its smallest value and a step, of which there are
-fifteen up to its largest; every element becomes the nearest of sixteen.
+Four bits (KVPR, Section 4.4; FlexGen) or eight are lossy, and off unless asked for. Each head's key, and each head's
+value, is cut along the head dimension into groups, as in FlexGen. A group keeps its smallest value and a step, of which
+there are fifteen, or 255, up to its largest; every element becomes the nearest of sixteen, or 256.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import Packing
 from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
-
-LEVELS = 15
 
 
 def group_size(key_dim: int, value_dim: int, asked: int) -> int:
@@ -26,43 +25,46 @@ def group_size(key_dim: int, value_dim: int, asked: int) -> int:
     return max(size for size in range(1, min(asked, whole) + 1) if whole % size == 0)
 
 
-def packed_bytes(width: int, group: int, dtype: torch.dtype) -> int:
+def packed_bytes(width: int, group: int, dtype: torch.dtype, bits: int) -> int:
     """Bytes of a row of so many elements of a type once it is packed, in groups of some size."""
-    if width % 2:
+    if bits == 4 and width % 2:
         raise MegaKVError(f"megakv.offload.kv_bits = 4 needs an even number of elements in a token's row, not {width}")
-    return width // 2 + 2 * (width // group) * (2 if dtype == torch.float16 else 4)
+    return width * bits // 8 + 2 * (width // group) * (2 if dtype == torch.float16 else 4)
 
 
 class GroupQuantiser:
-    """Rows of an even width and a type, in four bits with a step and a smallest value for each group of elements.
+    """Rows of a width and a type, in four or eight bits with a step and a smallest value for each group of elements.
 
     Steps and smallest values are float16 for rows in float16, and float32 otherwise. A value differs from what comes
     back for it by at most half a step, and by what rounding those two to their type costs.
     """
 
-    def __init__(self, width: int, group: int, dtype: torch.dtype):
-        self.nbytes = packed_bytes(width, group, dtype)
-        self._width, self._group = width, group
-        self._scale_dtype = torch.float16 if dtype == torch.float16 else torch.float32
+    def __init__(self, width: int, group: int, dtype: torch.dtype, bits: int = 4):
+        self.nbytes = packed_bytes(width, group, dtype, bits)
+        halves = dtype == torch.float16
+        self.packing = Packing(bits, group, width, int(halves))
+        self._group, self._scale_dtype = group, torch.float16 if halves else torch.float32
+        self._levels, self._bytes = (1 << bits) - 1, width * bits // 8
 
     def pack(self, rows: Tensor) -> Tensor:
-        """``[n, W]`` rows as ``[n, nbytes]`` bytes: two elements in each, then steps, then smallest values."""
+        """``[n, W]`` rows as ``[n, nbytes]`` bytes: one or two elements in each, then steps, then smallest values."""
         groups = rows.float().unflatten(1, (-1, self._group))
         low, high = groups.aminmax(dim=2)
         low = low.to(self._scale_dtype)
-        step = ((high - low.float()) / LEVELS).to(self._scale_dtype)
+        step = ((high - low.float()) / self._levels).to(self._scale_dtype)
         inverse = torch.where(step > 0, step.float().reciprocal(), 0.0)
-        levels = (groups - low.float().unsqueeze(2)).mul_(inverse.unsqueeze(2)).round_().clamp_(0, LEVELS)
+        levels = (groups - low.float().unsqueeze(2)).mul_(inverse.unsqueeze(2)).round_().clamp_(0, self._levels)
         levels = levels.to(torch.uint8).flatten(1)
-        pairs = levels[:, 0::2] | levels[:, 1::2] << 4
-        return torch.cat((pairs, torch.cat((step, low), dim=1).view(torch.uint8)), dim=1)
+        packed = levels[:, 0::2] | levels[:, 1::2] << 4 if self.packing.bits == 4 else levels
+        return torch.cat((packed, torch.cat((step, low), dim=1).view(torch.uint8)), dim=1)
 
     def unpack(self, packed: Tensor, rows: Tensor) -> None:
         """Write the rows that ``[n, nbytes]`` bytes stand for into ``[n, W]``."""
-        half = self._width // 2
-        pairs, scales = packed[:, :half], packed[:, half:].contiguous().view(self._scale_dtype)
+        levels, scales = packed[:, : self._bytes], packed[:, self._bytes :].contiguous().view(self._scale_dtype)
         step, low = scales.float().chunk(2, dim=1)
-        levels = torch.stack((pairs & LEVELS, pairs >> 4), dim=2).flatten(1).unflatten(1, (-1, self._group))
+        if self.packing.bits == 4:
+            levels = torch.stack((levels & 15, levels >> 4), dim=2).flatten(1)
+        levels = levels.unflatten(1, (-1, self._group))
         rows.copy_(torch.addcmul(low.unsqueeze(2), levels.float(), step.unsqueeze(2)).flatten(1))
 
 
@@ -121,7 +123,7 @@ class RowFormat:
         if self._config.kv_bits is None:
             return None
         group = group_size(self.head_shape.key_dim, self.head_shape.value_dim, self._config.kv_group)
-        return GroupQuantiser(self.row_width, group, self.dtype)
+        return GroupQuantiser(self.row_width, group, self.dtype, self._config.kv_bits)
 
     def unpacked(self, stored: Tensor) -> Tensor:
         """Rows ``[n, W]`` of rows as they lie off the accelerator."""

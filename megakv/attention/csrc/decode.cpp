@@ -9,8 +9,11 @@
 #include <cmath>
 #include <limits>
 #include <new>
+#include <omp.h>
+#include <type_traits>
 #include <vector>
 
+#include "packed.h"
 #include "vectors.h"
 
 namespace {
@@ -159,6 +162,33 @@ struct Range {
   int64_t begin, end;
 };
 
+// The query rows of a head over the keys and values of a tile, and what comes after them.
+template <class T> struct Tile {
+  Rows<T> keys, values;
+  int count;
+  const T *next_k, *next_v;
+};
+
+template <class T> void attend_head(const float* q, const Shape& s, int64_t head, const Tile<T>& tile, State state) {
+  for (int64_t row = 0; row < s.rows;) {
+    const int64_t index = head * s.rows + row, left = s.rows - row;
+    const State own{state.out + index * s.value_dim, state.top + index, state.total + index};
+    const float* query = q + index * s.key_dim;
+    const T* fetch_k = row ? nullptr : tile.next_k;
+    const T* fetch_v = row ? nullptr : tile.next_v;
+    if (left >= BLOCK_ROWS) {
+      attend<T, BLOCK_ROWS>(query, s.key_dim, tile.keys, tile.values, tile.count, own, fetch_k, fetch_v);
+      row += BLOCK_ROWS;
+    } else if (left >= 2) {
+      attend<T, 2>(query, s.key_dim, tile.keys, tile.values, tile.count, own, fetch_k, fetch_v);
+      row += 2;
+    } else {
+      attend<T, 1>(query, s.key_dim, tile.keys, tile.values, tile.count, own, fetch_k, fetch_v);
+      row += 1;
+    }
+  }
+}
+
 // Some heads over some keys, tile by tile: in memory, heads may lie side by side within a token.
 template <class T>
 void attend_chunk(const float* q, const Run& run, const Shape& s, Range heads, Range seen, State state) {
@@ -173,23 +203,27 @@ void attend_chunk(const float* q, const Run& run, const Shape& s, Range heads, R
       const T* next_k = last ? k + heads.begin * run.k_head + (first + TILE) * run.k_step : keys.first + run.k_head;
       const T* next_v = last ? v + heads.begin * run.v_head + (first + TILE) * run.v_step : values.first + run.v_head;
       if (last && first + TILE >= seen.end) next_k = next_v = nullptr;
-      for (int64_t row = 0; row < s.rows;) {
-        const int64_t index = head * s.rows + row, left = s.rows - row;
-        const State own{state.out + index * s.value_dim, state.top + index, state.total + index};
-        const float* query = q + index * s.key_dim;
-        const T* fetch_k = row ? nullptr : next_k;
-        const T* fetch_v = row ? nullptr : next_v;
-        if (left >= BLOCK_ROWS) {
-          attend<T, BLOCK_ROWS>(query, s.key_dim, keys, values, count, own, fetch_k, fetch_v);
-          row += BLOCK_ROWS;
-        } else if (left >= 2) {
-          attend<T, 2>(query, s.key_dim, keys, values, count, own, fetch_k, fetch_v);
-          row += 2;
-        } else {
-          attend<T, 1>(query, s.key_dim, keys, values, count, own, fetch_k, fetch_v);
-          row += 1;
-        }
-      }
+      attend_head<T>(q, s, head, {keys, values, count, next_k, next_v}, state);
+    }
+  }
+}
+
+// The same over packed rows `k_step` bytes apart: a head's part of a tile is unpacked into `buffer`, and read there.
+template <int BITS>
+void attend_packed(const float* q, const Run& run, const Packing& packing, const Shape& s, Range heads, Range seen,
+                   State state, float* buffer) {
+  const PackedRows<BITS> packed{(const uint8_t*)run.k, run.k_step, packing};
+  float *const k = buffer, *const v = buffer + TILE * s.key_dim;
+  for (int64_t first = seen.begin; first < seen.end; first += TILE) {
+    const int count = (int)std::min<int64_t>(TILE, seen.end - first);
+    for (int64_t head = heads.begin; head < heads.end; ++head) {
+      const bool last = head + 1 == heads.end;
+      const int64_t key = head * s.key_dim, value = s.kv_heads * s.key_dim + head * s.value_dim;
+      const int64_t back = last ? head - heads.begin : -1, next = last ? first + TILE : first;
+      packed.unpack(first, count, key, s.key_dim, k, next, key - back * s.key_dim, seen.end);
+      packed.unpack(first, count, value, s.value_dim, v, next, value - back * s.value_dim, seen.end);
+      const Rows<float> keys{k, s.key_dim, s.key_dim}, values{v, s.value_dim, s.value_dim};
+      attend_head<float>(q, s, head, {keys, values, count, nullptr, nullptr}, state);
     }
   }
 }
@@ -229,8 +263,9 @@ std::vector<Chunk> divided(const std::vector<int64_t>& lengths, int64_t workers)
   return chunks;
 }
 
-template <class T>
-void decode(const Input& input, const Shape& s, float scale, int threads, float* out, float* lse) {
+// `attend(q, run, heads, keys, state)` does a thread's part of the work.
+template <class Attend>
+void decode(const Input& input, const Shape& s, float scale, int threads, Attend attend, float* out, float* lse) {
   const int64_t rows = s.kv_heads * s.rows, all = input.sequences * rows;
   std::vector<int64_t> lengths(input.sequences);
   int64_t total = 0;
@@ -255,7 +290,7 @@ void decode(const Input& input, const Shape& s, float scale, int threads, float*
     int64_t passed = 0;
     for (const Run& run : input.of(chunk.sequence)) {
       const Range part{std::max<int64_t>(chunk.keys.begin - passed, 0), std::min(chunk.keys.end - passed, run.keys)};
-      if (part.begin < part.end) attend_chunk<T>(query, run, s, heads, part, state);
+      if (part.begin < part.end) attend(query, run, heads, part, state);
       passed += run.keys;
     }
   }
@@ -285,17 +320,38 @@ void decode(const Input& input, const Shape& s, float scale, int threads, float*
 
 // q [sequences, kv_heads, rows, key_dim] and the results [sequences, kv_heads, rows, value_dim] and
 // [sequences, kv_heads, rows] are float32 and contiguous. A sequence's keys and values lie in its runs, from
-// bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16).
+// bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16), or packed where a packing is given.
 // Returns 0, or 1 if there is no memory for partial results.
-extern "C" int megakv_decode(int type, const float* q, int64_t sequences, const int64_t* bounds, const Run* runs,
-                             int64_t kv_heads, int64_t rows, int64_t key_dim, int64_t value_dim, float scale,
-                             int threads, float* out, float* lse) {
+extern "C" int megakv_decode(int type, const Packing* packing, const float* q, int64_t sequences,
+                             const int64_t* bounds, const Run* runs, int64_t kv_heads, int64_t rows, int64_t key_dim,
+                             int64_t value_dim, float scale, int threads, float* out, float* lse) {
   const Shape shape{kv_heads, rows, (int)key_dim, (int)value_dim};
   const Input input{q, runs, bounds, sequences};
+  const auto typed = [&](auto like) {
+    typedef decltype(like) T;
+    const auto attend = [&](const float* query, const Run& run, Range heads, Range keys, State state) {
+      attend_chunk<T>(query, run, shape, heads, keys, state);
+    };
+    decode(input, shape, scale, threads, attend, out, lse);
+  };
+  const auto packed = [&](auto bits) {
+    const int64_t size = TILE * (key_dim + value_dim);
+    std::vector<float> buffers(threads * size);
+    const auto attend = [&](const float* query, const Run& run, Range heads, Range keys, State state) {
+      float* buffer = &buffers[omp_get_thread_num() * size];
+      attend_packed<decltype(bits)::value>(query, run, *packing, shape, heads, keys, state, buffer);
+    };
+    decode(input, shape, scale, threads, attend, out, lse);
+  };
   try {
-    if (type == 0) decode<float>(input, shape, scale, threads, out, lse);
-    if (type == 1) decode<BFloat16>(input, shape, scale, threads, out, lse);
-    if (type == 2) decode<Float16>(input, shape, scale, threads, out, lse);
+    if (packing) {
+      if (packing->bits == 4) packed(std::integral_constant<int, 4>{});
+      if (packing->bits == 8) packed(std::integral_constant<int, 8>{});
+    } else {
+      if (type == 0) typed(float{});
+      if (type == 1) typed(BFloat16{});
+      if (type == 2) typed(Float16{});
+    }
   } catch (const std::bad_alloc&) {
     return 1;
   }
