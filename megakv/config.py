@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.config import FairKVConfig
@@ -153,6 +153,20 @@ def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
             _check_keys(value, source, f"{within}{key}.")
 
 
+def _unknown_auto(values: dict[str, Any], model: type[BaseModel], within: str = "") -> Iterator[str]:
+    """Unknown keys with the value 'auto', which DeepSpeed leaves out unseen; of known ones it means their default."""
+    fields = {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+    for key, value in values.items():
+        kind = fields[key].annotation if key in fields else None
+        if key not in fields and value == "auto":
+            allowed = "those" if within else "megakv and those"
+            yield f"{within}{key} = 'auto': unknown key; allowed: {allowed} of DeepSpeed's inference config"
+        elif isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel):
+            # MegaKV's own sections refuse what they do not know.
+            if kind is not MegaKVSection:
+                yield from _unknown_auto(value, kind, f"{within}{key}.")
+
+
 def read_settings(path: str | Path) -> dict[str, Any]:
     """The object in a configuration's file, unchecked."""
     values = read_json(path, f"config {path}")
@@ -249,6 +263,8 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         if key in values and values[key] != value:
             raise ValueError(f"{source}: {key} = {values[key]!r} contradicts the argument {key} = {value!r}")
         values[key] = value
+    for problem in _unknown_auto(values, MegaKVConfig):
+        raise ValueError(f"{source}: {problem}")
     try:
         parsed = MegaKVConfig(**values)
     except ValidationError as error:

@@ -111,6 +111,8 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ),
         ({"megakv": {"load": "pickle"}}, "megakv.load = 'pickle': allowed: 'checkpoint' or 'random'"),
         ({"megakv": {"timeout_s": -1}}, "megakv.timeout_s = -1"),
+        ({"metod": "auto"}, "config: metod = 'auto': unknown key; allowed: megakv and those of DeepSpeed"),
+        ({"tensor_parallel": {"tp_siz": "auto"}}, "config: tensor_parallel.tp_siz = 'auto': unknown key"),
         ({"dtype": "int8"}, "dtype = torch.int8: allowed: fp32, bf16, fp16"),
         ({"dtype": "fp33"}, "dtype = 'fp33': allowed: 'fp32', 'bf16' or 'fp16', or null"),
         ({"dtype": "fp8"}, "dtype = 'fp8': allowed: 'fp32', .*; 8-bit weights are megakv.feed_forward = 'fp8'"),
