@@ -168,7 +168,7 @@ class DecodeKernel:
         """
         if packing is not None:
             packed = [
-                [Run(piece.data_ptr(), piece.data_ptr(), *piece.shape[:1], 0, piece.stride(0), 0, 0) for piece in own]
+                [Run(piece.data_ptr(), piece.data_ptr(), len(piece), 0, piece.stride(0), 0, 0) for piece in own]
                 for own in rows
             ]
             return self.ready(q_BHLD, RunTable.of(packed), kv_heads, value_dim, scale, packing)
