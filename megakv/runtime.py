@@ -168,6 +168,7 @@ class Runtime:
         wanted = step.layout.wanted if layer == self.last_layer else None
         index = None if wanted is None else step.once("wanted", lambda: upload(wanted[step.rank], q_BHSD.device))
         store = step.cache.store(layer)
+        step.cache.windows[layer] = scoring.window
         if step.workload is None:
             # As where a piece of a prompt is nothing but padding. Nothing begins, nor ends, in a store.
             store.finish()
@@ -214,6 +215,8 @@ class Runtime:
             # Before the store has finished: another layer's weights may come after that.
             out_HLD = lift(out_HLD.to(q_BHSD.dtype))
         store.finish()
+        if step.turn is None:
+            step.cache.attended(layer, step.slots)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], out_HLD.shape[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from numbers import Integral
@@ -33,6 +34,8 @@ from megakv.session_files import (
 )
 from megakv.session_folder import PendingSave
 
+logger = logging.getLogger(__name__)
+
 
 class SessionEngine(Protocol):
     """What a session needs of its engine."""
@@ -59,6 +62,7 @@ class Session:
         self._cache = cache
         self.input_ids: Tensor | None = None
         self.attention_mask: Tensor | None = None
+        self._noted = False
 
     @property
     def length(self) -> int:
@@ -97,7 +101,7 @@ class Session:
             try:
                 output = engine.generate_into(cache, ids, attention_mask=mask, **options)
             except BaseException:
-                self._cache.cut_back(before)
+                self._cut_cache(before)
                 raise
             finally:
                 if beams > 1:
@@ -109,7 +113,10 @@ class Session:
 
     @without_autograd
     def cut_back(self, slots: int) -> None:
-        """Forget everything from slot `slots` on; a ValueError, and nothing forgotten, if the session is shorter."""
+        """Forget everything from slot `slots` on; a ValueError, and nothing forgotten, if the session is shorter.
+
+        Where sliding windows have left behind what the tokens that stay would see, the next turn reads these anew.
+        """
         self._open()
         if not isinstance(slots, Integral):
             raise ValueError(f"cannot cut back to {slots!r} tokens: a whole number is needed")
@@ -117,7 +124,7 @@ class Session:
         total = 0 if self.input_ids is None else self.input_ids.shape[1]
         if not 0 <= slots <= total:
             raise ValueError(f"cannot cut back to {slots} tokens: the session has {total}")
-        self._cache.cut_back(slots)
+        self._cut_cache(slots)
         if self.input_ids is not None and self.attention_mask is not None:
             self.input_ids = self.input_ids[:, :slots]
             self.attention_mask = self.attention_mask[:, :slots]
@@ -146,8 +153,8 @@ class Session:
             If any rank cannot write. What was saved there before stays.
         """
         engine, first = self._open(), self._open().mesh.rank == 0
-        if self.input_ids is None or self.attention_mask is None or self._cache.length == 0:
-            raise ValueError("nothing of this session is cached yet: there is nothing to save")
+        if self.input_ids is None or self.attention_mask is None or self.input_ids.shape[1] == 0:
+            raise ValueError("this session has no tokens yet: there is nothing to save")
         meta, ids, mask = self._meta(engine), self.input_ids, self.attention_mask
         with engine.agreement.call(), ExitStack() as saving:
             pending: list[PendingSave] = []
@@ -161,7 +168,7 @@ class Session:
                 pending[0].commit(asdict(meta))
 
             data = engine.agreement.decide(begin)
-            engine.agreement.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank))
+            engine.agreement.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank, len(ids)))
             engine.agreement.together(lambda: lead() if first else None)
 
     @classmethod
@@ -194,6 +201,16 @@ class Session:
         self._cache.reset()
         self._engine = None
 
+    def _cut_cache(self, slots: int) -> None:
+        self._cache.cut_back(slots)
+        if self._cache.length < slots and not self._noted and self._open().mesh.rank == 0:
+            self._noted = True
+            logger.warning(
+                "cut back to %d tokens, whose sliding windows have left earlier ones behind: the next turn reads all "
+                "of them anew, which is exact but takes as long as a prompt",
+                slots,
+            )
+
     def _meta(self, engine: SessionEngine) -> SessionMeta:
         """What `session.json` would hold now."""
         return SessionMeta(
@@ -203,12 +220,14 @@ class Session:
             cp=engine.mesh.cp_size,
             tp=engine.mesh.tp_size,
             layers=len(self._cache),
-            batch=self._cache.table.batch,
+            batch=0 if self.input_ids is None else len(self.input_ids),
             length=self._cache.length,
             dtype=str(engine.module.dtype),
             compressed=[[list(span) for span in ranges] for ranges in self._cache.compressed],
             heads=engine.heads_here.heads,
             divided=engine.heads_here.divided,
+            gone=list(self._cache.gone),
+            reach=self._cache.reach,
         )
 
     def _open(self) -> SessionEngine:

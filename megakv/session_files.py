@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.saved import SavedLayer, SavedTokens
-from megakv.distributed.sharding import Layout, TokenBlock, balanced
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, balanced
 from megakv.errors import MegaKVError
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.interface import keeps_latents
@@ -45,7 +45,7 @@ class SessionMeta:
     """Attention layers."""
     batch: int
     length: int
-    """Slots whose keys and values are stored."""
+    """Slots whose keys and values are stored; 0 where the next turn reads all tokens."""
     dtype: str
     """Of keys and values."""
     compressed: list[list[list[int]]] = field(default_factory=list)
@@ -56,6 +56,10 @@ class SessionMeta:
     """Whether ranks that hold the same head have divided its tokens."""
     weights: str | None = None
     """Digest of its weights; None in format 1."""
+    gone: list[int] = field(default_factory=list)
+    """By layer, the slot before which its window has left everything behind; empty where nothing was."""
+    reach: int = 0
+    """Slots that the cache must keep at least, or lose all, for that reason."""
     data: str = ""
     """Subfolder of everything else; empty in format 1, which had none."""
 
@@ -74,11 +78,12 @@ def first_fingerprint(model: PreTrainedModel) -> str:
     return fingerprint(model, rows.numpy().tobytes())
 
 
-def write_shard(folder: Path, cache: ShardedCache, tp_rank: int) -> None:
+def write_shard(folder: Path, cache: ShardedCache, tp_rank: int, batch: int) -> None:
     """Write one rank's keys, values and coordinates, head by head."""
     tensors: dict[str, StreamedTensor] = {}
-    for sequence in range(cache.table.batch):
-        slots, positions = cache.table.slots(cache.rank, sequence), cache.table.positions(cache.rank, sequence)
+    table = cache.table if cache.length else TokenTable(cache.size, batch)
+    for sequence in range(batch):
+        slots, positions = table.slots(cache.rank, sequence), table.positions(cache.rank, sequence)
         tensors[f"{sequence}.slots"] = StreamedTensor.of(torch.from_numpy(slots))
         tensors[f"{sequence}.positions"] = StreamedTensor.of(torch.from_numpy(positions))
         if len(slots):
@@ -121,8 +126,11 @@ def read_meta(folder: Path, config: PreTrainedConfig) -> SessionMeta:
     except (KeyError, TypeError, MemoryError, OverflowError) as error:
         raise MegaKVError(f"{path} is broken: {error}") from error
     numbers = (meta.format, meta.cp, meta.tp, meta.layers, meta.batch, meta.length)
-    if not all(isinstance(number, int) and number > 0 for number in numbers):
+    if not all(isinstance(number, int) and number >= 0 for number in numbers) or 0 in numbers[:-1]:
         raise MegaKVError(f"{path} is broken: format, cp, tp, layers, batch and length must be positive integers")
+    left = [*meta.gone, meta.reach] if isinstance(meta.gone, list) else [None]
+    if len(left) not in (1, meta.layers + 1) or not all(type(n) is int and 0 <= n <= meta.length for n in left):
+        raise MegaKVError(f"{path} is broken: gone and reach must be numbers of slots up to length")
     if len(meta.compressed) != meta.batch or not all(_ascending(ranges, meta.length) for ranges in meta.compressed):
         raise MegaKVError(f"{path} is broken: compressed must be ascending ranges of slots below length")
     if meta.format == 1:
@@ -233,6 +241,8 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
         layout = Layout(tokens=tuple(saved), stored=tuple(saved), replicated=False)
     else:
         layout = balanced(everything, cache.size)
+    if not meta.length:
+        return
     if any(meta.compressed):
         if not cache.compressible:
             raise MegaKVError(
@@ -242,18 +252,21 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
         cache.compresses = True
     cache.begin(layout, meta.batch)
     mine = layout.stored[cache.rank]
+    gone = meta.gone or [0] * meta.layers
     for sequence, ranges in enumerate(meta.compressed):
         held = [block.slot[block.run(sequence)] for block in saved]
-        tokens = SavedTokens(held, mine.slot[mine.run(sequence)], ranges)
-        for layer in range(meta.layers if len(tokens.slots) else 0):
+        # Layers with one window share them.
+        tokens = {first: SavedTokens(held, mine.slot[mine.run(sequence)], ranges, first) for first in set(gone)}
+        for layer, first in enumerate(gone if len(mine.slot[mine.run(sequence)]) else ()):
             store, prefix = cache.store(layer), f"{sequence}.{layer}."
             try:
-                store.load(sequence, SavedLayer(files, prefix, tokens, device, **here.layer(layer, meta)))
+                store.load(sequence, SavedLayer(files, prefix, tokens[first], device, **here.layer(layer, meta)))
             except (ValueError, IndexError) as error:
                 raise MegaKVError(f"{folder}: its files do not fit together in {prefix}: {error}") from error
             # Rows of an offloaded layer leave the accelerator before the next one's come.
             store.finish()
     cache.commit(meta.length)
+    cache.gone, cache.reach = list(gone), meta.reach
     cache.compressed = [[(first, last) for first, last in ranges] for ranges in meta.compressed]
 
 

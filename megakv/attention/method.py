@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -117,17 +117,29 @@ class AttentionCall:
 
     @property
     def held(self) -> tuple[TokenBlock, ...]:
-        """Per rank, the tokens whose keys and values it holds, new ones included."""
-        return self.table.tokens()
+        """Per rank, the tokens whose keys and values it holds, new ones included; without those that no query sees."""
+        seen = self.first_seen
+        return self.table.tokens() if seen is None else self.table.tokens_since(seen)
+
+    @property
+    def first_seen(self) -> IntArray | None:
+        """``[B]`` the first slot of each sequence that the window of some query reaches; None without a window."""
+        window = self.scoring.window
+        return None if window is None else self.layout.first_slots - window + 1
 
     @cached_property
     def parts(self) -> list[Part]:
-        """This rank's keys and values of all sequences that have any, looked at when they are first asked for."""
+        """This rank's keys and values of all sequences that have any, looked at when they are first asked for.
+
+        Of dense ones, those of `held`.
+        """
         found: list[Part] = []
+        seen = self.first_seen
         for sequence in range(self.table.batch):
             slots = self.table.slots(self.rank, sequence)
             if len(slots):
-                found += self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+                parts = self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+                found += parts if seen is None else _within(parts, int(seen[sequence]))
         return found
 
     @cached_property
@@ -180,6 +192,14 @@ AttentionMethod = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 
 It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries.
 """
+
+
+def _within(parts: Iterable[Part], first: int) -> Iterator[Part]:
+    """Parts without the dense rows before a slot."""
+    for part in parts:
+        since = part.since(first) if isinstance(part, KVPart) else part
+        if not isinstance(since, KVPart) or len(since.slots):
+            yield since
 
 
 def attend_here(

@@ -164,6 +164,14 @@ class KVPart:
         """See `Part`."""
         partial.add(self.k_KSD, self.v_KSD, self.slots, self.positions)
 
+    def since(self, slot: int) -> KVPart:
+        """Its rows from a slot on."""
+        rows = int(np.searchsorted(self.slots, slot))
+        if not rows:
+            return self
+        keys, values = self.k_KSD[:, rows:], self.v_KSD[:, rows:]
+        return KVPart(self.sequence, keys, values, self.slots[rows:], self.positions[rows:])
+
 
 def dense(parts: Iterable[Part]) -> list[KVPart]:
     """Parts that can be sent to other ranks, which only dense ones are made for."""

@@ -36,7 +36,8 @@ class Runahead:
         self._link = ChainLink()
         self._layout: Layout | None = None
         self._plan: ChainPlan | None = None
-        self._cached: tuple[TokenBlock, ...] = ()
+        # By window, what was cached before the pass of what queries see.
+        self._cached: dict[int | None, tuple[TokenBlock, ...]] = {}
         self._layer: int | None = None
         # What follows each layer, for passes with the last layer in the chain and for those without.
         self._orders: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
@@ -67,11 +68,12 @@ class Runahead:
                         keys[:, rows], values[:, rows] = part.k_KSD, part.v_KSD
 
         attend(call.new_parts())
-        if any(map(len, self._cached)):
+        cached = self._cached_tokens(call)
+        if any(map(len, cached)):
             if call.compressed:
                 attention.merge(*visit_all_shards(call, self._scratch, list(call.cached_parts())))
             else:
-                attend_to_all_shards(call, attention, self._cached, dense(call.cached_parts()), self._scratch)
+                attend_to_all_shards(call, attention, cached, dense(call.cached_parts()), self._scratch)
         for index, message in self._link.arrivals(call, plan, messages):
             attend(messages.unpack(index, message))
         return attention.result()
@@ -86,10 +88,16 @@ class Runahead:
                 )
             self._following = self._orders[call.layout.wanted is not None]
             self._plan = ChainPlan.of(call.layout, call.rank, self._chunk_tokens)
-            self._cached = call.cached_tokens()
+            self._cached = {}
             self._layout, self._layer = call.layout, None
             self._link.start_pass(self._plan)
         return self._plan
+
+    def _cached_tokens(self, call: AttentionCall) -> tuple[TokenBlock, ...]:
+        window = call.scoring.window
+        if window not in self._cached:
+            self._cached[window] = call.cached_tokens()
+        return self._cached[window]
 
     def _expected(self, layer: int, plan: ChainPlan) -> list[tuple[int, int]]:
         """Bytes and layer of what arrives in the next layer; nothing in the first pass, which learns it."""

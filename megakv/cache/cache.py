@@ -14,7 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
 from megakv.cache.store import KVStore
+from megakv.cache.window import first_held
 from megakv.distributed.sharding import Layout, TokenTable
+from megakv.errors import MegaKVError
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -56,6 +58,10 @@ class ShardedCache(Cache):
 
     `length` are the slots that are cached. `compressed` has by sequence the ranges of slots that were compressed,
     ascending: not all of their tokens are held any more.
+
+    `windows` are those of the layers, as far as their attention has shown any. What a layer's window has left behind,
+    and no query will see again, is freed when a pass has succeeded: all before slot ``gone[layer]``, on every rank.
+    Then the cache cannot be cut back to less than `reach` slots, unless to none.
     """
 
     is_compileable = False
@@ -77,6 +83,8 @@ class ShardedCache(Cache):
         self.rank = rank
         self.length = 0
         self.compressed: list[list[tuple[int, int]]] = []
+        self.windows: list[int | None] = [None] * layers
+        self.gone, self.reach = [0] * layers, 0
         self.compresses = compresses
         self._new_store, self._shares_heads = new_store, shares_heads
         self.table = TokenTable(size, 0)
@@ -94,6 +102,7 @@ class ShardedCache(Cache):
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
             self.compressed = [[] for _ in range(batch)]
+            self.gone, self.reach = [0] * len(self._stores), 0
             self._stores = [None] * len(self._stores)
         elif batch != self.table.batch:
             raise ValueError(
@@ -106,11 +115,32 @@ class ShardedCache(Cache):
         """End a pass, after which the cache spans so many slots.
 
         In `compressed` sequences a turn that ended with it was compressed; `first` is that turn's first slot, the
-        pass's own if None.
+        pass's own if None. Where a turn goes on that may be compressed, `compressed` is empty, `first` is not None.
         """
         for sequence in compressed:
             self.compressed[sequence].append((self.length if first is None else first, slots))
         self.length = slots
+        # What comes of a turn may be compressed together with what came.
+        for layer in range(len(self._stores)):
+            self._leave_behind(layer, slots if compressed or first is None else first)
+
+    def attended(self, layer: int, slots: int) -> None:
+        """A layer has attended in a pass that ends at a slot, of which nothing is to be compressed.
+
+        Where nothing was cached before, no more than the window stays at once: if the pass fails, nothing is cached.
+        """
+        if self.length == 0:
+            self._leave_behind(layer, slots)
+
+    def _leave_behind(self, layer: int, slots: int) -> None:
+        """Forget what the window of later queries leaves out, of the tokens before a slot."""
+        window, store = self.windows[layer], self._stores[layer]
+        first = first_held(window, slots, self.gone[layer])
+        if window is None or store is None or first == self.gone[layer]:
+            return
+        self.gone[layer], self.reach = first, max(self.reach, first + window - 1)
+        for sequence in range(self.table.batch):
+            store.forget(sequence, int(np.searchsorted(self.table.slots(self.rank, sequence), first)))
 
     @property
     def holds_compressed(self) -> bool:
@@ -131,6 +161,7 @@ class ShardedCache(Cache):
         """A cache with the same tokens, sharing memory until either grows."""
         twin = self._empty()
         twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
+        twin.windows, twin.gone, twin.reach = list(self.windows), list(self.gone), self.reach
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         return twin
@@ -172,7 +203,14 @@ class ShardedCache(Cache):
         return (call,)
 
     def cut_back(self, slots: int) -> None:
-        """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way."""
+        """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way.
+
+        All are forgotten where what would stay sees some that a window has left behind.
+        """
+        if slots < self.reach:
+            slots = 0
+        if slots == 0:
+            self.gone, self.reach = [0] * len(self._stores), 0
         self.length = min(self.length, slots)
         self.compressed = [
             [(first, min(last, slots)) for first, last in ranges if first < slots] for ranges in self.compressed
@@ -185,7 +223,13 @@ class ShardedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         # transformers before 5.18 passes the final length, later ones a negative number of tokens to remove.
-        self.cut_back(self.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove)
+        slots = self.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        if 0 < slots < self.reach:
+            raise MegaKVError(
+                f"the cache cannot be cut back to {slots} tokens: sliding windows see earlier ones, which were freed; "
+                f"keep {self.reach} or more, or none"
+            )
+        self.cut_back(slots)
 
     def reset(self) -> None:
         self.cut_back(0)

@@ -97,6 +97,12 @@ class RaggedStore(KVStore):
     def finish(self) -> None:
         self._inner.finish()
 
+    def forget(self, sequence: int, rows: int) -> None:
+        """Compressed tokens go when all that were compressed together do."""
+        spans = self._spans[sequence]
+        self._inner.forget(sequence, rows - sum(max(0, min(span.stop, rows) - span.start) for span in spans))
+        self._spans[sequence] = tuple(Span(s.start, s.stop, None) if s.stop <= rows else s for s in spans)
+
     def crop(self, sequence: int, length: int) -> None:
         """Of a span that is cut, what was kept before the cut stays."""
         self._spans[sequence] = tuple(span.below(length) for span in self._spans[sequence] if span.start < length)
@@ -142,8 +148,8 @@ class RaggedStore(KVStore):
 
     def kept(self, sequence: int) -> IntArray:
         counts = [body.counts for body in self.bodies(sequence)]
-        if self._inner.rows(sequence):
-            counts.append(self._inner.kept(sequence))
+        if len(own := self._inner.kept(sequence)):
+            counts.append(own)
         return np.sum(counts, axis=0) if counts else np.empty(0, dtype=np.int64)
 
     def nbytes(self) -> int:

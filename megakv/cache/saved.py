@@ -19,15 +19,17 @@ from megakv.tensor_files import read_where_present
 
 @dataclass(frozen=True)
 class SavedTokens:
-    """A sequence's tokens, the same in all layers.
+    """A sequence's tokens.
 
     `held` are the slots that each rank had when it saved, `slots` those that this rank has now, both ascending.
-    `compressed` has the first slot of each compressed range and the one behind its last.
+    `compressed` has the first slot of each compressed range and the one behind its last. What lay before slot `first`
+    the layer's window had left behind: of that nothing was saved.
     """
 
     held: Sequence[IntArray]
     slots: IntArray
     compressed: Sequence[Sequence[int]]
+    first: int = 0
 
     @cached_property
     def uncompressed(self) -> SavedTokens:
@@ -37,17 +39,27 @@ class SavedTokens:
             within = [(slots >= first) & (slots < last) for first, last in self.compressed]
             return slots[~np.any(within, axis=0)] if within else slots
 
-        return SavedTokens([outside(slots) for slots in self.held], outside(self.slots), ())
+        return SavedTokens([outside(slots) for slots in self.held], outside(self.slots), (), self.first)
+
+    @property
+    def absent(self) -> int:
+        """How many of this rank's tokens were left behind."""
+        return int(np.searchsorted(self.slots, self.first))
+
+    @cached_property
+    def saved(self) -> list[IntArray]:
+        """The slots that each file has."""
+        return [slots[slots >= self.first] for slots in self.held]
 
     @cached_property
     def sources(self) -> list[Tensor]:
         """Which rows of each file are this rank's now."""
-        return [torch.from_numpy(np.flatnonzero(np.isin(slots, self.slots))) for slots in self.held]
+        return [torch.from_numpy(np.flatnonzero(np.isin(slots, self.slots))) for slots in self.saved]
 
     @cached_property
     def order(self) -> Tensor:
         """Puts those rows, file after file, in the order of their slots."""
-        found = [slots[rows.numpy()] for slots, rows in zip(self.held, self.sources, strict=True)]
+        found = [slots[rows.numpy()] for slots, rows in zip(self.saved, self.sources, strict=True)]
         return torch.from_numpy(np.argsort(np.concatenate(found)))
 
 
@@ -92,7 +104,9 @@ class SavedLayer:
         return replace(self, tokens=self.tokens.uncompressed)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of this rank's tokens, all of which all of its heads hold."""
+        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of this rank's tokens, all of which all of its heads hold; none of
+        what was left behind.
+        """
         keys, values = self._run() or (torch.stack(each) for each in zip(*map(self._head, self.own), strict=True))
         return keys.to(self.device), values.to(self.device)
 
@@ -104,7 +118,7 @@ class SavedLayer:
             if list(held[run]) != list(self.own):
                 continue
             parts: list[tuple[Tensor, ...]] = []
-            for path, slots, rows in zip(files, self.tokens.held, self.tokens.sources, strict=True):
+            for path, slots, rows in zip(files, self.tokens.saved, self.tokens.sources, strict=True):
                 pair = self._pair(path, "", len(slots)) if len(rows) else None
                 if len(rows) and (pair is None or len(pair[0]) < run.stop):
                     # Some of them lie on several ranks.
@@ -127,7 +141,7 @@ class SavedLayer:
             if head not in held:
                 continue
             index, whole = list(held).index(head), False
-            for path, all_slots in zip(files, self.tokens.held, strict=True):
+            for path, all_slots in zip(files, self.tokens.saved, strict=True):
                 pair = self._pair(path, "", len(all_slots))
                 alone = 0 if pair is None else len(pair[0])
                 if pair is not None and index < alone:
@@ -142,10 +156,10 @@ class SavedLayer:
             if whole:
                 # The other ranks that hold it have copies.
                 break
-        found = np.concatenate([np.empty(0, dtype=np.int64), *slots])
+        found, wanted = np.concatenate([np.empty(0, dtype=np.int64), *slots]), self.tokens.slots[self.tokens.absent :]
         order = np.argsort(found, kind="stable")
-        order = order[np.isin(found[order], self.tokens.slots)]
-        if not np.array_equal(found[order], self.tokens.slots):
+        order = order[np.isin(found[order], wanted)]
+        if not np.array_equal(found[order], wanted):
             raise ValueError(f"head {head} lacks tokens, or has some twice")
         keys, values = (torch.cat(each)[torch.from_numpy(order)] for each in zip(*pairs, strict=True))
         return keys, values

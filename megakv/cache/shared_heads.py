@@ -145,16 +145,22 @@ class SharedHeadsStore(KVStore):
 
     def _held(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[KVPart | None]:
         for index, store in enumerate(self._kept):
-            if not store.rows(sequence):
+            if store.rows(sequence) == store.gone(sequence):
                 yield None
                 continue
-            rows = slice(0, store.rows(sequence)) if index == 0 else self._kept_rows[index - 1][sequence].view()
+            held = slice(store.gone(sequence), store.rows(sequence))
+            rows = held if index == 0 else self._kept_rows[index - 1][sequence].view()[held]
             yield KVPart(sequence, *store.part(sequence), slots[rows], positions[rows])
 
     def finish(self) -> None:
         for sequence in list(self._new if self._ends else ()):
             keys, values = self._new.pop(sequence)
             self._keep(sequence, keys, values, self._given[sequence] - keys.shape[1])
+
+    def forget(self, sequence: int, rows: int) -> None:
+        self._kept[0].forget(sequence, rows)
+        for store, columns in zip(self._kept[1:], self._kept_rows, strict=True):
+            store.forget(sequence, int(np.searchsorted(columns[sequence].view(), rows)))
 
     def crop(self, sequence: int, length: int) -> None:
         self._new.pop(sequence, None)
@@ -182,23 +188,26 @@ class SharedHeadsStore(KVStore):
         """Of each shared head also the slots of its tokens, for other ranks hold the others."""
         tensors = self._kept[0].save(sequence, slots)
         for index, store in enumerate(self._kept[1:]):
-            if store.rows(sequence):
-                found = store.save(sequence, slots)
-                found["slots"] = StreamedTensor.of(torch.from_numpy(slots[self._kept_rows[index][sequence].view()]))
+            if found := store.save(sequence, slots):
+                rows = self._kept_rows[index][sequence].view()[store.gone(sequence) :]
+                found["slots"] = StreamedTensor.of(torch.from_numpy(slots[rows]))
                 tensors |= {f"shared{index}.{name}": tensor for name, tensor in found.items()}
         return tensors
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
-        if len(saved.tokens.slots):
-            keys, values = saved.rows()
-            self._keep(sequence, keys, values, self._given[sequence])
-            self._given[sequence] += keys.shape[1]
+        if not len(saved.tokens.slots):
+            return
+        absent = saved.tokens.absent
+        self._kept[0].forget(sequence, absent)
+        if absent < len(saved.tokens.slots):
+            self._keep(sequence, *saved.rows(), absent)
+        self._given[sequence] += len(saved.tokens.slots)
 
     def rows(self, sequence: int) -> int:
         return self._given[sequence]
 
     def kept(self, sequence: int) -> IntArray:
-        counts = [store.rows(sequence) for store in self._kept]
+        counts = [store.rows(sequence) - store.gone(sequence) for store in self._kept]
         return np.array([counts[0]] * self._shares.alone + counts[1:], dtype=np.int64)
 
     def nbytes(self) -> int:

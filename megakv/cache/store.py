@@ -10,7 +10,8 @@ A cache makes a store for each layer at its first use, for a batch of sequences.
 - `compress` keeps of a sequence's latest tokens only some in each head.
 - `finish` says that the pass has attended: what was read may be moved or freed.
 
-Between passes `crop`, `reorder` and `fork` follow the conversation. `save` says what a session's file holds of a
+Between passes `forget` frees what a sliding window has left behind, and `crop`, `reorder` and `fork` follow the
+conversation. `save` says what a session's file holds of a
 sequence, and an empty store takes it back with `load`, on any number of ranks. `rows`, `kept` and `nbytes` count.
 
 A token is named by its row: its index among all tokens of the sequence that this rank was ever given. Which slots and
@@ -73,12 +74,14 @@ class KVStore(ABC):
 
     @abstractmethod
     def part(self, sequence: int) -> Pair:
-        """Keys and values in ascending slot order, of all rows or the last ones: the rest is compressed, or
+        """Keys and values in ascending slot order, of all rows or the last ones: the rest is compressed or gone, or
         `attend_elsewhere` attends to it.
         """
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """All that is held of a sequence, given the coordinates of every row."""
+        if self.rows(sequence) == self.gone(sequence):
+            return
         keys, values = self.part(sequence)
         here = slice(len(slots) - keys.shape[1], None)
         yield KVPart(sequence, keys, values, slots[here], positions[here])
@@ -101,6 +104,13 @@ class KVStore(ABC):
     def finish(self) -> None:  # noqa: B027
         """The pass has attended: what was read of the store is not read any more."""
 
+    def forget(self, sequence: int, rows: int) -> None:  # noqa: B027  Who keeps them all is right, too.
+        """The first rows of a sequence are not asked for again, and need no memory; in an empty store: never come."""
+
+    def gone(self, sequence: int) -> int:
+        """How many first rows `part` and `save` leave out because they were forgotten."""
+        return 0
+
     @abstractmethod
     def crop(self, sequence: int, length: int) -> None:
         """Cut a sequence back to its first rows, as if no others had ever come, in a pass that failed or before."""
@@ -118,23 +128,25 @@ class KVStore(ABC):
 
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """Tensors of a file by name, given the slots of every row. They are read when the file is written."""
-        if not self.rows(sequence):
+        if self.rows(sequence) == self.gone(sequence):
             return {}
         keys, values = self.part(sequence)
         return {"k": StreamedTensor.of(keys), "v": StreamedTensor.of(values)}
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
         """Take what `save` gave on all ranks; a ValueError or IndexError where it does not fit together."""
-        if len(saved.tokens.slots):
+        absent = saved.tokens.absent
+        self.forget(sequence, absent)
+        if len(saved.tokens.slots) > absent:
             self.append(sequence, *saved.rows())
 
     @abstractmethod
     def rows(self, sequence: int) -> int:
-        """Rows of a sequence, compressed ones included."""
+        """Rows of a sequence, compressed and forgotten ones included."""
 
     def kept(self, sequence: int) -> IntArray:
         """``[K]`` tokens that each head holds of a sequence; empty where nothing is held."""
-        rows = self.rows(sequence)
+        rows = self.rows(sequence) - self.gone(sequence)
         return np.full(self.part(sequence)[0].shape[0] if rows else 0, rows, dtype=np.int64)
 
     @abstractmethod

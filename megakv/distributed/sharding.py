@@ -104,6 +104,15 @@ class Layout:
             return self.tokens
         return tuple(block.take(rows) for block, rows in zip(self.tokens, self.wanted, strict=True))
 
+    @cached_property
+    def first_slots(self) -> IntArray:
+        """``[B]`` the first new slot of each sequence; beyond every slot where it has none."""
+        firsts = np.full(self.tokens[0].batch, np.iinfo(np.int64).max)
+        for block in self.tokens:
+            starts, has = block.bounds[:-1], np.diff(block.bounds) > 0
+            firsts[has] = np.minimum(firsts[has], block.slot[starts[has]])
+        return firsts
+
     def kept_rows(self, rank: int) -> IntArray | None:
         """Of the tokens that a rank computes, the rows of those that it keeps; None where they are the same."""
         if not self.replicated:
@@ -182,6 +191,17 @@ class TokenTable:
                 found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
             self._tokens = tuple(found)
         return self._tokens
+
+    def tokens_since(self, first: IntArray) -> tuple[TokenBlock, ...]:
+        """The same, of every sequence from slot ``first[b]`` on."""
+        found = []
+        for row in self._columns:
+            views = [column.view() for column in row]
+            views = [view[:, np.searchsorted(view[0], slot) :] for view, slot in zip(views, first, strict=True)]
+            slots, positions = np.concatenate(views, axis=1)
+            counts = [view.shape[1] for view in views]
+            found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
+        return tuple(found)
 
     def next_positions(self) -> IntArray:
         """``[B]`` the position behind the last token of every sequence."""

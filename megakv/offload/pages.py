@@ -165,19 +165,24 @@ def page_bytes(count: int, row_bytes: int, size: int) -> int:
 
 
 class PagedRows:
-    """A growing number of rows of one width, of a layer; forks share pages until either grows."""
+    """A growing number of rows of one width, of a layer; forks share pages until either grows.
 
-    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0):
+    `length` counts all rows, the first `gone` ones that are not held any more included.
+    """
+
+    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, gone: int = 0):
         self.width = width
-        self.length = 0
+        self.length = self.gone = gone
         self._layer, self._pool = layer, pool
         self._dtype = dtype
         self._row_bytes = width * dtype.itemsize
         self._per_page = pool.page_bytes // self._row_bytes
-        self._pages: list[Page] = []
-        # Leading pages that are known to lie in memory.
-        self._leading = 0
         page_bytes(0, self._row_bytes, pool.page_bytes)
+        self._pages: list[Page] = []
+        # Pages before those, of which no row is held.
+        self._given = gone // self._per_page
+        # Leading pages that are known to lie in memory, those included.
+        self._leading = self._given
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -196,11 +201,11 @@ class PagedRows:
 
         Returns the first one's index.
         """
-        first, needed = self.length, -(-(self.length + count) // self._per_page)
+        first, needed = self.length, -(-(self.length + count) // self._per_page) - self._given
         taken: list[Page] = []
         try:
             inner = first % self._per_page
-            if count and inner and self._pages[first // self._per_page].users > 1:
+            if count and inner and self._pages and self._pages[-1].users > 1:
                 self._replace_last(inner)
             while len(self._pages) + len(taken) < needed:
                 taken.append(self._pool.take(self._layer))
@@ -214,16 +219,15 @@ class PagedRows:
 
     def _replace_last(self, rows: int) -> None:
         """A page of one's own in the place of a shared last page that is partly filled."""
-        index = self.length // self._per_page
-        shared, own = self._pages[index], self._pool.take(self._layer)
+        shared, own = self._pages[-1], self._pool.take(self._layer)
         # The host itself writes at once, whatever the link has queued.
         for transfer in (*shared.busy, *own.busy):
             transfer.settle()
         buffer = torch.empty(rows, self.width, dtype=self._dtype)
         Move(self._rows(shared, shared.offset, rows), buffer).run("in")
         Move(self._rows(own, own.offset, rows), buffer).run("out")
-        self._pages[index] = own
-        self._leading = min(self._leading, index)
+        self._pages[-1] = own
+        self._leading = min(self._leading, self._given + len(self._pages) - 1)
         self._pool.give(shared)
 
     def append(self, rows: Tensor) -> list[Move]:
@@ -236,7 +240,7 @@ class PagedRows:
         if count == 1:
             # Each step of decoding writes single rows: in little time.
             index, inner = divmod(first, self._per_page)
-            page = self._pages[index]
+            page = self._pages[index - self._given]
             return [Move(self._rows(page, page.offset + inner * self._row_bytes, 1), device, (page,))]
         return [
             Move(self._rows(pages[0], offset, last - start), device[start - first : last - first], pages)
@@ -249,7 +253,8 @@ class PagedRows:
         offset = start = first
         while first < last:
             index, inner = divmod(first, self._per_page)
-            page, begin = self._pages[index], self._pages[index].offset + inner * self._row_bytes
+            page = self._pages[index - self._given]
+            begin = page.offset + inner * self._row_bytes
             if pages and (page.tier is not pages[0].tier or offset + (first - start) * self._row_bytes != begin):
                 yield pages, offset, start, first
                 pages = []
@@ -262,10 +267,10 @@ class PagedRows:
 
     def in_memory(self) -> int:
         """Leading rows that lie in memory, or are on the way there."""
-        pages = self._pages
-        while self._leading < len(pages) and isinstance(pages[self._leading].tier, HostTier):
+        pages, given = self._pages, self._given
+        while self._leading < given + len(pages) and isinstance(pages[self._leading - given].tier, HostTier):
             self._leading += 1
-        return self.length if self._leading == len(pages) else self._leading * self._per_page
+        return self.length if self._leading == given + len(pages) else self._leading * self._per_page
 
     def runs_in_memory(self, last: int, first: int = 0) -> Runs:
         """Rows from `first` up to `last`; waits for those that are on the way there."""
@@ -287,17 +292,29 @@ class PagedRows:
     def truncate(self, length: int) -> None:
         """Keep the first rows only."""
         self.length = min(self.length, length)
+        self.gone = min(self.gone, self.length)
         kept = -(-self.length // self._per_page)
-        for page in self._pages[kept:]:
-            self._pool.give(page)
-        del self._pages[kept:]
+        self._give(slice(max(0, kept - self._given), None))
+        self._given = min(self._given, kept)
         self._leading = min(self._leading, kept)
+
+    def forget(self, rows: int) -> None:
+        """The first rows are not needed any more: whole pages of them are given back."""
+        self.gone = max(self.gone, min(rows, self.length))
+        given = self.gone // self._per_page
+        self._give(slice(given - self._given))
+        self._given, self._leading = given, max(self._leading, given)
+
+    def _give(self, pages: slice) -> None:
+        for page in self._pages[pages]:
+            self._pool.give(page)
+        del self._pages[pages]
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
-        twin = PagedRows(self._pool, self.width, self._dtype, layer=self._layer)
+        twin = PagedRows(self._pool, self.width, self._dtype, layer=self._layer, gone=self.gone)
         twin.length = self.length
-        twin._pages, twin._leading = list(self._pages), self._leading
+        twin._pages, twin._given, twin._leading = list(self._pages), self._given, self._leading
         for page in twin._pages:
             page.users += 1
         return twin

@@ -1,6 +1,6 @@
 """Which groups of which layers are in the buffers on the accelerator, or on their way there.
 
-In layers with a sliding window, cached tokens that no query of a pass sees need not be brought.
+In layers with a sliding window, cached tokens that no query of a pass sees need not be brought. Most are gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Windows = list[int | None]
 class OutOfWindow:
     """First tokens of each sequence on a rank that lie before every query's window, in a pass and the one after it.
 
-    Queries of a pass come behind all that was cached before it, so the first slot behind that is the least they have.
+    Queries of a pass come behind all that was cached before it, so the first slot behind that is the least they have,
+    in whichever sequence.
     The table has the tokens of the pass, of which `new` counts those of each rank and sequence.
     """
 
@@ -56,14 +57,12 @@ class OutOfWindow:
     def _count(self, window: int | None, beyond: bool) -> list[int]:
         if window is None:
             return [0] * self._table.batch
-        found = []
-        for sequence in range(self._table.batch):
-            slots = [self._table.slots(rank, sequence) for rank in range(self._table.size)]
-            if not beyond:
-                slots = [own[: len(own) - new[sequence]] for own, new in zip(slots, self._new, strict=True)]
-            first = max((int(own[-1]) + 1 for own in slots if len(own)), default=0)
-            found.append(int(np.searchsorted(slots[self._rank], first - window, side="right")))
-        return found
+        cached = [
+            [self._table.slots(rank, sequence)[: None if beyond else -count or None] for sequence, count in counts]
+            for rank, counts in enumerate(map(enumerate, self._new))
+        ]
+        first = max((int(slots[-1]) + 1 for own in cached for slots in own if len(slots)), default=0)
+        return [int(np.searchsorted(slots, first - window, side="right")) for slots in cached[self._rank]]
 
 
 class Prefetch:
@@ -95,14 +94,12 @@ class Prefetch:
     def enter(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> bool:
         """A pass over a cache begins, its new tokens in the table; whether what was brought ahead is of use, if any.
 
-        `stays` says whether cached rows are attended to where they lie: only then may some stay away.
+        `stays` says whether cached rows are attended to where they lie: only then may the host attend to some.
         """
         new = [np.diff(block.bounds).tolist() for block in layout.stored]
         same, self._cache = self._cache is cache, cache
         self.groups, self.new, self._stays = groups_of(layout, self._most), new[cache.rank], stays
-        # Rows that travel to other ranks are counted there.
-        windows: Windows = self.windows if stays else [None] * self._layers
-        self._hidden = OutOfWindow(windows, cache.table, cache.rank, new)
+        self._hidden = OutOfWindow(self.windows, cache.table, cache.rank, new)
         useful = same and all(self._valid(staged, cache.store(layer)) for (layer, _), staged in self._staged.items())
         ready = useful or not self._staged
         if not useful:
@@ -113,7 +110,7 @@ class Prefetch:
         """Whether what was brought is what the pass needs."""
         capacity, group, new = staged.capacity, staged.group, self.new
         fits = len(new) == len(capacity) and all(new[sequence] <= capacity[sequence] for sequence in group)
-        fits = fits and group in self.groups and (self._stays or not any(staged.away))
+        fits = fits and group in self.groups and (self._stays or not staged.host_attends)
         return fits and staged.version == store.version and staged.cached == _within(group, store.lengths())
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
@@ -148,8 +145,7 @@ class Prefetch:
         """Begin to bring a group's rows in a layer, if there is a buffer and anything to bring."""
         assert self._cache is not None
         store, group = self._cache.store(layer), self.groups[index]
-        cached = any(store.cached_before_step()[group.start : group.stop])
-        if (layer, index) in self._staged or not self._free or not cached:
+        if (layer, index) in self._staged or not self._free or not self._cached(store, group):
             return
         store.flush()
         plan = self.plan(store, beyond=beyond)
@@ -164,10 +160,16 @@ class Prefetch:
         if (layer, index) not in self._staged:
             assert self._cache is not None
             group = self.groups[index]
-            if any(self._cache.store(layer).cached_before_step()[group.start : group.stop]):
+            if self._cached(self._cache.store(layer), group):
                 self.drop_all()
                 self._stage(layer, index)
         return self._staged.get((layer, index))
+
+    @staticmethod
+    def _cached(store: TieredStore, group: range) -> bool:
+        """Whether anything is held of a group from before the pass."""
+        counts = store.cached_before_step()
+        return any(counts[sequence] > store.gone(sequence) for sequence in group)
 
     def drop_all(self) -> None:
         """Forget what was brought, whether or not it came."""
@@ -197,7 +199,7 @@ def _placed(
     window leaves out the first `out_of_window` ones.
     """
     cached, new = _within(group, store.cached_before_step()), _within(group, new)
-    out_of_window = _within(group, out_of_window)
+    out_of_window = _within(group, [max(first, store.gone(row)) for row, first in enumerate(out_of_window)])
     if any(out_of_window) or sum(cached) != split.tokens:
         split = split.of_tokens(sum(cached) - sum(out_of_window))
     # A later layer may have more on disk than the one that was split.

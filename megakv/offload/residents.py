@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+FORGET_DIVISOR = 32
+"""Rows that a window has left behind go when they are more than this fraction of those that stay."""
+
 
 class ResidentBudget:
     """Accelerator memory for rows that stay there; an engine's attention layers share it evenly.
@@ -108,6 +111,15 @@ class LayerResidents:
             return None
         first += len(rows) - count
         return ResidentRows(self._budget, self._layer, first, rows[len(rows) - count :].clone())
+
+    def forget(self, sequence: int, rows: int) -> None:
+        """The first rows of a sequence are not needed any more."""
+        held = self.rows[sequence]
+        gone = 0 if held is None else rows - held.first
+        if held is not None and FORGET_DIVISOR * gone > len(held.rows):
+            self.rows[sequence] = None
+            if rows < held.end:
+                self.rows[sequence] = ResidentRows(self._budget, self._layer, rows, held.rows[gone:].clone())
 
     def crop(self, sequence: int, length: int) -> None:
         held = self.rows[sequence]

@@ -29,6 +29,7 @@ from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
+from megakv.offload.room import check_room
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
@@ -200,24 +201,16 @@ class Offloader:
 
     def expect(self, store: TieredStore) -> None:
         """A layer's first rows of a generation come: refuse it if not all that will be held has room."""
-        cache = self._cache
-        if self._announced is None or cache is None or cache.store(store.layer) is not store:
+        cache, layout = self._cache, self._layout
+        if self._announced is None or cache is None or layout is None or cache.store(store.layer) is not store:
             return
         (prompt, new_tokens), self._announced = self._announced, None
-        # No row of the prompt, which may come in pieces, is there yet, and the other layers will hold as many. Budgets
-        # are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that none is
-        # refused while others wait for it.
-        table = cache.table
-        ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
-        to_come = new_tokens + max(0, prompt - 1 - int(max(ends)))
-        if not self._runtime.planner.gathers:
-            to_come = -(-to_come // table.size)
-        lengths, needed = max(
-            ((row, self._layers * store.bytes_for([n + to_come for n in row])) for row in table.counts().tolist()),
-            key=lambda found: found[1],
-        )
-        tokens = f"{sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences"
-        self.pool.check_capacity(needed, self._layers * store.nbytes(), tokens)
+        shape, windows = self._runtime.planner.shape, self._prefetch.windows
+        if shape is not None and len(shape.layers) == len(windows):
+            # Known before any layer has shown its own.
+            windows = [layer.window for layer in shape.layers]
+        ranks = 1 if self._runtime.planner.gathers else cache.size
+        check_room(self.pool, cache, layout, store, windows, prompt=prompt, new_tokens=new_tokens, ranks=ranks)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
@@ -266,8 +259,10 @@ class Offloader:
         if staged is None or not staged.host_attends:
             return None
         if staged.on_host is None:
-            spans = enumerate(zip(staged.out_of_window, staged.away, strict=True))
-            staged.on_host = [store.rows_in_memory(sequence, end, first) for sequence, (first, end) in spans]
+            # What was brought ahead may have been counted before the latest rows were left behind.
+            firsts = [max(first, store.gone(row)) for row, first in enumerate(staged.out_of_window)]
+            spans = enumerate(zip(firsts, staged.away, strict=True))
+            staged.on_host = [store.rows_in_memory(row, end, min(first, end)) for row, (first, end) in spans]
         part = host.start(call, q_HLD, tokens, store, staged.on_host)
         staged.host_parts.append(part)
         return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))

@@ -55,6 +55,8 @@ class TieredStore(RowFormat, KVStore):
         self._engine = engine
         self._rows: list[PagedRows | None] = [None] * batch
         self._inputs: list[PagedRows | None] = [None] * batch
+        # Rows that were gone before any came.
+        self._absent = [0] * batch
         self._outgoing: list[Move] = []
         self.residents = LayerResidents(engine.residents, layer, [None] * batch)
         # By sequence, activations of the tokens that come next.
@@ -97,7 +99,7 @@ class TieredStore(RowFormat, KVStore):
             # What is smaller is the better use of memory. Activations of all sequences are there already.
             self._keep_inputs({each: self.rows(each) for each in self._offered})
         for sequence, own in zip(sequences, stored, strict=True):
-            self._write(self._rows, sequence, own)
+            self._write(self._rows, sequence, own, self._absent[sequence])
         self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
         for sequence, first, own in zip(sequences, firsts, pieces, strict=True):
             self.residents.append(sequence, first, own)
@@ -112,10 +114,11 @@ class TieredStore(RowFormat, KVStore):
             if self.keeps_inputs and (inputs.length if inputs else 0) == first:
                 self._write(self._inputs, sequence, offered)
 
-    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor) -> None:
-        paged = column[sequence]
+    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor, absent: int = 0) -> None:
+        paged, pool = column[sequence], self._engine.pool
         if paged is None:
-            paged = column[sequence] = PagedRows(self._engine.pool, rows.shape[1], rows.dtype, layer=self.layer)
+            paged = PagedRows(pool, rows.shape[1], rows.dtype, layer=self.layer, gone=absent)
+            column[sequence] = paged
         self._outgoing += paged.append(rows)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
@@ -126,11 +129,12 @@ class TieredStore(RowFormat, KVStore):
             at = staged.starts[sequence]
             return self.heads_of(staged.rows[at : staged.row(sequence, self.rows(sequence))])
         for sequences, firsts, rows in self._new:
-            if sequence in sequences and not firsts[index := sequences.index(sequence)]:
+            if sequence in sequences and firsts[index := sequences.index(sequence)] == self.gone(sequence):
                 return self.heads_of(rows.chunk(len(sequences))[index])
         assert paged is not None
-        device = torch.empty((paged.length, paged.width), dtype=self.stored_dtype, device=self._engine.device)
-        self._engine.link.start("in", paged.moves(0, device)).wait()
+        shape = (paged.length - paged.gone, paged.width)
+        device = torch.empty(shape, dtype=self.stored_dtype, device=self._engine.device)
+        self._engine.link.start("in", paged.moves(paged.gone, device)).wait()
         return self.heads_of(self.unpacked(device))
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
@@ -149,23 +153,37 @@ class TieredStore(RowFormat, KVStore):
         """From where the rows lie, without the accelerator."""
         self.flush()
         rows = self._rows[sequence]
-        if rows is None or not rows.length:
+        if rows is None or rows.length == rows.gone:
             return {}
         shape = self.head_shape
 
         def heads(kind: int) -> Iterator[Tensor]:
-            runs = [self.heads_of(self.unpacked(run))[kind] for _, run in rows.runs_in_memory(rows.length)]
+            runs = [self.heads_of(self.unpacked(run))[kind] for _, run in rows.runs_in_memory(rows.length, rows.gone)]
             for head in range(shape.heads):
                 yield from (run[head] for run in runs)
 
         return {
-            name: StreamedTensor((shape.heads, rows.length, dim), self.dtype, partial(heads, kind))
+            name: StreamedTensor((shape.heads, rows.length - rows.gone, dim), self.dtype, partial(heads, kind))
             for kind, (name, dim) in enumerate((("k", shape.key_dim), ("v", shape.value_dim)))
         }
 
     def rows(self, sequence: int) -> int:
         paged, reserved = self._rows[sequence], self._reserved.get(sequence)
-        return (0 if paged is None else paged.length) + (0 if reserved is None else len(reserved))
+        stored = self._absent[sequence] if paged is None else paged.length
+        return stored + (0 if reserved is None else len(reserved))
+
+    def gone(self, sequence: int) -> int:
+        paged = self._rows[sequence]
+        return self._absent[sequence] if paged is None else paged.gone
+
+    def forget(self, sequence: int, rows: int) -> None:
+        """What is on the way from pages, or into them, goes on: who takes them next waits for it."""
+        if self._rows[sequence] is None:
+            self._absent[sequence] = rows
+        for paged in (self._rows[sequence], self._inputs[sequence]):
+            if paged is not None:
+                paged.forget(rows)
+        self.residents.forget(sequence, rows)
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self._engine.attend_on_host(self, call, q_HLD, tokens)
@@ -179,6 +197,7 @@ class TieredStore(RowFormat, KVStore):
             if paged is not None:
                 paged.truncate(length)
         self.residents.crop(sequence, length)
+        self._absent[sequence] = min(self._absent[sequence], length)
         self._offered.pop(sequence, None)
         self.staged = None
         self._leave()
@@ -189,6 +208,7 @@ class TieredStore(RowFormat, KVStore):
         self.flush()
         self.version += 1
         self.residents.reorder(index)
+        self._absent = [self._absent[source] for source in index]
         for column in (self._rows, self._inputs):
             column[:] = [(rows := column[source]) and rows.fork() for source in index]
 
@@ -197,7 +217,7 @@ class TieredStore(RowFormat, KVStore):
         twin = TieredStore(self.layer, len(self._rows), self._engine)
         if self.nbytes():
             twin.head_shape, twin.dtype = self.head_shape, self.dtype
-        twin.residents = self.residents.fork()
+        twin.residents, twin._absent = self.residents.fork(), list(self._absent)
         twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
 
@@ -296,7 +316,7 @@ class TieredStore(RowFormat, KVStore):
         return [] if paged is None else paged.runs_in_memory(count, first)
 
     def bytes_for(self, tokens: list[int]) -> int:
-        """Bytes of the pages of so many tokens per sequence, in one layer.
+        """Bytes of the pages of so many tokens of each sequence, in one layer.
 
         With activations, where those of the pass under way are kept: of what follows a gap none are.
         """
@@ -307,7 +327,7 @@ class TieredStore(RowFormat, KVStore):
         found = sum(page_bytes(count, self.row_bytes, page) for count in tokens)
         for sequence, count in enumerate(tokens if width else ()):
             inputs = self._inputs[sequence]
-            held = inputs.length if inputs else 0
-            unbroken = keeps and held == self.rows(sequence)
+            unbroken = keeps and (inputs.length if inputs else 0) == self.rows(sequence)
+            held = inputs.length - inputs.gone if inputs else 0
             found += page_bytes(count if unbroken else min(count, held), width * self.dtype.itemsize, page)
         return found

@@ -196,10 +196,10 @@ class Plain:
         return {"tokens": self.sessions[action["as"]].ids}
 
     def save(self, action: Action) -> Answer:
-        """Nothing; a session of which nothing is cached is not saved."""
+        """Nothing; a session without tokens is not saved."""
         if action["name"] not in self.sessions:
             return {}
-        if self.sessions[action["name"]].cached:
+        if self.sessions[action["name"]].ids.shape[1]:
             self.saved[action["name"]] = self.sessions[action["name"]]
         return {}
 
@@ -267,14 +267,14 @@ class Asked:
         return {"tokens": twin.input_ids}
 
     def save(self, action: Action) -> Answer:
-        """Nothing; a session of which nothing is cached cannot be saved."""
+        """Nothing; a session without tokens cannot be saved."""
         if action["name"] not in self.sessions:
             return {}
         session = self.sessions[action["name"]]
         try:
             session.save(self._saved(action))
         except ValueError:
-            assert session.length == 0
+            assert not session.input_ids.shape[1]
         return {}
 
     def restore(self, action: Action) -> Answer:

@@ -275,9 +275,9 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     folder = tmp_path / "data"
     folder.mkdir()
     # The first time also brings in code.
-    write_shard(folder, caches[0], 0)
+    write_shard(folder, caches[0], 0, 1)
     (folder / "cp00000_tp00000.safetensors").unlink()
-    growth = peak_growth(lambda: write_shard(folder, caches[0], 0))
+    growth = peak_growth(lambda: write_shard(folder, caches[0], 0, 1))
     # Rows of a disk hold keys and values.
     assert growth <= (2 if kind == "disk" else 1) * LAYER_TENSOR + 4 * MIB < held / 2
     compressed = [list(span) for span in caches[0].compressed]
@@ -294,7 +294,7 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     assert growth <= held + 6 * LAYER_TENSOR + 4 * MIB
     write_again = tmp_path / "again"
     write_again.mkdir()
-    write_shard(write_again, caches[1], 0)
+    write_shard(write_again, caches[1], 0, 1)
     name = "cp00000_tp00000.safetensors"
     assert (folder / name).read_bytes() == (write_again / name).read_bytes()
     shutil.rmtree(folder)

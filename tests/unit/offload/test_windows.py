@@ -46,7 +46,9 @@ def test_unseen_tokens_are_those_that_no_query_sees(seed: int) -> None:
     few = generator.integers(0, 4, batch) if seed % 2 else np.ones(batch, dtype=np.int64)
     table = TokenTable(ranks, batch)
     news: list[list[int]] = []
-    for first, last in ((0 * lengths, lengths), (lengths, lengths + few)):
+    # The slots of a pass are the same ones in all sequences, some of which may have no token there.
+    ends = [int(lengths.max()), int((lengths.max() + few).max())]
+    for first, last in ((0 * lengths, lengths), (0 * lengths + ends[0], ends[0] + few)):
         owners = [generator.integers(0, ranks, end - begin) for begin, end in zip(first, last, strict=True)]
         blocks = [
             block([(begin + np.flatnonzero(own == rank)).tolist() for begin, own in zip(first, owners, strict=True)])
@@ -67,7 +69,7 @@ def test_unseen_tokens_are_those_that_no_query_sees(seed: int) -> None:
                 window = windows[layer]
                 assert window is not None
                 for sequence in range(batch):
-                    end = int(lengths[sequence] + (few[sequence] if beyond else 0))
+                    end = ends[beyond]
                     cached = [int(slot) for slot in table.slots(rank, sequence) if slot < end]
                     # The first query's slot is the one behind all that is cached.
                     assert found[layer][sequence] == sum(slot <= end - window for slot in cached)

@@ -1,0 +1,60 @@
+"""What a generation will need of the tiers, before its first layer's rows go there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from megakv.cache.window import held_rows
+from megakv.distributed.sharding import Layout
+from megakv.offload.cache import OffloadedCache
+from megakv.offload.pages import PagePool
+from megakv.offload.store import TieredStore
+
+
+def check_room(
+    pool: PagePool,
+    cache: OffloadedCache,
+    layout: Layout,
+    store: TieredStore,
+    windows: Sequence[int | None],
+    *,
+    prompt: int,
+    new_tokens: int,
+    ranks: int,
+) -> None:
+    """Refuse a generation, with a MegaKVError, if not all that will be held has room.
+
+    A first pass over its prompt, which may come in pieces, is under way: its tokens are in the table, the rows of none
+    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows. Budgets
+    are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that none is refused
+    while others wait for it. What is still to come is spread over so many `ranks`.
+    """
+    table = cache.table
+    ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
+    pieces = max(0, prompt - 1 - int(max(ends)))
+    to_come = -(-(new_tokens + pieces) // ranks)
+    slack = pool.page_bytes // store.row_bytes
+    found: list[tuple[int, int]] = []
+    for rank in range(table.size):
+        # Further pieces are as long as this one.
+        longest = int(np.diff(layout.stored[rank].bounds).max()) if pieces else 1
+        slots = [table.slots(rank, row) for row in range(table.batch)]
+        needed = layer = 0
+        for (window, gone), layers in Counter(zip(windows, cache.gone, strict=True)).items():
+            held = [len(own) - int(np.searchsorted(own, gone)) for own in slots]
+            rows = [count + to_come for count in held]
+            if window is not None:
+                # Of a first pass one layer at a time holds all rows, of others every layer.
+                stay = [held_rows(window, count) + longest + slack for count in rows]
+                stay = [max(each) for each in zip(stay, held, strict=True)] if cache.length else stay
+                rows = [min(each) for each in zip(stay, rows, strict=True)]
+                layer = max(layer, store.bytes_for(held) - store.bytes_for(rows))
+            needed += layers * store.bytes_for(rows)
+        found.append((needed + layer, rank))
+    needed, rank = max(found)
+    lengths = table.counts()[rank].tolist()
+    tokens = f"{sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences"
+    pool.check_capacity(needed, cache.nbytes(), tokens)
