@@ -213,6 +213,8 @@ class Session:
 
     def _meta(self, engine: SessionEngine) -> SessionMeta:
         """What `session.json` would hold now."""
+        batch = 0 if self.input_ids is None else len(self.input_ids)
+        compressed = self._cache.compressed if self._cache.length else [()] * batch
         return SessionMeta(
             format=FORMAT,
             model=fingerprint(engine.module),
@@ -220,10 +222,10 @@ class Session:
             cp=engine.mesh.cp_size,
             tp=engine.mesh.tp_size,
             layers=len(self._cache),
-            batch=0 if self.input_ids is None else len(self.input_ids),
+            batch=batch,
             length=self._cache.length,
             dtype=str(engine.module.dtype),
-            compressed=[[list(span) for span in ranges] for ranges in self._cache.compressed],
+            compressed=[[list(span) for span in ranges] for ranges in compressed],
             heads=engine.heads_here.heads,
             divided=engine.heads_here.divided,
             gone=list(self._cache.gone),

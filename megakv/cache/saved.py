@@ -104,7 +104,7 @@ class SavedLayer:
         return replace(self, tokens=self.tokens.uncompressed)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of this rank's tokens, all of which all of its heads hold; none of
+        """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of this rank's tokens, which all of its heads hold; none of
         what was left behind.
         """
         keys, values = self._run() or (torch.stack(each) for each in zip(*map(self._head, self.own), strict=True))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import megakv
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.offload.method import Split
 from megakv.offload.methods import AUTO, METHODS
@@ -159,3 +160,43 @@ def test_turns_cuts_and_forks_see_what_comes_back_into_the_window(
     longer = torch.cat([history, turns[1]], dim=1)
     for each in (fork, restored):
         assert torch.equal(each.generate(turns[1], **options), expected(longer))
+
+
+@pytest.mark.parametrize("offload", [None, {}, {"host_gb": 0.0002, "disk_gb": 0.01}], ids=["device", "host", "disk"])
+def test_memory_is_that_of_the_window(offload: Any, offloaded: Callable[..., Any], tmp_path: Any, alone: None) -> None:
+    """However long the prompt and the answer; and what was left behind is read anew where a cut brings it back."""
+    model, window = plain_model("mistral"), 128
+    model.config.sliding_window = window
+    if offload is None:
+        engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+    else:
+        engine = offloaded(copy.deepcopy(model), disk_path=str(tmp_path), page_kib=4, method="stream", **offload)
+    options = {"max_new_tokens": 300, "min_new_tokens": 300, "do_sample": False, "pad_token_id": 0}
+    ids = torch.randint(3, 190, (2, 500), generator=torch.Generator().manual_seed(7))
+    session, largest = engine.session(), 0
+
+    def look(_ids: Any, _scores: Any) -> Any:
+        nonlocal largest
+        largest = max(largest, session._cache.nbytes())
+        return torch.zeros(2, dtype=torch.bool)
+
+    found = session.generate(ids, stopping_criteria=[look], **options)
+    assert torch.equal(found, generate(model, ids, torch.ones_like(ids), max_new_tokens=300, min_new_tokens=300))
+    sizes = model.config
+    row = 2 * sizes.num_key_value_heads * sizes.head_dim * 4
+    pages = 0 if offload is None else 2 * 2 * sizes.num_hidden_layers * 2 * 4096
+    assert 0 < largest <= 1.05 * 2 * sizes.num_hidden_layers * window * row + pages
+    if offload is not None:
+        assert sum(engine._offloader.pool.used().values()) == session._cache.nbytes()
+    fork, short = session.fork(), {**options, "max_new_tokens": 5, "min_new_tokens": 5}
+    session.save(tmp_path / "saved")
+    restored = engine.restore_session(tmp_path / "saved")
+    assert restored._cache.gone == session._cache.gone and all(session._cache.gone)
+    for each, slots in ((session, 798), (session, 400), (fork, 799), (restored, 610)):
+        each.cut_back(slots)
+        assert each.length == (slots if slots >= 798 else 0)
+        longer = torch.cat([each.input_ids, ids[:, :3]], dim=1)
+        expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=5, min_new_tokens=5)
+        assert torch.equal(each.generate(ids[:, :3], **short), expected)
+    if offload is None:
+        engine.destroy()
