@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megakv.cache.window import held_rows
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.config import OffloadConfig
 from megakv.offload.pages import page_bytes
@@ -50,30 +51,61 @@ def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     return kept + working_bytes(model, tp_size=tp_size)
 
 
+def held_tokens(model: ModelShape, tokens: int, *, batch: int, new: int | None = None) -> list[int]:
+    """Of a rank's tokens of all sequences, those whose keys and values each layer holds: windows leave some behind.
+
+    `new` tokens of a sequence are computed at a time, None for all: a pass that goes on from others adds them.
+    """
+    each = -(-tokens // batch)
+    piece = new if new is not None and new < each else 0
+    return [
+        tokens if layer.window is None else min(tokens, batch * (held_rows(layer.window, each) + piece))
+        for layer in model.layers
+    ]
+
+
+def cached_bytes(rows: Sequence[int], held: Sequence[int], tokens: int) -> int:
+    """Bytes at most, given those of a row in each layer: one layer at a time has a first prompt's rows all there."""
+    pairs = list(zip(rows, held, strict=True))
+    return sum(row * count for row, count in pairs) + max(row * (tokens - count) for row, count in pairs)
+
+
 def offloaded_bytes(
-    model: ModelShape, rows: Sequence[int], tokens: int, *, batch: int, offload: OffloadConfig, recomputes: bool = True
+    model: ModelShape,
+    rows: Sequence[int],
+    tokens: int,
+    *,
+    batch: int,
+    offload: OffloadConfig,
+    recomputes: bool = True,
+    new: int | None = None,
 ) -> tuple[int, int]:
     """Bytes on the accelerator and off it of tokens of all sequences; `rows` are the bytes of one in each layer.
 
     Without `recomputes` no method keeps activations.
     """
     inputs = model.hidden * model.element_bytes
-    each, page = -(-tokens // batch), offload.page_kib << 10
-    host = staged = 0
-    for row in rows:
+    held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_kib << 10
+    host = staged = most = 0
+    for row, count in zip(rows, held, strict=True):
         stored = row
         if offload.kv_bits is not None:
             dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
             group = group_size(*dims, offload.kv_group)
             stored = packed_bytes(row // model.element_bytes, group, model.dtype, offload.kv_bits)
         kept = inputs if recomputes and offload.keeps_inputs(inputs, stored) else 0
-        # Every sequence has its own pages in every layer.
-        host += batch * sum(page_bytes(each, width, page) for width in (stored, kept) if width)
+        # Every sequence has its own pages in every layer; a window begins anywhere in one.
+        here, all_rows = (
+            batch * sum(page_bytes(-(-number // batch), width, page) for width in (stored, kept) if width)
+            for number in (count, tokens)
+        )
+        here = min(all_rows, here + (batch * 2 * page if count < tokens else 0))
+        host, most = host + here, max(most, all_rows - here)
         # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
         staged = max(staged, row + kept + (0 if offload.kv_bits is None else stored))
     together = -(-tokens // min(offload.num_gpu_batches, batch))
     resident = min(int(offload.device_gb * GIB), sum(rows) * tokens)
-    return STAGED_LAYERS * grown_bytes(staged * together) + resident, host
+    return STAGED_LAYERS * grown_bytes(staged * together) + resident, host + most
 
 
 @dataclass(frozen=True)
@@ -115,9 +147,11 @@ def rank_memory(
     row = model.attention(tp_size=tp_size).kv_row_bytes
     rows = [row] * len(model.layers)
     kept, computed = -(-context // cp_size) * batch, -(-(new or context) // cp_size) * batch
-    cache, host = round(sum(rows) * kept * kept_share), 0
+    piece = None if new is None else -(-new // cp_size)
+    held = held_tokens(model, kept, batch=batch, new=piece)
+    cache, host = round(cached_bytes(rows, held, kept) * kept_share), 0
     if offloaded:
-        staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig())
+        staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig(), new=piece)
         cache = min(cache, staged)
     whole = model.embedding * model.element_bytes
     return RankMemory(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megakv.config import MegaKVConfig
-from megakv.costmodel.memory import activation_bytes, offloaded_bytes
+from megakv.costmodel.memory import activation_bytes, cached_bytes, held_tokens, offloaded_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import is_compressed, tokens_per_head
@@ -65,8 +65,11 @@ def virtual_rank(
         sharded = config.megakv.runahead.kv == "sharded" or config.cp_size == 1
         kv, host = offloaded_bytes(shape, share.row_bytes, cached, batch=batch, offload=offload, recomputes=sharded)
     else:
-        dense = largest * kept if kept_share < 1 else 0
-        kv, host = round(sum(share.row_bytes) * kept * kept_share) + sum(share.row_bytes) * answer + dense, 0
+        if kept_share < 1:
+            kv = round(sum(share.row_bytes) * kept * kept_share) + sum(share.row_bytes) * answer + largest * kept
+        else:
+            kv = cached_bytes(share.row_bytes, held_tokens(shape, kept + answer, batch=batch), kept + answer)
+        host = 0
     weights, held = share.weight_bytes, 0
     if offload.weights:
         held = sum(share.layer_bytes)
