@@ -64,10 +64,10 @@ def held_tokens(model: ModelShape, tokens: int, *, batch: int, new: int | None =
     ]
 
 
-def cached_bytes(rows: Sequence[int], held: Sequence[int], tokens: int) -> int:
-    """Bytes at most, given those of a row in each layer: one layer at a time has a first prompt's rows all there."""
+def cached_bytes(rows: Sequence[int], held: Sequence[int], whole: int) -> int:
+    """Bytes at most, given those of a row in each layer: `whole` is a prompt that one layer at a time has all of."""
     pairs = list(zip(rows, held, strict=True))
-    return sum(row * count for row, count in pairs) + max(row * (tokens - count) for row, count in pairs)
+    return sum(row * count for row, count in pairs) + max(row * max(0, whole - count) for row, count in pairs)
 
 
 def offloaded_bytes(
@@ -100,7 +100,8 @@ def offloaded_bytes(
             for number in (count, tokens)
         )
         here = min(all_rows, here + (batch * 2 * page if count < tokens else 0))
-        host, most = host + here, max(most, all_rows - here)
+        # One layer at a time has all of a prompt that is read whole.
+        host, most = host + here, max(most, all_rows - here) if new is None else 0
         # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
         staged = max(staged, row + kept + (0 if offload.kv_bits is None else stored))
     together = -(-tokens // min(offload.num_gpu_batches, batch))
@@ -147,9 +148,9 @@ def rank_memory(
     row = model.attention(tp_size=tp_size).kv_row_bytes
     rows = [row] * len(model.layers)
     kept, computed = -(-context // cp_size) * batch, -(-(new or context) // cp_size) * batch
-    piece = None if new is None else -(-new // cp_size)
+    piece = None if new is None or new >= context else -(-new // cp_size)
     held = held_tokens(model, kept, batch=batch, new=piece)
-    cache, host = round(cached_bytes(rows, held, kept) * kept_share), 0
+    cache, host = round(cached_bytes(rows, held, kept if piece is None else 0) * kept_share), 0
     if offloaded:
         staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig(), new=piece)
         cache = min(cache, staged)

@@ -162,7 +162,7 @@ def test_a_window_bounds_what_a_layer_holds() -> None:
     model, row = replace(LLAMA3_405B, layers=layers), LLAMA3_405B.attention(tp_size=1).kv_row_bytes
     held, count = 4096 + 2 * 64, len(layers)
     assert rank_memory(model, context=100_000).cache == row * ((count - 1) * held + 100_000)
-    assert rank_memory(model, context=100_000, new=1000).cache == row * ((count - 1) * (held + 1000) + 100_000)
+    assert rank_memory(model, context=100_000, new=1000).cache == row * count * (held + 1000)
     assert rank_memory(model, context=1000, batch=3) == rank_memory(LLAMA3_405B, context=1000, batch=3)
     offloaded = [rank_memory(each, context=100_000, offloaded=True).host for each in (model, LLAMA3_405B)]
     assert offloaded[0] < 0.1 * offloaded[1]

@@ -2,19 +2,23 @@
 
 import copy
 import functools
+import gc
+import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.offload.method import Split
 from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.prefetch import OutOfWindow, Windows
-from tests.families import WINDOW
+from tests.families import CONFIGS, WINDOW
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 LONG = {"max_new_tokens": 24, "min_new_tokens": 24}
@@ -160,6 +164,30 @@ def test_turns_cuts_and_forks_see_what_comes_back_into_the_window(
     longer = torch.cat([history, turns[1]], dim=1)
     for each in (fork, restored):
         assert torch.equal(each.generate(turns[1], **options), expected(longer))
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_the_process_is_no_larger_than_the_window(alone: None) -> None:
+    config = CONFIGS["mistral"]()
+    config.update({"num_hidden_layers": 6, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 512})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    engine = megakv.init_inference(model, {"dtype": "fp32"})
+    ids = torch.randint(3, 190, (1, 3000), generator=torch.Generator().manual_seed(7))
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    # The first one also brings in code, and buffers that stay.
+    engine.generate(ids, **options)
+    session, before = engine.session(), resident_bytes()
+    session.generate(ids, **options)
+    window = 6 * 512 * 2 * 8 * 128 * 4
+    held = session._cache.nbytes()
+    # All tokens would be six times the window.
+    assert held <= 1.05 * window and resident_bytes() - before <= held + 0.5 * window
+    engine.destroy()
 
 
 @pytest.mark.parametrize("offload", [None, {}, {"host_gb": 0.0002, "disk_gb": 0.01}], ids=["device", "host", "disk"])
