@@ -36,7 +36,7 @@ from .ruler import EXACT, METHODS, Item
 
 SECTIONS: dict[str, dict[str, Any]] = {
     EXACT: {},
-    "kv4": {"offload": {"enabled": True, "method": "stream", "kv_bits": 4}},
+    "kv4": {"offload": {"enabled": True, "method": "stream", "kv_bits": 4, "host_gb": 1.0}},
     "fp8": {"feed_forward": "fp8"},
 }
 """Ways without a budget."""
@@ -196,6 +196,8 @@ def answer(
         engines = {way.name: peers.engine(way.name, {}, **way.section) for way in group}
         if group[0].observes is None:
             found[group[0].name] = batch.whole(engines[group[0].name])
+            # Its memory off the accelerator, or its own weights.
+            peers.drop(group[0].name)
         else:
             found |= batch.compressed(engines, group)
     return {name: [asdict(each) for each in several] for name, several in found.items()}
