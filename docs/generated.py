@@ -161,6 +161,25 @@ def ruler_table() -> str:
         reach = f"{100 * total['low']:.0f} to {100 * total['high']:.0f}"
         lines.append(f"| {'all' if budget is None else f'{budget:,}'} | `{method}` | {' | '.join(shown)} | {reach} |")
     return "\n".join(lines) + "\n"
+def rivals_table() -> str:
+    """TTFT, TTIT and memory at the longest prompt in benchmarks/results/rivals.json, and where MegaKV loses."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "rivals.json").read_text())
+    longest = max(row["context"] for row in results["rows"])
+    lines = ["| | weights | TTFT, s | TTIT, ms | peak memory, MiB |", "|---|---|---:|---:|---:|"]
+    for row in results["rows"]:
+        if row["context"] == longest:
+            ttft, ttit = statistics.median(row["seconds"]), 1e3 * statistics.median(row["ttit_s"])
+            cells = [
+                row["runs"],
+                row["weights"],
+                f"{ttft:.1f}",
+                f"{ttit:.0f}",
+                f"{max(row['peak_bytes']) / 2**20:,.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    absent = [f"- {name}: not measured: {reason}" for name, reason in results["summary"]["not_run"].items()]
+    loses = [f"- {sentence}" for sentence in results["summary"]["loses"]] or ["- nowhere"]
+    return "\n".join([*lines, "", *absent, *([""] if absent else []), "Where MegaKV loses:", "", *loses]) + "\n"
 
 
 def recipes_table() -> str:
@@ -213,6 +232,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill_table,
     "runahead": runahead_table,
     "ruler": ruler_table,
+    "rivals": rivals_table,
     "recipes": recipes_table,
     "predictions": predictions_table,
     "compression": compression_table,
