@@ -161,6 +161,8 @@ def ruler_table() -> str:
         reach = f"{100 * total['low']:.0f} to {100 * total['high']:.0f}"
         lines.append(f"| {'all' if budget is None else f'{budget:,}'} | `{method}` | {' | '.join(shown)} | {reach} |")
     return "\n".join(lines) + "\n"
+
+
 def rivals_table() -> str:
     """TTFT, TTIT and memory at the longest prompt in benchmarks/results/rivals.json, and where MegaKV loses."""
     results = json.loads((ROOT / "benchmarks" / "results" / "rivals.json").read_text())

@@ -202,8 +202,10 @@ class Session:
         self._engine = None
 
     def _cut_cache(self, slots: int) -> None:
+        # The latest token may not be cached yet.
+        kept = min(self._cache.length, slots)
         self._cache.cut_back(slots)
-        if self._cache.length < slots and not self._noted and self._open().mesh.rank == 0:
+        if self._cache.length < kept and not self._noted and self._open().mesh.rank == 0:
             self._noted = True
             logger.warning(
                 "cut back to %d tokens, whose sliding windows have left earlier ones behind: the next turn reads all "

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from megakv.session_files import read_meta, read_tokens
 from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.models import prose, save_model, word_tokenizer
+from tests.families import llama
 
 SCRIPT = Path(__file__).parent / "ranks" / "chat.py"
 NEW_TOKENS = 5
@@ -50,7 +51,7 @@ class Plain:
 
 def saved(folder: Path) -> Tensor:
     """The tokens of a saved conversation."""
-    return read_tokens(folder / "session", read_meta(folder / "session"))[0]
+    return read_tokens(folder / "session", read_meta(folder / "session", llama()))[0]
 
 
 def test_conversations_from_a_pipe(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> None:

@@ -287,7 +287,7 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
         heads, tp = [[[0, 1, 2, 3], [4, 5, 2, 3]]] * LAYERS, 2
         other = ShardedCache(LAYERS, size=1, rank=0, new_store=lambda _, batch: SharedHeadsStore(batch, halves(1)))
         fill(other)
-        write_shard(folder, other, 1)
+        write_shard(folder, other, 1, 1)
         del other
     meta = SessionMeta(FORMAT, "", 1, tp, LAYERS, 1, TOKENS, "torch.float32", compressed, heads)
     growth = peak_growth(lambda: read_cache(folder, meta, caches[1], HeadsHere(heads, 0), torch.device("cpu")))

@@ -235,7 +235,7 @@ def test_silent_chain_attends_to_what_it_would_receive() -> None:
     mask = np.arange(37)[None] < lengths[:, None]
     new = new_tokens(mask, np.broadcast_to(np.arange(37) + 100, mask.shape), 0)
     layout = contiguous(new, [(20, 0, 10, 7), (0, 0, 0, 0), (1, 0, 4, 0)])
-    shape = {"kv_heads": 2, "key_dim": 4, "value_dim": 6, "q_HLD": torch.zeros(4, 7, 4)}
+    shape = {"kv_heads": 2, "key_dim": 4, "value_dim": 6, "q_HLD": torch.zeros(4, 7, 4), "v_KLD": torch.zeros(2, 7, 6)}
     call: Any = SimpleNamespace(layout=layout, rank=3, **shape)
     plan = ChainPlan.of(layout, 3, 8)
     messages = KVFormat(call, plan.messages)

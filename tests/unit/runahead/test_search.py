@@ -114,7 +114,7 @@ def test_noise_is_measured_again() -> None:
 def test_noise_does_not_choose() -> None:
     """Times that scatter by 3% cost the partition less than half a percent: neighbours vouch for each other."""
     slower, trials = [], []
-    for _ in range(20):
+    for _ in range(60):
         rng = random.Random(random.getrandbits(32))
         chain = SimulatedChain.usual(96, rng)
         result = PartitionSearch(PAPER, chain.evaluator(0.03, rng), finalists=4, rounds=3).run()
