@@ -191,7 +191,8 @@ class SavedLayer:
         # Whole copies of a head have kept the same.
         first = np.append(True, (np.diff(head) != 0) | (np.diff(slot) != 0))[: len(head)]
         if self.alike is None and self.shares is not None:
-            within = np.cumsum(first) - np.searchsorted(head, head)
+            counted = np.cumsum(first)
+            within = counted - counted[np.searchsorted(head, head)]
             for index in range(len(self.shares.patterns)):
                 first &= (head != self.shares.alone + index) | self.shares.own_tokens(index, within)
         rows = torch.from_numpy(places[first])

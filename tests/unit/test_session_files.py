@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.cache.cache import ShardedCache
+from megakv.cache.saved import SavedLayer, SavedTokens
 from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.errors import MegaKVError
 from megakv.fairkv.splitting import PERIOD, HeadShares
 from megakv.session_files import FORMAT, HeadsHere, SessionMeta, first_fingerprint, read_cache, write_shard
-from megakv.session_folder import PendingSave
+from megakv.session_folder import PendingSave, shard_file
 from megakv.tensor_files import StreamedTensor, write_tensors
 from tests.families import llama
 
@@ -318,6 +319,32 @@ def test_absurd_numbers_and_depths_are_refused_at_once(engine: Any, tmp_path: Pa
     save_file({**tensors, "input_ids": tensors["input_ids"] + 10**6}, file)
     with pytest.raises(MegaKVError, match="holds tokens that are not among the model's"):
         engine.restore_session(tmp_path / "session")
+
+
+def test_replicas_divide_what_whole_copies_have_kept(tmp_path: Path) -> None:
+    """Both ranks that saved had both heads; of two that read, one shares its second head with the other."""
+    heads, length = [[[0, 1], [0, 1]]], 600
+    slots, rows = np.arange(length), (torch.randn(2, length, 4), torch.randn(2, length, 4))
+    keep = torch.rand(2, length) < 0.7
+    for rank in range(2):
+        cache = ShardedCache(1, size=1, rank=0, compresses=True)
+        cache.begin(balanced(TokenBlock(np.zeros_like(slots), slots, slots, 1), 1), 1)
+        cache.store(0).append(0, *rows)
+        cache.store(0).compress(0, keep)
+        cache.commit(length, compressed=(0,))
+        write_shard(tmp_path, cache, rank, 1)
+    tokens = SavedTokens([slots], slots, [[0, length]])
+    files = [[tmp_path / shard_file(0, rank)] for rank in range(2)]
+    pattern = np.arange(PERIOD) % 2 == 0
+    found = []
+    for own, alone, mine in (([0, 1], 1, pattern), ([1], 0, ~pattern)):
+        layer = SavedLayer(files, "0.0.", tokens, torch.device("cpu"), heads[0], own, None, HeadShares(alone, (mine,)))
+        kept = layer.kept()
+        assert kept is not None
+        found.append(kept)
+    assert found[0].slot[found[0].head == 0].tolist() == keep[0].nonzero()[:, 0].tolist()
+    parts = [found[0].slot[found[0].head == 1].tolist(), found[1].slot.tolist()]
+    assert all(parts) and sorted(parts[0] + parts[1]) == keep[1].nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize(("name", "other"), [("0.1.k", torch.float16), ("1.positions", torch.float32)])
