@@ -30,6 +30,7 @@ from docs.reference import (  # noqa: E402
     attention_table,
     commands_table,
     compression_methods_table,
+    laws_table,
     offload_table,
     refused_table,
     settings_table,
@@ -225,6 +226,7 @@ def predictions_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "refused": refused_table,
+    "laws": laws_table,
     "attention": attention_table,
     "offload": offload_table,
     "compression_methods": compression_methods_table,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import types
 import typing
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, MinLen
@@ -16,6 +20,7 @@ from megakv.attention.methods import METHODS as ATTENTION
 from megakv.config import REFUSED_KEYS, REFUSED_TP_KEYS, MegaKVSection
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.launcher.commands import SUMMARIES
+from megakv.laws import LAWS, CombinationError, Law
 from megakv.offload.methods import AUTO
 from megakv.offload.methods import METHODS as OFFLOAD
 from megakv.sections import OneOf, Section
@@ -134,3 +139,37 @@ def refused_table() -> str:
     reasons["groups and shards follow `tp_size`"] = [f"`tensor_parallel.{key}`" for key in REFUSED_TP_KEYS]
     lines = ["| refused | because |", "|---|---|"]
     return "\n".join([*lines, *(f"| {', '.join(keys)} | {reason} |" for reason, keys in reasons.items())]) + "\n"
+
+
+NAMED = re.compile(r"(?:megakv|tensor_parallel)(?:\.[a-z_*]+)+")
+
+
+def combination_errors() -> Iterator[tuple[Law, str]]:
+    """Law and message of every refusal of a combination; what a message is given stands in it as ``*``."""
+    root = Path(__file__).parents[1]
+    for path in sorted((root / "megakv").rglob("*.py")):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id == CombinationError.__name__ and name != "megakv.laws":
+                law, text = node.args
+                assert isinstance(law, ast.Constant)
+                yield law.value, _literal(text, vars(import_module(name)))
+
+
+def _literal(text: ast.AST, names: dict[str, Any]) -> str:
+    if isinstance(text, ast.JoinedStr):
+        return "".join(_literal(part, names) for part in text.values)
+    if isinstance(text, ast.FormattedValue):
+        return _literal(text.value, names)
+    return str(text.value if isinstance(text, ast.Constant) else names.get(getattr(text, "id", ""), "*"))
+
+
+def laws_table() -> str:
+    """Why settings that are right each for itself cannot be had together, and which they are."""
+    found: dict[Law, set[str]] = {law: set() for law in LAWS}
+    for law, text in combination_errors():
+        found[law].add(" and ".join(f"`{name}`" for name in dict.fromkeys(NAMED.findall(text))))
+    lines = ["| because | what is refused names |", "|---|---|"]
+    lines += [f"| {LAWS[law]} | {'; '.join(sorted(names - {''}))} |" for law, names in found.items()]
+    return "\n".join(lines) + "\n"

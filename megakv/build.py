@@ -28,6 +28,7 @@ from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.ownership import check_unused, own_config
+from megakv.laws import CombinationError
 from megakv.offload.cuda_link import clock_of
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
@@ -148,7 +149,9 @@ def _head_map(
     if dtype not in accelerator.supported_dtypes():
         setting = "the model's own dtype" if parsed.dtype is None else "dtype"
         allowed = " or ".join(repr(kind) for name, kind in DTYPES.items() if name in accelerator.supported_dtypes())
-        raise ValueError(f"{setting} = {dtype} is not supported on {accelerator.device_name()}: set dtype to {allowed}")
+        raise CombinationError(
+            "machine", f"{setting} = {dtype} is not supported on {accelerator.device_name()}: set dtype to {allowed}"
+        )
     config = parsed.megakv.fairkv
     if config.budget is not None:
         layers, _, kv_heads = head_counts(model)

@@ -43,6 +43,7 @@ from megakv.costmodel.prefill import alone
 from megakv.costmodel.shape import AttentionShape, ModelShape, local_heads
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
+from megakv.laws import CombinationError
 from megakv.runahead.partition import Partition, even
 
 PREFILL_CANDIDATES = ("pass_kv", "pass_q")
@@ -187,19 +188,21 @@ def load_evidence(
         return evidence
     remedy = "measure here, or set megakv.context_parallel.accept_foreign_profile = true"
     here = fingerprint(comm, dtype or torch.float32)
-    for setting, path, record in (
-        (PROFILE_SETTING, config.profile, profile),
-        (FIT_SETTING, config.fit, fit),
-    ):
+    for key, path, record in (("profile", config.profile, profile), ("fit", config.fit, fit)):
         if record is not None:
             measured = record.fingerprint
             same_type = here if dtype is not None else here.model_copy(update={"dtype": measured.dtype})
             if differences := measured.differences(same_type):
-                raise ValueError(f"{setting} = {path!r} was measured elsewhere: {'; '.join(differences)}; {remedy}")
+                raise CombinationError(
+                    "foreign",
+                    f"megakv.context_parallel.{key} = {path!r} was measured elsewhere: {'; '.join(differences)}; "
+                    f"{remedy}",
+                )
     wanted = (*local_heads(heads, kv_heads, comm.mesh.tp_size), comm.mesh.cp_size)
     if fit is not None and (fit.heads, fit.kv_heads, fit.ring_size) != wanted:
-        raise ValueError(
+        raise CombinationError(
+            "foreign",
             f"{FIT_SETTING} = {config.fit!r} was fitted to {fit.heads} query and {fit.kv_heads} KV heads a rank on "
-            f"{fit.ring_size} context-parallel ranks, here {wanted[0]} and {wanted[1]} on {wanted[2]}; {remedy}"
+            f"{fit.ring_size} context-parallel ranks, here {wanted[0]} and {wanted[1]} on {wanted[2]}; {remedy}",
         )
     return evidence

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.config import FairKVConfig
 from megakv.json_files import read_json
+from megakv.laws import CombinationError, repeated
 from megakv.offload.config import OffloadConfig
 from megakv.offload.methods import AUTO, METHODS
 from megakv.refusals import refusal, shown
@@ -179,7 +180,7 @@ POLICY_NEEDS = {"alg1": ("profile", "profile"), "alg5": ("profile", "profile"), 
 """The setting that a policy reads, and the command that writes its file."""
 
 
-def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str]:
+def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | CombinationError]:
     """What is wrong with settings that are right each for itself; `given` is what the user wrote."""
     fields = MegaKVConfig.model_fields
     for key in sorted(config.model_fields_set & REFUSED_KEYS.keys()):
@@ -193,20 +194,23 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str]:
     if parallel.tp_size < 1:
         yield f"{named}.tp_size = {parallel.tp_size}: allowed: 1 or more"
     if not parallel.enabled and parallel.tp_size > 1:
-        yield f"{named}.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}"
+        yield CombinationError(
+            "one", f"tensor_parallel.enabled = false contradicts tensor_parallel.tp_size = {parallel.tp_size}"
+        )
     if config.dtype is not None and config.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         yield f"dtype = {config.dtype}: allowed: fp32, bf16, fp16"
     context = config.megakv.context_parallel
     key, command = POLICY_NEEDS.get(context.policy, ("size", ""))
     if getattr(context, key) is None:
-        yield (
+        yield CombinationError(
+            "needs",
             f"megakv.context_parallel.policy = {context.policy!r} needs megakv.context_parallel.{key}: "
-            f"a file that megakv {command} --json FILE writes"
+            f"a file that megakv {command} --json FILE writes",
         )
     yield from _offload_refusals(config.megakv)
 
 
-def _offload_refusals(section: MegaKVSection) -> Iterator[str]:
+def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError]:
     offload = section.offload
     if not offload.enabled:
         switches = {"weights": offload.weights, "num_gpu_batches": offload.num_gpu_batches > 1}
@@ -215,7 +219,7 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str]:
             # Switched off by name, the others may stay for later; without it they were meant.
             switches |= dict.fromkeys(sorted(offload.model_fields_set), True)
         for key in (key for key, given in switches.items() if given):
-            yield f"megakv.offload.{key} is set: that needs megakv.offload.enabled = true"
+            yield CombinationError("needs", f"megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
     if offload.weights and section.feed_forward == "fp8":
         yield (
@@ -224,10 +228,11 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str]:
         )
     recomputes = offload.method != AUTO and METHODS[offload.method].recomputes
     if recomputes and section.runahead.kv == "last" and section.context_parallel.size > 1:
-        yield (
+        yield CombinationError(
+            "inputs",
             f"megakv.offload.method = {offload.method!r} is not supported with megakv.runahead.kv = 'last': keys and "
             "values go down the chain, the activations that they could be recomputed from do not; allowed: 'stream', "
-            "'cpu_rank' or 'auto', or megakv.runahead.kv = 'sharded'"
+            "'cpu_rank' or 'auto', or megakv.runahead.kv = 'sharded'",
         )
     for key, value, allowed, reason in (
         ("fairkv.budget", section.fairkv.budget, None, "compressed keys and values stay on the accelerator"),
@@ -261,18 +266,23 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         raise ValueError(f"config must be a dict or the path of a JSON file, not {type(config).__name__}")
     for key, value in overrides.items():
         if key in values and values[key] != value:
-            raise ValueError(f"{source}: {key} = {values[key]!r} contradicts the argument {key} = {value!r}")
+            raise CombinationError(
+                "one", f"{source}: {key} = {values[key]!r} contradicts the argument {key} = {value!r}"
+            )
         values[key] = value
     for problem in _unknown_auto(values, MegaKVConfig):
         raise ValueError(f"{source}: {problem}")
     try:
         parsed = MegaKVConfig(**values)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{source}: {refusal(entry, MegaKVConfig)}" for entry in error.errors())) from None
+        entries = error.errors()
+        causes = (entry.get("ctx", {}).get("error") for entry in entries)
+        lines = (f"{source}: {refusal(entry, MegaKVConfig)}" for entry in entries)
+        raise repeated("\n".join(lines), *causes) from None
     except AssertionError as error:
         raise ValueError(f"{source}: {error}") from None
     parallel = parsed.megakv.context_parallel
     parsed.megakv.runahead.check(parallel.size, prefill=parallel.prefill, decode=parallel.decode, source=source)
     for problem in _refusals(parsed, values):
-        raise ValueError(f"{source}: {problem}")
+        raise repeated(f"{source}: {problem}", problem)
     return parsed

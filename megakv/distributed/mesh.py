@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
 from megakv.errors import MegaKVError
+from megakv.laws import CombinationError
 
 GroupName = Literal["world", "cp", "tp", "before", "behind"]
 DESCRIPTORS = "/proc/self/fd"
@@ -166,10 +167,11 @@ def check_world(*, cp_size: int, tp_size: int, tp_sizes: Callable[[], Collection
     wanted, started = cp_size * tp_size, dist.get_world_size()
     if wanted != started:
         fits = ", ".join(f"{started // tp} x {tp}" for tp in tp_sizes() if started % tp == 0)
-        raise ValueError(
+        raise CombinationError(
+            "whole",
             f"megakv.context_parallel.size = {cp_size} times tensor_parallel.tp_size = {tp_size} is {wanted}, but "
             f"{started} ranks were started: start {wanted} (deepspeed --num_accelerators {wanted}, torchrun "
-            f"--nproc-per-node {wanted}), or set CP x TP that {started} ranks can have: {fits}"
+            f"--nproc-per-node {wanted}), or set CP x TP that {started} ranks can have: {fits}",
         )
 
 

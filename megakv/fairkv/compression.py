@@ -21,6 +21,7 @@ from megakv.fairkv.method import EVERYTHING, Segment
 from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.selection import HEADS, SLOTS, choose
+from megakv.laws import CombinationError
 from megakv.weights.placement.heads import HeadMap
 
 
@@ -39,8 +40,8 @@ class Compressor:
         self._layers = len(head_map.layers)
         self.method = config.make_method(self._layers, head_map.n_kv_heads)
         if head_map.n_kv_heads > HEADS:
-            raise ValueError(
-                f"megakv.fairkv is not supported for {head_map.n_kv_heads} KV heads: no more than {HEADS} are"
+            raise CombinationError(
+                "room", f"megakv.fairkv is not supported for {head_map.n_kv_heads} KV heads: no more than {HEADS} are"
             )
 
     def rows(self, lengths: IntArray) -> tuple[int, ...]:

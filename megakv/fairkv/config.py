@@ -10,6 +10,7 @@ from pydantic_core import InitErrorDetails
 
 from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS
+from megakv.laws import CombinationError
 from megakv.sections import OneOf, Section
 
 
@@ -57,15 +58,17 @@ class FairKVConfig(Section):
             raise ValidationError.from_exception_data(type(self).__name__, details)
         given = [name for name in known if name in self.model_fields_set - {"budget", "mapping"}]
         if self.budget is None and given:
-            raise ValueError(
+            raise CombinationError(
+                "needs",
                 f"megakv.fairkv.{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it "
-                "to a fraction such as 0.25, or a number of tokens such as 1024"
+                "to a fraction such as 0.25, or a number of tokens such as 1024",
             )
         method = self._make_method()
         if self.budget is not None and 1 < self.budget < method.least:
-            raise ValueError(
+            raise CombinationError(
+                "room",
                 f"megakv.fairkv.budget = {self.budget:g} tokens per head is below the {method.least} that "
-                f"{self.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those"
+                f"{self.method!r} keeps in any case (its window, or its sinks and one more); raise it, or lower those",
             )
         return self
 
@@ -74,9 +77,10 @@ class FairKVConfig(Section):
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         for name in given:
             if name not in kind.model_fields:
-                raise ValueError(
+                raise CombinationError(
+                    "needs",
                     f"megakv.fairkv.{name} is not a setting of method {self.method!r}, which has: "
-                    f"{', '.join(kind.model_fields)}"
+                    f"{', '.join(kind.model_fields)}",
                 )
         return kind(**given)
 

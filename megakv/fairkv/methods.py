@@ -12,6 +12,7 @@ from torch import Tensor
 from megakv.fairkv.budgets import FloatArray, HeadBudgets, equal, pyramid, shared, weighted
 from megakv.fairkv.method import EVERYTHING, CompressionMethod, Segment
 from megakv.json_files import read_json
+from megakv.laws import CombinationError
 
 
 class StreamingLLM(CompressionMethod):
@@ -130,9 +131,10 @@ class HeadKV(SnapKV):
     @model_validator(mode="after")
     def _check_importance(self) -> Self:
         if self.importance is None:
-            raise ValueError(
+            raise CombinationError(
+                "needs",
                 "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance: a JSON file with the importance of "
-                "every KV head, such as megakv fairkv-profile writes"
+                "every KV head, such as megakv fairkv-profile writes",
             )
         return self
 
@@ -157,9 +159,10 @@ def read_importance(path: str, layers: int, kv_heads: int) -> FloatArray:
     if weights.ndim != 2:
         raise ValueError(f"{setting} holds no numbers 'budgets' [layer][KV head]")
     if weights.shape != (layers, kv_heads):
-        raise ValueError(
-            f"{setting} is of another model: {weights.shape[0]} layers of {weights.shape[1]} KV heads, "
-            f"this one has {layers} of {kv_heads}"
+        raise CombinationError(
+            "foreign",
+            f"megakv.fairkv.importance = {path!r} is of another model: {weights.shape[0]} layers of "
+            f"{weights.shape[1]} KV heads, this one has {layers} of {kv_heads}",
         )
     if not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() == 0:
         raise ValueError(f"{setting}: 'budgets' must be finite numbers, none below 0 and not all 0")

@@ -10,6 +10,7 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping, load_mapping
+from megakv.laws import CombinationError
 from megakv.weights.placement import HeadMap, head_counts
 
 SETTING = "megakv.fairkv.mapping"
@@ -23,10 +24,11 @@ def read_mapping(config: FairKVConfig, tp_size: int) -> HeadMapping | None:
         return None
     mapping = load_mapping(config.mapping, setting=SETTING)
     if mapping.tp_size != tp_size:
-        raise ValueError(
+        raise CombinationError(
+            "foreign",
             f"{SETTING} = {config.mapping!r} is for {mapping.tp_size} tensor-parallel ranks, but "
             f"tensor_parallel.tp_size = {tp_size}; make one with "
-            f"megakv fairkv-map --tp {tp_size}, or set tp_size to {mapping.tp_size}"
+            f"megakv fairkv-map --tp {tp_size}, or set tp_size to {mapping.tp_size}",
         )
     return mapping
 
@@ -36,10 +38,11 @@ def place_heads(mapping: HeadMapping, config: PreTrainedConfig) -> HeadMap:
     layers, heads, kv_heads = head_counts(config)
     found = len(mapping.mapping), mapping.n_kv_heads
     if found != (layers, kv_heads):
-        raise ValueError(
+        raise CombinationError(
+            "foreign",
             f"{SETTING} is of {mapping.model!r} with {found[0]} layers of {found[1]} KV heads, but the model has "
             f"{layers} layers of {kv_heads} KV heads; profile and map this model: "
-            f"megakv fairkv-profile, megakv fairkv-map"
+            f"megakv fairkv-profile, megakv fairkv-map",
         )
     if mapping.identity is not None:
         _check_model(mapping, mapping.identity.other_sizes(config))
@@ -65,7 +68,8 @@ def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicat
 
 def _check_model(mapping: HeadMapping, difference: str | None) -> None:
     if difference is not None:
-        raise ValueError(
+        raise CombinationError(
+            "foreign",
             f"{SETTING} is of another model, {mapping.model!r}: {difference}; profile and map this model: "
-            "megakv fairkv-profile, megakv fairkv-map"
+            "megakv fairkv-profile, megakv fairkv-map",
         )

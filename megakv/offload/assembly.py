@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from megakv.distributed.agreement import Agreement
 from megakv.injection.policy import depends_on_length
+from megakv.laws import CombinationError
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.host_memory import available_memory, check_host_budget, in_units
 from megakv.offload.methods import AUTO
@@ -68,16 +69,18 @@ def _check_settings(config: OffloadConfig) -> None:
     for name, gigabytes in (("host_gb", config.host_gb), ("disk_gb", config.disk_gb)):
         if gigabytes and int(gigabytes * GIB) < page:
             otherwise = "" if name == "host_gb" else ", or leave it out"
-            raise ValueError(
+            raise CombinationError(
+                "room",
                 f"megakv.offload.{name} = {gigabytes!r} is {in_units(gigabytes * GIB)}, less than one page of "
                 f"megakv.offload.page_kib = {config.page_kib}; make it {_gigabytes(page)} or more, or lower "
-                f"page_kib{otherwise}"
+                f"page_kib{otherwise}",
             )
     cores = len(os.sched_getaffinity(0))
     if config.cpu_threads is not None and config.cpu_threads > cores:
-        raise ValueError(
+        raise CombinationError(
+            "machine",
             f"megakv.offload.cpu_threads = {config.cpu_threads}: this process may use {cores} cores; allowed: as many "
-            "or fewer"
+            "or fewer",
         )
 
 
@@ -85,10 +88,11 @@ def _check_pages(config: OffloadConfig, pool: PagePool, layers: int) -> None:
     """Refuse budgets in which not even one short sequence has room."""
     needed = layers * (2 if config.recomputes and config.method != AUTO else 1)
     if pool.capacity < needed:
-        raise ValueError(
+        raise CombinationError(
+            "room",
             f"{pool.budgets()}: {pool.capacity} pages of megakv.offload.page_kib = {config.page_kib}, but a sequence "
             f"needs {needed} of them at least, as every layer has its own; raise megakv.offload.host_gb to "
-            f"{_gigabytes(needed * pool.page_bytes)} or more, or lower page_kib"
+            f"{_gigabytes(needed * pool.page_bytes)} or more, or lower page_kib",
         )
 
 
@@ -96,9 +100,10 @@ def _recomputes(config: OffloadConfig, model: PreTrainedModel) -> bool:
     """Whether the method recomputes; refused where it must and the model does not allow it."""
     reason = _not_recomputable(model) if config.recomputes else None
     if reason is not None and config.method != AUTO:
-        raise ValueError(
+        raise CombinationError(
+            "inputs",
             f"megakv.offload.method = {config.method!r} cannot work with model type {model.config.model_type!r}: "
-            f"{reason}; use 'stream' or 'auto'"
+            f"{reason}; use 'stream' or 'auto'",
         )
     return config.recomputes and reason is None
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megakv.laws import CombinationError
+
 logger = logging.getLogger(__name__)
 
 PIN_BYTES = 1 << 30
@@ -73,9 +75,10 @@ def check_host_budget(budget: int, free: int | None, *, ranks: int = 1) -> None:
     """Refuse a budget of each of several ranks on a host that has less memory, with both numbers."""
     if free is not None and budget * ranks > free:
         each = "" if ranks == 1 else f" on each of {ranks} ranks of this host"
-        raise ValueError(
+        raise CombinationError(
+            "machine",
             f"megakv.offload.host_gb asks for {in_units(budget)} of host memory{each}, {in_units(free)} are free; "
-            "make it smaller, or put the rest on disk with megakv.offload.disk_gb"
+            "make it smaller, or put the rest on disk with megakv.offload.disk_gb",
         )
 
 

@@ -19,6 +19,7 @@ from megakv.costmodel.measure.stopwatch import timed
 from megakv.costmodel.offload import affine
 from megakv.costmodel.records import load_record
 from megakv.distributed.sharding import chunk_bounds
+from megakv.laws import CombinationError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
@@ -82,8 +83,8 @@ def read_profile(config: OffloadConfig, dtype: torch.dtype) -> HostProfile | Non
     if profile.host_link is not None and profile.emulated_link_gb_s != config.emulated_link_gb_s:
         differences.append("another emulated link")
     if differences:
-        raise ValueError(
-            f"megakv.offload.profile = {path!r} was measured elsewhere ({'; '.join(differences)}); {REMEDY}"
+        raise CombinationError(
+            "foreign", f"megakv.offload.profile = {path!r} was measured elsewhere ({'; '.join(differences)}); {REMEDY}"
         )
     return profile
 

@@ -15,6 +15,7 @@ from megakv.attention.method import AttentionCall
 from megakv.distributed.sharding import Layout, TokenBlock
 from megakv.forward_pass import ForwardPass
 from megakv.injection.recomputation import Recomputation
+from megakv.laws import CombinationError
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.costs import LayerSpeeds, OffloadCosts
@@ -44,8 +45,8 @@ def make_link(device: torch.device, emulated_gb_s: float | None) -> Link:
     if device.type != "cuda":
         return EmulatedLink(None if emulated_gb_s is None else emulated_gb_s * 1e9)
     if emulated_gb_s is not None:
-        raise ValueError(
-            "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
+        raise CombinationError(
+            "machine", "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
         )
     return StreamLink(CudaStreams(device))
 

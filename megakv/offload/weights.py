@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.laws import CombinationError
 from megakv.offload.host_memory import HostTier, in_units
 from megakv.weights.placement.plan import decoder_layers
 
@@ -106,9 +107,10 @@ class HostWeights:
         self.layers = layer_places(model, dtypes)
         self.nbytes = sum(layer.nbytes for layer in self.layers)
         if self.nbytes >= budget:
-            raise ValueError(
+            raise CombinationError(
+                "room",
                 f"megakv.offload.weights = true needs {in_units(self.nbytes)} of host memory for this rank's decoder "
-                f"layers, and keys and values come on top; megakv.offload.host_gb holds {in_units(budget)}: raise it"
+                f"layers, and keys and values come on top; megakv.offload.host_gb holds {in_units(budget)}: raise it",
             )
         self.tier = HostTier(self.nbytes, pin=pin)
         whole = self.tier.rows(0, self.nbytes // ALIGNMENT, ALIGNMENT, torch.uint8)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from megakv.laws import CombinationError, repeated
 from megakv.runahead.partition import check_partition
 from megakv.sections import Section
 
@@ -47,19 +48,22 @@ class RunaheadConfig(Section):
             try:
                 check_partition(self.partition, size)
             except ValueError as error:
-                raise ValueError(f"{source}: {error}") from None
+                raise repeated(f"{source}: {error}", error) from None
         if self.table is not None and self.partition != "auto":
-            raise ValueError(
+            raise CombinationError(
+                "one",
                 f"{source}: megakv.runahead.table = {self.table!r} is for megakv.runahead.partition = 'auto', "
-                f"which is {self.partition!r}"
+                f"which is {self.partition!r}",
             )
         if self.kv == "last" and prefill != "runahead":
-            raise ValueError(
+            raise CombinationError(
+                "needs",
                 f"{source}: megakv.runahead.kv = 'last' needs megakv.context_parallel.prefill = 'runahead', "
-                f"which is {prefill!r}"
+                f"which is {prefill!r}",
             )
         if self.kv == "last" and decode != "auto":
-            raise ValueError(
+            raise CombinationError(
+                "one",
                 f"{source}: megakv.context_parallel.decode = {decode!r} contradicts megakv.runahead.kv = 'last', "
-                "with which the last rank decodes alone; allowed: 'auto'"
+                "with which the last rank decodes alone; allowed: 'auto'",
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megakv.laws import CombinationError
+
 Partition = tuple[int, ...]
 """Tokens of each context-parallel rank, rank 0 first; rank 0 has the start of the prompt."""
 
@@ -44,8 +46,9 @@ def check_partition(partition: Sequence[float], size: int, *, setting: str = SET
     """
     given = f"{setting} = {list(partition)}"
     if len(partition) != size:
-        raise ValueError(
-            f"{given} has {len(partition)} parts: allowed: {size}, one for each of the {size} context-parallel ranks"
+        raise CombinationError(
+            "whole",
+            f"{given} has {len(partition)} parts: allowed: {size}, one for each of the {size} context-parallel ranks",
         )
     numbers = [part for part in partition if isinstance(part, int | float) and not isinstance(part, bool)]
     if len(numbers) < size or not all(0 <= part < math.inf for part in numbers):

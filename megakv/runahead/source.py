@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
+from megakv.laws import CombinationError
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
 from megakv.runahead.table import SETTING, ChainIdentity, LookupTable, load_table
@@ -100,13 +101,14 @@ def check_chain(table: LookupTable, settings: RunaheadConfig, comm: Communicator
         raise ValueError(f"{named}: whether it is of this model is not known, for its config names no sizes; {remedy}")
     here = ChainIdentity.of(comm, model, kv=settings.kv, chunk_tokens=settings.chunk_tokens)
     if differences := table.chain.differences(here):
-        raise ValueError(f"{named} was searched elsewhere: {'; '.join(differences)}; {remedy}")
+        raise CombinationError("foreign", f"{named} was searched elsewhere: {'; '.join(differences)}; {remedy}")
 
 
 def check_size(table: LookupTable, path: str, size: int) -> None:
     """Refuse a table for another number of context-parallel ranks."""
     if table.chain.ranks != size:
-        raise ValueError(
+        raise CombinationError(
+            "foreign",
             f"{SETTING} = {path!r} has partitions for {table.chain.ranks} context-parallel ranks, here are {size}; "
-            f"search here with megakv search-partition, or set megakv.context_parallel.size = {table.chain.ranks}"
+            f"search here with megakv search-partition, or set megakv.context_parallel.size = {table.chain.ranks}",
         )

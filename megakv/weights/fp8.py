@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.laws import CombinationError
 from megakv.weights.placement.plan import ROUTERS, decoder_layers
 from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 
@@ -177,7 +178,9 @@ def check_device(device: torch.device) -> None:
         except (RuntimeError, ValueError, TypeError) as failure:
             problem = f"torch {torch.__version__} has no FP8 products there ({failure})"
     if problem:
-        raise ValueError(f"megakv.feed_forward = 'fp8' cannot be used on {device}: {problem}; use 'dtype'")
+        raise CombinationError(
+            "machine", f"megakv.feed_forward = 'fp8' cannot be used on {device}: {problem}; use 'dtype'"
+        )
 
 
 def _error(device: torch.device) -> float:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import megakv
+from docs.reference import combination_errors
 from megakv.config import load_config
+from megakv.laws import LAWS, CombinationError
 
 
 def test_defaults() -> None:
@@ -158,6 +160,42 @@ def test_deprecated_spelling_of_tp_size() -> None:
 def test_refusals_name_key_value_and_remedy(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "law"),
+    [
+        ({"megakv": {"offload": {"weights": True}}}, "needs"),
+        ({"megakv": {"context_parallel": {"policy": "alg1"}}}, "needs"),
+        ({"megakv": {"runahead": {"kv": "last"}}}, "needs"),
+        ({"megakv": {"fairkv": {"budget": 0.5, "method": "h2o", "window": 8}}}, "needs"),
+        ({"megakv": {"fairkv": {"budget": 4, "method": "snapkv"}}}, "room"),
+        ({"megakv": {"runahead": {"partition": [1, 2]}}}, "whole"),
+        ({"megakv": {"runahead": {"table": "t.json", "partition": "even"}}}, "one"),
+        ({"tensor_parallel": {"enabled": False, "tp_size": 2}}, "one"),
+        (
+            {
+                "megakv": {
+                    "context_parallel": {"size": 2, "prefill": "runahead"},
+                    "runahead": {"kv": "last"},
+                    "offload": {"enabled": True, "method": "kvpr"},
+                }
+            },
+            "inputs",
+        ),
+    ],
+)
+def test_refused_combinations_carry_a_law(values: dict, law: str) -> None:
+    with pytest.raises(CombinationError) as caught:
+        load_config(values)
+    assert caught.value.law == law
+
+
+def test_every_law_refuses_something() -> None:
+    assert {law for law, _ in combination_errors()} == LAWS.keys() and len(LAWS) <= 8
+    with pytest.raises(ValueError, match="timeout_s") as caught:
+        load_config({"megakv": {"timeout_s": -1}})
+    assert type(caught.value) is ValueError
 
 
 def test_contradicting_argument() -> None:

@@ -7,6 +7,8 @@ from itertools import groupby
 
 from transformers import PreTrainedConfig
 
+from megakv.laws import CombinationError
+
 
 @dataclass(frozen=True)
 class HeadGroup:
@@ -102,9 +104,10 @@ def contiguous_head_map(n_layers: int, n_heads: int, n_kv_heads: int, tp_size: i
         raise ValueError(f"{n_heads} query heads cannot share {n_kv_heads} KV heads evenly")
     if tp_size < 1 or not _divides(n_heads, n_kv_heads, tp_size):
         sizes = tensor_parallel_sizes(n_heads, n_kv_heads)
-        raise ValueError(
+        raise CombinationError(
+            "whole",
             f"tensor_parallel.tp_size = {tp_size} cannot split {n_heads} query heads over {n_kv_heads} KV heads; "
-            f"sizes that can: {', '.join(map(str, sizes))}"
+            f"sizes that can: {', '.join(map(str, sizes))}",
         )
     group, count = n_heads // n_kv_heads, n_heads // tp_size
     runs = (groupby(range(first, first + count), lambda head: head // group) for first in range(0, n_heads, count))

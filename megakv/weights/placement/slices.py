@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megakv.laws import CombinationError
+
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -70,7 +72,10 @@ def split_width(width: int, parts: int, part: int) -> tuple[int, int]:
     Ranges begin at multiples of 8 where the width allows it: grouped matrix products want rows aligned to 16 bytes.
     """
     if width < parts:
-        raise ValueError(f"tensor_parallel.tp_size = {parts} is more than an MLP width of {width}; use {width} or less")
+        raise CombinationError(
+            "whole",
+            f"tensor_parallel.tp_size = {parts} is more than an MLP width of {width}; use {width} or less",
+        )
     unit = next(u for u in (8, 4, 2, 1) if width % u == 0 and width >= u * parts)
     share, remainder = divmod(width // unit, parts)
     start = part * share + min(part, remainder)
