@@ -285,7 +285,7 @@ class Asked:
         return {"tokens": session.input_ids}
 
     def _saved(self, action: Action) -> Path:
-        return self.folder / f"session-{self.case.seed}-{action['name']}"
+        return self.folder / f"session-{self.case.seed}-{self.case.drawn_on}-{action['name']}"
 
 
 def positions(action: Action, mask: Tensor, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -312,15 +312,15 @@ def wanted_columns(action: Action, width: int) -> list[int]:
     return [column % width for column in columns]
 
 
-def differs(found: Answer, wanted: Answer) -> str | None:
-    """How an answer differs from the plain model's; None if it does not."""
+def differs(found: Answer, wanted: Answer, tolerance: float = TOLERANCE) -> str | None:
+    """How an answer differs from what it should be; None if it does not."""
     for name, tensor in found.items():
         expected = wanted[name]
         if tensor.shape != expected.shape:
             return f"{name} have shape {list(tensor.shape)}, not {list(expected.shape)}"
         if name == "logits":
             error = ((tensor - expected).abs().max() / expected.abs().max()).item() if expected.numel() else 0.0
-            if not error <= TOLERANCE:
+            if not error <= tolerance:
                 return f"logits differ by {error:.2g}"
         elif not torch.equal(tensor, expected):
             return f"{name} are {tensor.tolist()}, not {expected.tolist()}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tests.distributed.random_sections import draw_section
+from tests.distributed.random_sections import draw_section, is_lossy
 from tests.families import CONFIGS
 
 MESHES = {1: ("1x1",), 2: ("2x1", "2x1", "1x2"), 3: ("3x1",), 4: ("2x2", "2x2", "4x1", "1x4")}
@@ -37,6 +37,10 @@ class Case:
     neighbour : dict, optional
         That of a second engine in the same processes.
     script : list of Action
+    lossy : bool
+        Whether its answers, or what it goes on from, are others than the plain model's.
+    drawn_on : int
+        How many ranks the first case of its seed runs on.
     then : Case, optional
         On fewer ranks, with the sessions that this one saved.
     """
@@ -47,14 +51,15 @@ class Case:
     source: str
     section: dict[str, Any]
     script: list[Action]
+    lossy: bool
+    drawn_on: int
     neighbour: dict[str, Any] | None = None
     then: Case | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
         """CP and TP degree."""
-        cp, tp = self.mesh.split("x")
-        return int(cp), int(tp)
+        return sizes(self.mesh)
 
     @property
     def ranks(self) -> int:
@@ -62,32 +67,51 @@ class Case:
         cp, tp = self.sizes
         return cp * tp
 
+    @property
+    def parts(self) -> list[Case]:
+        """This one, and the one that goes on from it."""
+        return [self] if self.then is None else [self, self.then]
+
+    @property
+    def name(self) -> str:
+        """Of files: no other case has it."""
+        return f"{self.seed}-{self.drawn_on}-{self.ranks}"
+
+
+def sizes(mesh: str) -> tuple[int, int]:
+    """CP and TP degree."""
+    cp, tp = mesh.split("x")
+    return int(cp), int(tp)
+
 
 def draw(seed: int, ranks: int) -> Case:
     """The case of a seed on so many ranks."""
     rng = Random(f"{seed} on {ranks}")
     family, mesh = rng.choice(list(CONFIGS)), rng.choice(MESHES[ranks])
-    cp, tp = (int(size) for size in mesh.split("x"))
     script = Script(rng, turns=family not in LENGTH_DEPENDENT)
-    section = draw_section(rng, cp)
+    section = draw_section(rng, *sizes(mesh))
+    lossy = is_lossy(section)
     actions = script.draw()
-    fewer = [size for size in range(1, cp)] if script.saved else []
+    fewer = [other for size in range(1, ranks) for other in MESHES[size]] if script.saved else []
     then = None
     if fewer and rng.random() < 0.5:
         later = Script(rng, turns=True)
         later.take_over(script)
-        smaller = rng.choice(fewer)
-        then_section = draw_section(rng, smaller)
-        if "fairkv" in section:
+        # Sessions of FP8 go on with the same weights only, which are others on another TP degree.
+        smaller = rng.choice([other for other in fewer if other.endswith("x1") or "feed_forward" not in section])
+        then_section = draw_section(rng, *sizes(smaller)) | {"feed_forward": section.get("feed_forward", "dtype")}
+        if "budget" in section.get("fairkv", {}):
             # A session that was compressed is refused by engines that offload.
             then_section.pop("offload", None)
         then = Case(
             seed=seed,
             family=family,
-            mesh=f"{smaller}x{tp}",
+            mesh=smaller,
             source="folder",
             section=then_section,
             script=later.draw(),
+            lossy=lossy or is_lossy(then_section),
+            drawn_on=ranks,
         )
     return Case(
         seed=seed,
@@ -96,7 +120,9 @@ def draw(seed: int, ranks: int) -> Case:
         source=rng.choice(("folder", "folder", "module")),
         section=section,
         script=actions,
-        neighbour=draw_section(rng, cp) if rng.random() < 0.15 else None,
+        lossy=lossy,
+        drawn_on=ranks,
+        neighbour=draw_section(rng, *sizes(mesh), lossy=False) if not lossy and rng.random() < 0.15 else None,
         then=then,
     )
 

@@ -1,8 +1,13 @@
 """Started on every rank: engines of random cases, each asked what plain transformers is asked on one process.
 
 Usage: random_engines.py OUT.jsonl WORK_DIR SEED[,SEED...]. A line of OUT is one case: its `seed`, how many `actions`
-were compared, and perhaps with what message it was `refused`, what its `failure` was, or that it ended in a `tie`.
-WORK_DIR/running names the case under way. Sessions that fewer ranks go on with, and their cases, are left in WORK_DIR.
+were compared, and perhaps with what message it was `refused` and by which `law`, what its `failure` was, or that it
+ended in a `tie`. WORK_DIR/running names the case under way. Sessions that fewer ranks go on with, and their cases, are
+left in WORK_DIR.
+
+Lossy cases are compared with what one rank answers with the same losses, which a launch on one rank leaves in WORK_DIR
+before: random_engines.py OUT.jsonl WORK_DIR SEED[,SEED...] RANKS. Where that differs the line has a `doubt`, and in a
+launch on one rank after it, random_engines.py OUT.jsonl WORK_DIR, a line of OUT says whether it is a `tie`.
 """
 
 from __future__ import annotations
@@ -21,35 +26,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.launcher.process import orderly_end, quiet_libraries
 from tests.distributed.asking import Answer, Asked, Plain, differs
+from tests.distributed.drawn_engines import answers_alone, make_engine, make_model, write_files
 from tests.distributed.random_cases import Action, Case, draw
-from tests.families import CONFIGS
 
-NOISE, DISTURBED = 1e-6, 8
-"""Relative changes of all weights, and how many models with such: what they disagree on is a tie."""
-
-
-def make_model(case: Case, noise: int = 0) -> PreTrainedModel:
-    """The case's model, the same on every rank; norms and biases are off their neutral values."""
-    torch.manual_seed(case.seed)
-    # Eager attention knows soft caps and sinks, but adds Falcon's ALiBi twice.
-    attention = "sdpa" if case.family == "falcon_alibi" else "eager"
-    config = CONFIGS[case.family]()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        if noise:
-            torch.manual_seed(noise)
-            for parameter in model.parameters():
-                parameter.mul_(1 + NOISE * torch.randn_like(parameter))
-    return model
+RAISED = "raised "
+"""What a problem begins with that is no wrong answer."""
+DISTURBED = 8
+"""Models with other rounding errors: what they disagree on is a tie."""
+COARSE = 1e-2
+"""Logits of a lossy engine that were rounded otherwise, relative to the largest, are off by at most so much."""
 
 
 def plain_answers(case: Case, before: list[Action], *, noise: int = 0) -> list[Answer]:
@@ -57,6 +47,41 @@ def plain_answers(case: Case, before: list[Action], *, noise: int = 0) -> list[A
     plain = Plain(make_model(case, noise))
     answers = [getattr(plain, action["do"])(action) for action in [*before, *case.script]]
     return answers[len(before) :]
+
+
+def wanted_answers(case: Case, before: list[Action], folder: Path) -> list[Answer] | str:
+    """What a case should say to each action; a text where one rank could not say it."""
+    if not case.lossy:
+        return plain_answers(case, before)
+    parts: list[list[Answer] | str] = torch.load(alone_file(case, folder), weights_only=True)
+    return parts[bool(before)]
+
+
+def alone_file(case: Case, folder: Path) -> Path:
+    """What one rank said."""
+    return folder / f"alone-{case.seed}-{case.drawn_on}.pt"
+
+
+def write_alone(folder: Path, seeds: list[int], ranks: int) -> None:
+    """What one rank says to the lossy cases of so many ranks."""
+    for case in (draw(seed, ranks) for seed in seeds):
+        (folder / "running").write_text(f"{case.seed} of {ranks} ranks, on one")
+        if any(part.lossy for part in case.parts):
+            torch.save(answers_alone(case, folder / "alone"), alone_file(case, folder))
+
+
+def judge_doubts(out: Path, folder: Path) -> None:
+    """Say whether models whose weights differ by rounding errors give the answers that are in doubt."""
+    for path in folder.glob("doubt-*.pt"):
+        doubt = torch.load(path, weights_only=True)
+        case = draw(doubt["seed"], doubt["drawn_on"])
+        tie = False
+        for noise in range(1, DISTURBED + 1):
+            answers = answers_alone(case, folder / f"alone-{noise}", noise=noise)[doubt["part"]]
+            tie |= not isinstance(answers, str) and differs(doubt["found"], answers[doubt["step"]], COARSE) is None
+        with out.open("a") as lines:
+            lines.write(json.dumps({"seed": case.seed, "ranks": doubt["ranks"], "tie": tie}) + "\n")
+        path.unlink()
 
 
 def agreed(problem: str | None) -> str | None:
@@ -93,15 +118,16 @@ def leaks(before: tuple[int, int]) -> str | None:
     return None
 
 
-def make_engine(case: Case, source: PreTrainedModel | Path, section: dict[str, Any], disk: Path) -> Any:
-    """An engine, or the message with which it was refused."""
-    if "offload" in section:
-        section = {**section, "offload": {**section["offload"], "disk_path": str(disk)}}
-    config = {"dtype": "fp32", "tensor_parallel": {"tp_size": case.sizes[1]}, "megakv": section}
-    try:
-        return megakv.init_inference(source if isinstance(source, PreTrainedModel) else str(source), config)
-    except ValueError as error:
-        return str(error)
+def outcome(case: Case, before: list[Action], step: int, found: Answer, problem: str, folder: Path) -> str:
+    """What an answer is that is not what it should be: a failure, a tie, or a doubt. The same on all ranks."""
+    if not problem.startswith("rank 0: ") or problem.startswith(f"rank 0: {RAISED}"):
+        return "failure"
+    if not case.lossy:
+        return "tie" if is_tie(case, before, step, found) else "failure"
+    if dist.get_rank() == 0:
+        doubt = {"seed": case.seed, "drawn_on": case.drawn_on, "ranks": case.ranks, "part": int(bool(before))}
+        torch.save(doubt | {"step": step, "found": found}, folder / f"doubt-{case.name}.pt")
+    return "doubt"
 
 
 def run_script(case: Case, before: list[Action], wanted: list[Answer], asked: Asked) -> dict[str, Any]:
@@ -112,29 +138,32 @@ def run_script(case: Case, before: list[Action], wanted: list[Answer], asked: As
             found = getattr(asked, action["do"])(action)
             problem = differs(found, expected)
         except Exception:
-            problem = "".join(traceback.format_exc().splitlines(keepends=True)[-9:])
+            problem = RAISED + "".join(traceback.format_exc().splitlines(keepends=True)[-9:])
         problem = agreed(problem)
         if problem is not None:
-            outcome = "tie" if found and is_tie(case, before, step, found) else "failure"
-            return {"actions": step + 1, outcome: f"{action}\n{problem}"}
+            kind = outcome(case, before, step, found, problem, asked.folder)
+            return {"actions": step + 1, kind: f"{action}\n{problem}"}
     return {"actions": len(case.script)}
 
 
-def run(case: Case, before: list[Action], wanted: list[Answer], folder: Path) -> dict[str, Any]:
+def run(case: Case, before: list[Action], wanted: list[Answer] | str, folder: Path) -> dict[str, Any]:
     """One case's line."""
     line: dict[str, Any] = {"seed": case.seed, "ranks": case.ranks}
-    model, path, disk = make_model(case), folder / f"model-{case.ranks}-{case.seed}", folder / f"disk-{case.seed}"
+    model, path, disk = make_model(case), folder / f"model-{case.name}", folder / f"disk-{case.name}"
     if dist.get_rank() == 0:
-        disk.mkdir(exist_ok=True)
+        write_files(case, folder)
         model.save_pretrained(path)
     dist.barrier()
-    engine = make_engine(case, model if case.source == "module" else path, case.section, disk)
-    if isinstance(engine, str):
-        return line | {"refused": engine}
-    other = None if case.neighbour is None else make_engine(case, path, case.neighbour, disk)
+    engine = make_engine(case, model if case.source == "module" else path, case.section, folder)
+    if isinstance(engine, ValueError):
+        return line | {"refused": str(engine), "law": getattr(engine, "law", None)}
+    if isinstance(wanted, str):
+        engine.destroy()
+        return line | {"failure": f"one rank: {wanted}"}
+    other = None if case.neighbour is None else make_engine(case, path, case.neighbour, folder)
     line |= run_script(case, before, wanted, Asked(case, folder, engine))
-    if isinstance(other, str):
-        line["refused neighbour"] = other
+    if isinstance(other, ValueError):
+        line |= {"refused neighbour": str(other), "law of the neighbour": getattr(other, "law", None)}
     elif other is not None:
         # It was made before the first was used, and is used after.
         stateless = [pair for pair in zip(case.script, wanted, strict=True) if pair[0]["do"] in ("forward", "generate")]
@@ -143,7 +172,8 @@ def run(case: Case, before: list[Action], wanted: list[Answer], folder: Path) ->
         line |= {f"{name} of the second engine": second[name] for name in ("tie", "failure") if name in second}
         other.destroy()
     engine.destroy()
-    whole = case.source == "module" and case.sizes[1] == 1 and not case.section.get("offload", {}).get("weights")
+    kept = case.section.get("feed_forward") != "fp8" and not case.section.get("offload", {}).get("weights")
+    whole = case.source == "module" and case.sizes[1] == 1 and kept
     if whole:
         action = {"do": "forward", "rows": [9, 14], "side": "left", "spare": 0, "seed": case.seed}
         problem = differs(Plain(model).forward(action), Plain(make_model(case)).forward(action))
@@ -156,16 +186,22 @@ def draw_all(folder: Path, seeds: list[int]) -> list[tuple[Case, list[Action]]]:
     """This launch's cases, each with what an earlier launch was asked before it."""
     ranks = dist.get_world_size()
     cases: list[tuple[Case, list[Action]]] = [(draw(seed, ranks), []) for seed in seeds]
-    for path in sorted(folder.glob(f"then-{ranks}-*")):
+    found = sorted(folder.glob(f"then-{ranks}-*"))
+    for path in found:
         first = draw(*json.loads(path.read_text()))
         assert first.then is not None
         cases.append((first.then, first.script))
+    dist.barrier()
+    for path in found if dist.get_rank() == 0 else ():
+        # Once: other launches on as many ranks have other cases.
+        path.unlink()
     return cases
 
 
 def main() -> None:
     """Entry of every rank."""
-    out, folder, seeds = Path(sys.argv[1]), Path(sys.argv[2]), [int(seed) for seed in sys.argv[3].split(",")]
+    out, folder, given = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    seeds = [int(seed) for seed in given[0].split(",")] if given else []
     torch.set_num_threads(1)
     quiet_libraries()
     disable_progress_bar()
@@ -173,13 +209,23 @@ def main() -> None:
     # Its watch over progress bars stays, once there was one.
     tqdm(total=1, file=io.StringIO()).close()
     start_distributed(tp_only=False, timeout_s=300)
+    if not given:
+        judge_doubts(out, folder)
+    elif len(given) > 1:
+        write_alone(folder, seeds, int(given[1]))
+    else:
+        run_all(out, folder, seeds)
+
+
+def run_all(out: Path, folder: Path, seeds: list[int]) -> None:
+    """All cases of a launch, and those that go on from earlier ones."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cases, held = draw_all(folder, seeds), None
     for start in range(0, len(cases), 2 * ranks):
         group = cases[start : start + 2 * ranks]
         # Every rank asks the plain model of some cases.
         everyone: list[Any] = [None] * ranks
-        answers = {index: plain_answers(*group[index]) for index in range(rank, len(group), ranks)}
+        answers = {index: wanted_answers(*group[index], folder) for index in range(rank, len(group), ranks)}
         dist.all_gather_object(everyone, answers)
         wanted = {index: found for part in everyone for index, found in part.items()}
         for index, (case, before) in enumerate(group):
@@ -194,7 +240,7 @@ def main() -> None:
                     lines.write(json.dumps(line) + "\n")
                 # Where all that it was asked went well, its sessions are there.
                 if case.then is not None and line.keys() == {"seed", "ranks", "actions"}:
-                    (folder / f"then-{case.then.ranks}-{case.seed}").write_text(json.dumps([case.seed, ranks]))
+                    (folder / f"then-{case.then.ranks}-{case.then.name}").write_text(json.dumps([case.seed, ranks]))
 
 
 if __name__ == "__main__":
