@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import FrameType, ModuleType
+from typing import NoReturn
 
 from megakv.errors import MegaKVError
 from megakv.launcher.commands import SUMMARIES
+from megakv.launcher.process import UNREAD
 from megakv.version import __version__
 
 
@@ -33,9 +40,46 @@ def _module(name: str) -> ModuleType:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of the console script."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            with _terminations():
+                return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. At its end the interpreter would try once more, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return UNREAD
+
+
+def _check_values(words: list[str]) -> None:
+    """Refuse an option with an empty value, which a shell makes of a variable that is not set."""
+    for option, value in pairwise([*(part for word in words for part in word.split("=", 1)), "-"]):
+        if option.startswith("--") and not value:
+            raise ValueError(f"{option} '' is empty: leave it out, or give it a value")
+
+
+@contextmanager
+def _terminations() -> Iterator[None]:
+    """Asked to end, or with its terminal gone, this process still puts away what it made: ranks, folders."""
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(argv: list[str]) -> int:
     arguments = _parser(argv[:1]).parse_args(argv)
     try:
+        _check_values(argv)
         result = arguments.run(arguments)
         if result is not None:
             text = json.dumps(result, indent=2)
@@ -44,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
                 write_whole(path, text.encode())
             print(text)
+    except BrokenPipeError:
+        raise
     except (ValueError, MegaKVError, OSError) as error:
         print(f"megakv: error: {error}", file=sys.stderr)
         return 1

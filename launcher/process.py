@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from megakv.distributed.launchers import read_launch
@@ -17,6 +17,10 @@ from megakv.errors import MegaKVError, PeerLostError
 
 PATIENCE_SECONDS = 10.0
 """How long another rank leaves the word to rank 0, whose exit makes the launcher end all ranks."""
+UNREAD = 141
+"""Status where nobody reads the output any more, as after ``| head``: that of a process that SIGPIPE ended."""
+UNREAD_SECONDS = 1.0
+"""How long such a rank leaves it to the command that started it to end all ranks."""
 
 
 def own_rank() -> int:
@@ -48,8 +52,10 @@ def importing() -> Iterator[None]:
 
 def leave(code: int) -> NoReturn:
     """End this process now, with what was printed but without a wait for connections to peers that may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # Perhaps nobody reads it any more.
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -79,11 +85,18 @@ def report_errors() -> Iterator[None]:
     """Report a user's error once; with or without one, end as `orderly_end` says.
 
     Wrong settings are seen by every rank alike, so rank 0 reports them. A lost peer is reported by whoever sees it.
-    What only another rank knows is reported by it when rank 0 has stayed silent.
+    What only another rank knows is reported by it when rank 0 has stayed silent. That nobody reads what is printed is
+    no error.
     """
     with orderly_end():
         try:
             yield
+            # The interpreter would do it too late to be heard here.
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # At once, the others would say that they miss this rank.
+            time.sleep(UNREAD_SECONDS)
+            leave(UNREAD)
         except PeerLostError as error:
             # Said once: the launcher's SIGTERM would have the watch over peers say it again.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

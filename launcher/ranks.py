@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from megakv.errors import MegaKVError
-from megakv.launcher.process import own_rank
+from megakv.launcher.process import UNREAD, own_rank
 from megakv.launcher.remote import encode
 
 # What measures is imported by the ranks, not by who asks for a command's arguments.
@@ -30,8 +31,10 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TIMEOUT_S = 600.0
 OWN = ("command", "run", "ranks", "local_rank")
 """Of the arguments of a command, those that its ranks do not take."""
-SAID = (1, 130)
-"""Statuses of ranks that have said why they ended: `process.report_errors`."""
+SAID = (1, 130, UNREAD)
+"""Statuses of ranks that have said why they ended, or need not: `process.report_errors`."""
+LOOK_S = 0.5
+"""How often to look whether anybody still reads what ranks print."""
 PASSED = ("PATH", "OMP_NUM_THREADS", "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_OFFLINE") + (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -72,7 +75,7 @@ def check_writable(option: str, path: str) -> None:
     """Refuse a file that could not be written in the end."""
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option} {path}: cannot be written: the folder must exist and be writable")
+        raise ValueError(f"{option} {path or repr(path)}: cannot be written: the folder must exist and be writable")
 
 
 def command_line(arguments: argparse.Namespace) -> list[str]:
@@ -105,7 +108,7 @@ def start_ranks(
     ValueError
         If the hostfile cannot be read, has another number of slots, or pdsh is missing.
     SystemExit
-        If a rank ended with an error that it has reported.
+        If a rank ended with an error that it has reported, or if nobody reads what is printed any more.
     MegaKVError
         If a rank was killed.
     """
@@ -137,7 +140,7 @@ def start_ranks(
         )
         os.close(watched)
         try:
-            status = process.wait()
+            status = _wait_read(process)
         finally:
             # Asked to terminate, deepspeed's runner would end other processes by name.
             with suppress(ProcessLookupError):
@@ -148,6 +151,17 @@ def start_ranks(
     if status != 0:
         why = f"signal {256 - status}" if status > 128 else f"status {status}"
         raise MegaKVError(f"of {ranks} ranks, one ended with {why}: killed, perhaps for want of memory (see dmesg)")
+
+
+def _wait_read(process: subprocess.Popen[bytes]) -> int:
+    """The status with which a process ends; `UNREAD` once nobody reads this one's output, as after ``| head``."""
+    output = select.poll()
+    output.register(1, 0)
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_S)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0)):
+            return UNREAD
 
 
 def read_hostfile(path: str) -> dict[str, int]:

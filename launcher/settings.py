@@ -75,15 +75,18 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
 def make_folders(arguments: argparse.Namespace) -> None:
     """Make the folders of all files that are to be written; one that cannot be is refused now, not in the end."""
     for name in FILES:
-        if path := getattr(arguments, name):
+        if (path := getattr(arguments, name)) is not None:
             with suppress(OSError):
                 Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
             check_writable(f"--{name}", path)
 
 
 def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Context- and tensor-parallel degree: of the JSON, else as asked for, for which little is imported."""
-    if arguments.config is None:
+    """Context- and tensor-parallel degree: of the JSON, else as asked for, for which little is imported.
+
+    Raises ValueError where ranks would refuse the settings.
+    """
+    if arguments.config is None and arguments.prefill is None:
         return arguments.cp or 1, arguments.tp or 1
     config = run_config(arguments)
     return config.cp_size, config.tp_size

@@ -81,4 +81,6 @@ def _terminal_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        # It may be closed by now.
+        with suppress(termios.error):
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

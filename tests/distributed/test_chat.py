@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -14,12 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megakv.session_files import read_meta, read_tokens
-from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.launch import GRACE_S, ROOT, run_ranks
 from tests.distributed.models import prose, save_model, word_tokenizer
 from tests.families import llama
 
@@ -154,6 +156,19 @@ class Terminal:
         self._process.wait()
         for descriptor in (self._fd, self._child):
             os.close(descriptor)
+
+
+def test_asked_to_end(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "megakv", "chat", "no-model", "--cp", "2"]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, env=env)
+    deadline = time.monotonic() + 60
+    while not (family := psutil.Process(process.pid).children(recursive=True)) or not any(tmp_path.iterdir()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not any(tmp_path.iterdir()) and not psutil.wait_procs(family, timeout=GRACE_S)[1]
 
 
 def test_terminal(tmp_path: Path) -> None:

@@ -73,3 +73,11 @@ def test_nothing_is_left_behind(ending: signal.Signals, tmp_path: Path) -> None:
         assert process.returncode == 130
         said = (tmp_path / "err").read_text()
         assert said.endswith("megakv: interrupted\n") and "Traceback" not in said, said
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    words = shlex.join(command(save_model(tmp_path / "model"), "--cp", 2, "--question", "aa bb"))
+    done = run_command(["bash", "-c", f"set -o pipefail; {words} | head -1"], timeout=60)
+    # As of any command that SIGPIPE ends.
+    assert done.returncode == 141 and not done.leftovers and done.stderr == "", done
+    assert done.stdout.endswith("2 ranks on this machine, CP 2 x TP 1\n") and done.stdout.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from megakv.costmodel import simulated_prefill
 from megakv.fairkv.methods import METHODS
 from megakv.launcher.command import main
 from megakv.launcher.commands import SUMMARIES, fairkv_profile, simulate
+from megakv.launcher.process import UNREAD
 
 
 def test_help_needs_none_of_the_large_libraries():
@@ -74,3 +76,20 @@ def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
         main(["plam"])
     assert end.value.code == 2
     assert "plan" in capsys.readouterr().err
+
+
+PRINTING = """
+from megakv.launcher.process import report_errors
+with report_errors():
+    print("much")
+"""
+
+
+@pytest.mark.parametrize("words", [["-m", "megakv", "run", "none", "--question", "why"], ["-c", PRINTING]])
+def test_what_nobody_reads_is_no_error(words):
+    """Of a command, and of a rank."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *words], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (UNREAD, "")

@@ -50,6 +50,8 @@ ASK = ["--question", "aa"]
         (None, ["--max-new-tokens", "0"], "--max-new-tokens 0: allowed: 1 or more"),
         (None, ["--prompt-file", "/none"], "--prompt-file /none cannot be read: No such file"),
         (None, ["--json", "/proc/none/out.json"], "--json /proc/none/out.json: cannot be written"),
+        (None, ["--json", ""], "--json '' is empty: leave it out, or give it a value"),
+        (None, ["--prefill", "nothing"], "megakv.context_parallel.prefill = 'nothing': allowed: 'auto', 'pass_kv'"),
         (None, ["--question", " "], "--question ' ' is empty"),
     ],
 )
