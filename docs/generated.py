@@ -283,7 +283,8 @@ def refresh(text: str) -> str:
 
 def documents() -> list[Path]:
     """All Markdown files that are checked and refreshed."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
+    own = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+    return [*own, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/*.md"))]
 
 
 def main() -> None:
