@@ -37,9 +37,10 @@ class RaggedPart:
             return
         q_HLD, scoring = partial.q_HLD, partial.scoring
         rows = q_HLD.shape[0] // len(self.body.counts) * q_HLD.shape[1]
-        seen = self.slots[self.body.last_row] <= partial.q_slots[0]
+        index = self.body.index
+        seen = self.slots[index.last_row] <= partial.q_slots[0]
         if scoring.window is not None:
-            seen = seen and self.slots[self.body.first_row] > partial.q_slots[-1] - scoring.window
+            seen = seen and self.slots[index.first_row] > partial.q_slots[-1] - scoring.window
         if seen and rows <= PAGED_ROWS and scoring.alibi_slopes is None:
             value_dim = scoring.value_columns
             found = paged_attention(q_HLD, self.body, scoring.scale, softcap=scoring.softcap, value_dim=value_dim)
@@ -88,12 +89,11 @@ def paged_attention(
     heads, length, dim = q_HLD.shape
     kv_heads = len(body.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
-    keys, width = body.pages[0].k_PSD, value_dim or body.pages[0].v_PSD.shape[-1]
     # The kernel reads addresses: what does not fit together, as from a session's broken file, must not come to it.
-    fits = q_HLD.dtype == keys.dtype == body.pages[0].v_PSD.dtype and q_HLD.dtype in TYPES and keys.shape[-1] == dim
+    fits = q_HLD.dtype == body.block.dtype and q_HLD.dtype in TYPES and body.key_dim == dim
     kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and fits else None
     if kernel is not None and kernel.few(heads // kv_heads, length):
-        out, lse = kernel.ready(grouped[:, None], body.runs, 1, width, scale)()
+        out, lse = kernel.ready(grouped[:, None], body.runs, 1, value_dim or body.value_dim, scale)()
         return out.view(heads, length, -1), lse.view(heads, length)
     outs, lses, owners = [], [], []
     for pages in body.pages:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.pages import PAGE_SIZES
+from megakv.fairkv.page_index import PAGE_SIZES
 
 MOST_SETS = 1 << 12
 """Sets of ranks that `slowest_loads` looks at; beyond, the flow itself is faster."""

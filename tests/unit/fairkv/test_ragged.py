@@ -13,7 +13,8 @@ from megakv.attention.reference import dense_attention
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
 from megakv.fairkv.attention import RaggedPart, merge_by_owner, paged_attention
-from megakv.fairkv.pages import PAGE_SIZES, RaggedBody
+from megakv.fairkv.page_index import PAGE_SIZES
+from megakv.fairkv.pages import RaggedBody
 
 DIM, VALUE_DIM = 16, 24
 
@@ -115,8 +116,7 @@ def test_copies_attend_to_their_own_tokens() -> None:
     q = torch.randn(6, 1, DIM)
     expected = paged_attention(q, body, 0.3)
     copies = copy.deepcopy(body), pickle.loads(pickle.dumps(body))
-    for pages in body.pages:
-        pages.k_PSD.fill_(torch.nan)
+    body.block.fill_(torch.nan)
     for other in copies:
         assert all(map(torch.equal, paged_attention(q, other, 0.3), expected))
 
@@ -129,6 +129,18 @@ def test_tokens_of_another_type_than_queries() -> None:
     q = torch.randn(4, 1, DIM)
     found = paged_attention(q, body, 0.3)
     for one, other in zip(found, masked_reference(q, k, v, mask[:, None], Scoring(0.3)), strict=True):
+        assert torch.allclose(one.double(), other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_values_that_are_columns_of_keys(softcap: float | None) -> None:
+    k, mask = torch.randn(3, 700, DIM), skewed_mask(3, 700)
+    body = RaggedBody.kept(k, k[..., :0], mask, np.arange(700))
+    assert body is not None and body.block.shape == (int(mask.sum()), DIM)
+    q = torch.randn(6, 1, DIM)
+    found = paged_attention(q, body, 0.3, softcap=softcap, value_dim=DIM // 2)
+    expected = masked_reference(q, k, k[..., : DIM // 2], mask[:, None], Scoring(0.3, softcap=softcap))
+    for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, atol=1e-5, rtol=0)
 
 
@@ -151,8 +163,7 @@ def test_pages_hold_exactly_what_was_kept() -> None:
     assert torch.equal(keys, k[head, place]) and torch.equal(values, v[head, place])
     assert np.array_equal(found, place.numpy() + 17)
     again = RaggedBody.packed(keys, values, body.counts, found)
-    assert again is not None
-    assert all(torch.equal(one.k_PSD, two.k_PSD) for one, two in zip(again.pages, body.pages, strict=True))
+    assert again is not None and torch.equal(again.block, body.block)
     shorter = body.below(1017)
     assert shorter is not None
     assert shorter.counts.tolist() == mask[:, :1000].sum(1).tolist()
