@@ -244,11 +244,6 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
     if not meta.length:
         return
     if any(meta.compressed):
-        if not cache.compressible:
-            raise MegaKVError(
-                f"{folder} holds compressed keys and values, which are not supported with megakv.offload.enabled = "
-                "true; restore it with megakv.offload.enabled = false"
-            )
         cache.compresses = True
     cache.begin(layout, meta.batch)
     mine = layout.stored[cache.rank]

@@ -65,8 +65,6 @@ class ShardedCache(Cache):
     """
 
     is_compileable = False
-    compressible = True
-    """Whether its stores may hold compressed tokens."""
 
     def __init__(
         self,
@@ -94,10 +92,11 @@ class ShardedCache(Cache):
     def batch_size(self) -> int:
         return self.table.batch if self.length else -1
 
-    def begin(self, layout: Layout, batch: int, *, stays: bool = True) -> None:
+    def begin(self, layout: Layout, batch: int, *, stays: bool = True, turn: bool = False) -> None:
         """Register the tokens of a pass in the table, before its layers append their keys and values.
 
-        `stays` says whether what is cached is attended to by the rank that holds it, and nowhere else.
+        `stays` says whether what is cached is attended to by the rank that holds it, and nowhere else; `turn` whether
+        the pass belongs to a turn that may be compressed.
         """
         if self.length == 0:
             self.table = TokenTable(self.size, batch)
@@ -153,9 +152,13 @@ class ShardedCache(Cache):
         if store is None:
             store = self._new_store(layer, self.table.batch)
             if self.compresses:
-                store = RaggedStore(self.table.batch, store)
+                store = self._compressing(store)
             self._stores[layer] = store
         return store
+
+    def _compressing(self, store: KVStore) -> KVStore:
+        """The store of a layer that may be compressed, around that of all other rows."""
+        return RaggedStore(self.table.batch, store)
 
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory until either grows."""

@@ -134,7 +134,8 @@ class DenseStore(KVStore):
         if held is not None and length < held.length:
             held.truncate(length)
 
-    def trim(self, sequence: int) -> None:
+    def release(self, sequence: int, rows: int) -> None:
+        super().release(sequence, rows)
         held = self._held[sequence]
         if held is not None:
             held.trim()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +15,12 @@ from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.pages import Body, RaggedBody
 from megakv.tensor_files import StreamedTensor
+
+if TYPE_CHECKING:
+    from megakv.attention.method import AttentionCall, PartElsewhere
+    from megakv.distributed.sharding import TokenBlock
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Span:
 
     start: int
     stop: int
-    body: RaggedBody | None
+    body: Body | None
 
     def below(self, row: int) -> Span:
         """The rows before one that lies behind the start."""
@@ -60,7 +65,7 @@ class RaggedStore(KVStore):
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         for body in self.bodies(sequence):
-            yield RaggedPart(sequence, body, slots, positions)
+            yield RaggedPart(sequence, self._here(body), slots, positions)
         if self._inner.rows(sequence):
             uncompressed = (self._uncompressed(sequence, each) for each in (slots, positions))
             yield from self._inner.parts(sequence, *uncompressed)
@@ -72,25 +77,37 @@ class RaggedStore(KVStore):
         # One run, the usual case, is not copied.
         return runs[0] if len(runs) == 1 else np.concatenate([values[:0], *runs])
 
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        return None if any(self._spans) else self._inner.packed()
+
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
+        return self._inner.attend_elsewhere(call, q_HLD, tokens)
+
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
         count = keep_KS.shape[1]
         if not count:
             return
-        before = self._inner.rows(sequence) - count
         start = self.rows(sequence) - count
         keys, values = self._inner.part(sequence)
         last = slice(keys.shape[1] - count, None)
         body = RaggedBody.kept(keys[:, last], values[:, last], keep_KS, np.arange(start, start + count))
         del keys, values
-        self.add_span(sequence, Span(start, start + count, body))
-        self._inner.crop(sequence, before)
-        self._inner.trim(sequence)
+        self.add_span(sequence, Span(start, start + count, body and self._keep(body)))
+        self._inner.release(sequence, count)
 
     def add_span(self, sequence: int, span: Span) -> None:
         """Put compressed tokens behind those that are there."""
         self._spans[sequence] += (span,)
 
-    def bodies(self, sequence: int) -> tuple[RaggedBody, ...]:
+    def _keep(self, body: Body) -> Body:
+        """The body that stays in the place of one that may just have been made."""
+        return body
+
+    def _here(self, body: Body) -> RaggedBody:
+        """A body's tokens, for attention."""
+        return body.here()
+
+    def bodies(self, sequence: int) -> tuple[Body, ...]:
         """What is kept of the compressed tokens, oldest first."""
         return tuple(span.body for span in self._spans[sequence] if span.body is not None)
 
@@ -105,7 +122,9 @@ class RaggedStore(KVStore):
 
     def crop(self, sequence: int, length: int) -> None:
         """Of a span that is cut, what was kept before the cut stays."""
-        self._spans[sequence] = tuple(span.below(length) for span in self._spans[sequence] if span.start < length)
+        spans = self._spans[sequence] = tuple(s.below(length) for s in self._spans[sequence] if s.start < length)
+        # Only now that what was cut has given up its place.
+        self._spans[sequence] = tuple(replace(span, body=span.body and self._keep(span.body)) for span in spans)
         self._inner.crop(sequence, length - self._compressed(sequence))
 
     def reorder(self, index: list[int]) -> None:
@@ -113,7 +132,7 @@ class RaggedStore(KVStore):
         self._inner.reorder(index)
 
     def fork(self) -> RaggedStore:
-        twin = RaggedStore(0, self._inner.fork())
+        twin = type(self)(0, self._inner.fork())
         twin._spans = list(self._spans)
         return twin
 
@@ -137,7 +156,7 @@ class RaggedStore(KVStore):
                 counts = np.bincount(found.head[inside], minlength=len(saved.own)).astype(np.int64)
                 index, rows = upload(inside, found.keys.device), np.searchsorted(slots, found.slot[inside])
                 body = RaggedBody.packed(found.keys[index], found.values[index], counts, rows)
-            self.add_span(sequence, Span(start, stop, body))
+            self.add_span(sequence, Span(start, stop, body and self._keep(body)))
         self._inner.load(sequence, saved.uncompressed())
 
     def _compressed(self, sequence: int) -> int:

@@ -115,8 +115,9 @@ class KVStore(ABC):
     def crop(self, sequence: int, length: int) -> None:
         """Cut a sequence back to its first rows, as if no others had ever come, in a pass that failed or before."""
 
-    def trim(self, sequence: int) -> None:  # noqa: B027  Most have nothing to spare.
-        """Hold no more memory for a sequence than its rows need."""
+    def release(self, sequence: int, rows: int) -> None:
+        """Free the last rows of a sequence, in the pass that has compressed them."""
+        self.crop(sequence, self.rows(sequence) - rows)
 
     @abstractmethod
     def reorder(self, index: list[int]) -> None:

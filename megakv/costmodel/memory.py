@@ -79,11 +79,13 @@ def offloaded_bytes(
     offload: OffloadConfig,
     recomputes: bool = True,
     new: int | None = None,
+    compressed: int = 0,
 ) -> tuple[int, int]:
     """Bytes on the accelerator and off it of tokens of all sequences; `rows` are the bytes of one in each layer.
 
-    Without `recomputes` no method keeps activations.
+    Without `recomputes` no method keeps activations. Beside them compression has kept as much as `compressed` tokens.
     """
+    head = (model.key_dim + model.value_dim if model.row_dim is None else model.row_dim) * model.element_bytes
     inputs = model.hidden * model.element_bytes
     held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_kib << 10
     host = staged = most = 0
@@ -102,11 +104,13 @@ def offloaded_bytes(
         here = min(all_rows, here + (batch * 2 * page if count < tokens else 0))
         # One layer at a time has all of a prompt that is read whole.
         host, most = host + here, max(most, all_rows - here) if new is None else 0
+        host += batch * page_bytes(-(-compressed * row // (batch * head)), head, page)
         # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
         staged = max(staged, row + kept + (0 if offload.kv_bits is None else stored))
-    together = -(-tokens // min(offload.num_gpu_batches, batch))
+    together, bodies = (-(-count // min(offload.num_gpu_batches, batch)) for count in (tokens, compressed))
     resident = min(int(offload.device_gb * GIB), sum(rows) * tokens)
-    return STAGED_LAYERS * grown_bytes(staged * together) + resident, host + most
+    buffers = grown_bytes(staged * together) + grown_bytes(max(rows) * bodies)
+    return STAGED_LAYERS * buffers + resident, host + most
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,12 @@ def rank_memory(
     piece = None if new is None or new >= context else -(-new // cp_size)
     held = held_tokens(model, kept, batch=batch, new=piece)
     cache, host = round(cached_bytes(rows, held, kept if piece is None else 0) * kept_share), 0
-    if offloaded:
+    if offloaded and kept_share < 1:
+        compressed = round(kept * kept_share)
+        staged, host = offloaded_bytes(model, rows, 0, batch=batch, offload=OffloadConfig(), compressed=compressed)
+        # Until compression has chosen, a layer has all tokens here; in pieces every layer has.
+        cache = min(cache, staged + row * kept * (1 if piece is None else len(rows)))
+    elif offloaded:
         staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig(), new=piece)
         cache = min(cache, staged)
     whole = model.embedding * model.element_bytes

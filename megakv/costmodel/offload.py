@@ -100,7 +100,8 @@ class GroupCosts:
 
     Of `tokens`, s', `inputs` have activations, the host may attend to `host`, and `resident` never leave the
     accelerator. `chunk` is the number of tokens of a chunk of activations; `placements` say where sequences' rows lie,
-    if some do on disk.
+    if some do on disk. Beside them compression has `kept` as much as so many tokens, `kept_on_disk` of that on disk:
+    all of it is always sent, so its time is a constant, as that of weights.
     """
 
     layer: LayerCosts
@@ -110,6 +111,13 @@ class GroupCosts:
     resident: int = 0
     chunk: int = 256
     placements: tuple[Placement, ...] = ()
+    kept: float = 0.0
+    kept_on_disk: float = 0.0
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds of the link for what compression has kept."""
+        return self.layer.kv_s * (self.kept - self.kept_on_disk) + self.layer.disk_kv_s * self.kept_on_disk
 
     @property
     def away(self) -> int:
@@ -117,14 +125,14 @@ class GroupCosts:
         return self.tokens - self.resident
 
     def sent_seconds(self, recomputed: Counts, on_host: Counts = 0) -> tuple[Any, Any]:
-        """Of the link: for activations, and for the keys and values of all other tokens.
+        """Of the link: for activations, and for the keys and values of all other tokens, compressed ones included.
 
         In each sequence the host's tokens come first, then those recomputed. What lies on disk comes at its own rate;
         where tokens cannot be divided evenly among sequences, each gives a fraction of one.
         """
         costs = self.layer
         if not self.placements:
-            return costs.activation_s * recomputed, costs.kv_s * (self.away - on_host - recomputed)
+            return costs.activation_s * recomputed, costs.kv_s * (self.away - on_host - recomputed) + self.kept_s
         tokens, inputs, rows, held = np.array(self.placements, dtype=np.float64).T
         first = _shares(on_host, rows)
         last = first + _shares(recomputed, np.maximum(0, inputs - first))
@@ -133,16 +141,16 @@ class GroupCosts:
         kv_memory, kv_disk = np.maximum(0, rows - last).sum(axis=-1), (tokens - np.maximum(rows, last)).sum(axis=-1)
         return (
             costs.activation_s * from_memory + costs.disk_activation_s * from_disk,
-            costs.kv_s * kv_memory + costs.disk_kv_s * kv_disk,
+            costs.kv_s * kv_memory + costs.disk_kv_s * kv_disk + self.kept_s,
         )
 
     def side_seconds(self, recomputed: Counts, on_host: Counts = 0) -> tuple[Any, Any]:
         """A layer's work on the link, and on the accelerator."""
         costs, chunks = self.layer, -(-recomputed // self.chunk)
         inputs_s, rows_s = self.sent_seconds(recomputed, on_host)
-        transfers = chunks + (recomputed + on_host < self.away)
+        transfers = chunks + ((recomputed + on_host < self.away) | (self.kept > 0))
         sent = costs.head_s + costs.tail_s + costs.transfer_s * transfers + inputs_s + rows_s
-        attended = costs.attend_s * (self.tokens - on_host)
+        attended = costs.attend_s * (self.tokens + self.kept - on_host)
         return sent, costs.device_s + costs.launch_s * chunks + costs.recompute_s * recomputed + attended
 
     def others_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:

@@ -152,6 +152,14 @@ class TokenColumn:
     def view(self) -> IntArray:
         return self._buffer[..., : self.length]
 
+    def without(self, ranges: Sequence[tuple[int, int]]) -> TokenColumn:
+        """The others than those whose first value is in ascending ranges, of values that ascend."""
+        values = self.view()
+        edges = [0, *np.searchsorted(values[0], np.ravel(ranges)).tolist(), self.length]
+        column = TokenColumn(*values.shape[:-1])
+        column.extend(np.concatenate([values[..., a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)], axis=-1))
+        return column
+
     def copy(self) -> TokenColumn:
         column = TokenColumn(*self._buffer.shape[:-1])
         column.extend(self.view())
@@ -237,6 +245,16 @@ class TokenTable:
         twin, none = TokenTable(self.size, 0), TokenColumn(2)
         twin.batch = self.batch
         twin._columns = [[column if at in group else none for at, column in enumerate(row)] for row in self._columns]
+        return twin
+
+    def without(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> TokenTable:
+        """The same tokens but for ranges of slots of each sequence, ascending, as long as none come."""
+        twin = TokenTable(self.size, 0)
+        twin.batch = self.batch
+        twin._columns = [
+            [column.without(own) if own else column for column, own in zip(row, ranges, strict=True)]
+            for row in self._columns
+        ]
         return twin
 
     def reorder(self, index: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,10 +61,14 @@ def virtual_rank(
     """Bytes of one rank; `tokens` and `kept` as there, and `answer` generated tokens that are kept beside them."""
     offload, largest = config.megakv.offload, max(share.row_bytes)
     if offload.enabled:
-        cached = kept + answer
         # As in the engine, what a last rank collects comes without activations.
-        sharded = config.megakv.runahead.kv == "sharded" or config.cp_size == 1
-        kv, host = offloaded_bytes(shape, share.row_bytes, cached, batch=batch, offload=offload, recomputes=sharded)
+        given: dict[str, Any] = {"batch": batch, "offload": offload}
+        given["recomputes"] = config.megakv.runahead.kv == "sharded" or config.cp_size == 1
+        if kept_share < 1:
+            kv, host = offloaded_bytes(shape, share.row_bytes, answer, compressed=round(kept * kept_share), **given)
+            kv += largest * kept
+        else:
+            kv, host = offloaded_bytes(shape, share.row_bytes, kept + answer, **given)
     else:
         if kept_share < 1:
             kv = round(sum(share.row_bytes) * kept * kept_share) + sum(share.row_bytes) * answer + largest * kept

@@ -48,6 +48,10 @@ class Compressor:
         """The sequences that are compressed of those with ``[B]`` new tokens: each is judged by itself."""
         return tuple(np.flatnonzero(is_compressed(self._budget, self._min_tokens, lengths)).tolist())
 
+    def kept(self, length: int) -> int | None:
+        """Tokens that a head keeps on average of a turn of so many; None where it is not compressed."""
+        return self._tokens(length) if self.rows(np.array([length])) else None
+
     def check(self, turn: Turn) -> None:
         """A `MegaKVError` for a sequence that is too long to be ranked."""
         if turn.stop > SLOTS:
@@ -73,7 +77,7 @@ class Compressor:
         """
         segments = [self._segment(call, turn, sequence) for sequence in rows]
         of_layer = partial(self.method.budgets, call.layer, self._layers, self._heads.n_kv_heads)
-        budgets = [of_layer(tokens=self._tokens(segment), length=segment.length) for segment in segments]
+        budgets = [of_layer(tokens=self._tokens(segment.length), length=segment.length) for segment in segments]
         masses: Sequence[Tensor | None] = [None] * len(segments)
         if self.method.observed:
             masses = self._masses(call, self._observed(call, lse_HL, turn, segments), segments)
@@ -135,8 +139,8 @@ class Compressor:
         positions = call.table.positions(call.rank, sequence)[starts[call.rank] :]
         return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank, sorted_slots)
 
-    def _tokens(self, segment: Segment) -> int:
-        return tokens_per_head(self._budget, segment.length, self.method.least)
+    def _tokens(self, length: int) -> int:
+        return tokens_per_head(self._budget, length, self.method.least)
 
     def _masses(self, call: AttentionCall, masses: list[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
         """What was observed of whole segments, made ready to be compared."""
@@ -153,7 +157,7 @@ class Compressor:
         return masses
 
     def _protected(self, segment: Segment) -> Tensor:
-        return segment.recent(self.method.protected(self._tokens(segment)))
+        return segment.recent(self.method.protected(self._tokens(segment.length)))
 
     def _scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
         return self.method.scores(segment, mass_KS).masked_fill(self._protected(segment), torch.inf)

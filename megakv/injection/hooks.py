@@ -75,7 +75,7 @@ class ForwardHooks:
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         step = self._runtime.plan(new, cache, past + length, wanted)
         self._runtime.current = step
-        cache.begin(step.layout, batch, stays=step.stays)
+        cache.begin(step.layout, batch, stays=step.stays, turn=step.turn is not None)
         step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))
         self._fill(inputs, step, source, past, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.

@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
-from megakv.distributed.sharding import Layout, chunk_bounds
+from megakv.cache.dense import DenseStore
+from megakv.cache.store import KVStore
+from megakv.distributed.sharding import Layout, TokenTable, chunk_bounds
+from megakv.offload.bodies import TieredBody
 from megakv.offload.store import StoreEngine, TieredStore
+from megakv.offload.turn_store import CompressedStore, TurnStore
 
 
 class CacheEngine(StoreEngine, Protocol):
     """What a cache tells the engine that it belongs to (see `Offloader`)."""
 
-    def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> None: ...
+    def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool, turn: bool) -> None: ...
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]: ...
     def end(self, cache: OffloadedCache) -> None: ...
     def abandon(self, cache: OffloadedCache) -> None: ...
@@ -31,25 +35,60 @@ class CacheEngine(StoreEngine, Protocol):
 class OffloadedCache(ShardedCache):
     """Tells the engine of passes, so that it can bring layers before they are asked for."""
 
-    compressible = False
+    def __init__(self, layers: int, *, size: int, rank: int, engine: CacheEngine, compresses: bool = False):
+        def new_store(layer: int, batch: int) -> KVStore:
+            return TieredStore(layer, batch, engine)
 
-    def __init__(self, layers: int, *, size: int, rank: int, engine: CacheEngine):
-        super().__init__(layers, size=size, rank=rank, new_store=lambda layer, batch: TieredStore(layer, batch, engine))
+        super().__init__(layers, size=size, rank=rank, new_store=new_store, compresses=compresses)
         self._engine = engine
 
     def _empty(self) -> OffloadedCache:
-        return OffloadedCache(len(self._stores), size=self.size, rank=self.rank, engine=self._engine)
+        sizes = {"size": self.size, "rank": self.rank}
+        return OffloadedCache(len(self._stores), **sizes, engine=self._engine, compresses=self.compresses)
 
-    def begin(self, layout: Layout, batch: int, *, stays: bool = True) -> None:
+    def _compressing(self, store: Any) -> CompressedStore:
+        # Beside what heads keep, unused capacity of a turn's rows counts.
+        return CompressedStore(self.table.batch, TurnStore(store, DenseStore(self.table.batch, least_growth=2)))
+
+    def begin(self, layout: Layout, batch: int, *, stays: bool = True, turn: bool = False) -> None:
         super().begin(layout, batch)
-        self._engine.begin(self, layout, stays=stays)
+        self._engine.begin(self, layout, stays=stays, turn=turn)
 
     def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
         super().commit(slots, compressed=compressed, first=first)
         self._engine.end(self)
 
-    def store(self, layer: int) -> TieredStore:
-        return cast(TieredStore, super().store(layer))
+    def tier(self, layer: int) -> TieredStore:
+        """The rows of a layer that lie in tiers whole, with all heads."""
+        store: Any = self.store(layer)
+        tier: TieredStore = store.tier
+        return tier
+
+    def bodies(self, layer: int, group: range) -> list[TieredBody]:
+        """What compression has kept of some sequences in a layer, each body once."""
+        if not self.compresses:
+            return []
+        store: Any = self.store(layer)
+        return list(dict.fromkeys(body for sequence in group for body in store.bodies(sequence)))
+
+    def kept(self, group: range) -> tuple[float, float]:
+        """As much as how many tokens of all heads that is, in the mean of all layers; how much of it lies on disk."""
+        if not self.holds_compressed:
+            return 0.0, 0.0
+        found = [body for layer in range(len(self._stores)) for body in self.bodies(layer, group)]
+        tokens = sum(body.tokens / len(body.counts) for body in found)
+        in_memory = sum(body.in_memory / len(body.counts) for body in found)
+        return tokens / len(self._stores), (tokens - in_memory) / len(self._stores)
+
+    def page_bytes(self) -> tuple[int, int]:
+        """Bytes of pages: of rows, and of what compression kept."""
+        layers = [layer for layer, store in enumerate(self._stores) if store is not None]
+        bodies = (body for layer in layers for body in self.bodies(layer, range(self.table.batch)))
+        return sum(self.tier(layer).nbytes() for layer in layers), sum(body.page_bytes for body in bodies)
+
+    def uncompressed(self) -> TokenTable:
+        """The tokens of those rows."""
+        return self.table.without(self.compressed) if self.holds_compressed else self.table
 
     def divided(self, call: AttentionCall) -> Iterable[AttentionCall]:
         return self._engine.columns(self, call)

@@ -191,7 +191,7 @@ class OffloadCosts:
         shown_lately: dict[str, Any] = {name: self._shown.get(name) for name in shown}
         self.profile = replace(self.profile, **shown_lately)
         tokens = record.split.tokens
-        attended = tokens - record.split.on_host
+        attended = tokens + record.kept - record.split.on_host
         # Other ranks are waited for in the midst of attention.
         if attended >= MANY * tokens and not record.peers_s:
             self._shown.add(early, attend_s=record.attend_s / (layers * attended))
@@ -220,7 +220,7 @@ class OffloadCosts:
             known = layers * split.recomputed * measured.recompute_s
             by_token, whatever = shown_parts(record.recompute_s, known, fixed)
             found |= {"recompute_s": by_token * measured.recompute_s, "launch_s": whatever * measured.launch_s}
-        enough, sent = SOME * split.tokens * layers * profile.row_bytes, record.traffic
+        enough, sent = SOME * (split.tokens + record.kept) * layers * profile.row_bytes, record.traffic
         plain_bytes, plain_s = sent.timed_bytes - sent.mixed_bytes, sent.busy_s - sent.mixed_s
         link = plain_bytes / plain_s if plain_bytes >= enough and plain_s > 0 else 0.0
         disk = 0.0

@@ -23,7 +23,7 @@ from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Scoring
 from megakv.attention.visibility import sees_all
 from megakv.device import Clock, HostClock, upload
-from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.distributed.sharding import IntArray, TokenBlock, TokenTable
 from megakv.offload.pages import Runs
 from megakv.offload.row_format import RowFormat
 
@@ -90,12 +90,18 @@ class HostRank:
         self._pool = ThreadPoolExecutor(1, "host-rank", torch.set_num_threads, (threads or torch.get_num_threads(),))
 
     def start(
-        self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, store: RowFormat, rows: HostRows
+        self,
+        call: AttentionCall,
+        table: TokenTable,
+        q_HLD: Tensor,
+        tokens: TokenBlock,
+        store: RowFormat,
+        rows: HostRows,
     ) -> HostPart:
         """Begin to attend from queries of whichever rank, and their tokens, to rows of a layer's store."""
         slots, positions = (
-            [column(call.rank, sequence) for sequence in range(call.table.batch)]
-            for column in (call.table.slots, call.table.positions)
+            [column(call.rank, sequence) for sequence in range(table.batch)]
+            for column in (table.slots, table.positions)
         )
         job = _job(q_HLD.cpu(), tokens, call.scoring, store, _Rows(rows, slots, positions))
         return HostPart(self._pool.submit(_timed, job), q_HLD.device, self._clock)

@@ -23,7 +23,7 @@ from megakv.offload.method import Split, lowest
 
 def split_seconds(costs: GroupCosts, recomputed: Counts) -> Any:
     """Equation 10, with what each transfer and each recomputation costs at all, and weights where they are sent."""
-    layer, recomputing, streaming = costs.layer, recomputed > 0, recomputed < costs.away
+    layer, recomputing, streaming = costs.layer, recomputed > 0, (recomputed < costs.away) | (costs.kept > 0)
     inputs_s, rows_s = costs.sent_seconds(recomputed)
     landed = layer.head_s + recomputing * layer.transfer_s + inputs_s
     recompute_s = recomputing * layer.launch_s + layer.recompute_s * recomputed
@@ -33,7 +33,7 @@ def split_seconds(costs: GroupCosts, recomputed: Counts) -> Any:
 def split_point(costs: GroupCosts) -> int:
     """Equation 11 where nothing lies on disk: recomputing rises with l and sending falls, so it is where they meet."""
     layer, limit = costs.layer, min(costs.away, costs.inputs)
-    meeting, slope = layer.tail_s + layer.transfer_s + layer.kv_s * costs.away - layer.launch_s, 0.0
+    meeting = layer.tail_s + layer.transfer_s + layer.kv_s * costs.away + costs.kept_s - layer.launch_s
     slope = layer.recompute_s + layer.kv_s
     best = math.floor(meeting / slope) if slope else 0
     points = {0, 1, best, best + 1, costs.away - 1, limit}

@@ -28,6 +28,8 @@ PIECE_BYTES = 1 << 20
 """An emulated link copies that much before it looks at the clock."""
 LEAST_SLEEP_S = 2e-4
 """Within a transfer an emulated link sleeps no less: each sleep disturbs the thread that computes."""
+OUTGOING = 4
+"""Transfers back to the host that may be under way: each holds its rows on the accelerator."""
 
 
 @dataclass

@@ -69,12 +69,14 @@ class Planner:
         out_of_window: Sequence[int],
         *,
         stays: bool,
+        kept: Sequence[tuple[float, float]],
         beyond: bool = False,
     ) -> Plan:
         """What becomes of the cached tokens of a step's layers, by the first that is asked for: the same for all.
 
-        The first `out_of_window` tokens of each sequence need not be there, in the mean of all layers. Where tokens do
-        not stay with their rank, the host attends to none. With `beyond` it is for the next step.
+        The first `out_of_window` tokens of each sequence need not be there, in the mean of all layers. `kept` is what
+        compression has kept of each group, and how much of it lies on disk, as of `GroupCosts`. Where tokens do not
+        stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
 
         def seen(counts: Sequence[int]) -> list[int]:
@@ -86,7 +88,7 @@ class Planner:
             [*map(min, lengths, each)] for each in (store.residents.counts(), seen(store.with_inputs()))
         )
         # A rank may have the same tokens in several steps.
-        key = (lengths, resident, inputs, tuple(groups), stays, self.ahead, self._step + beyond)
+        key = (lengths, resident, inputs, tuple(groups), stays, tuple(kept), self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
             memory, held = seen(store.in_memory()), seen(store.in_memory(inputs=True))
             placements = [
@@ -95,7 +97,7 @@ class Planner:
             ]
             attends = self._host_rank is not None and stays
             costs = LayerCosts(0.0, 0.0, 0.0)
-            if any(lengths):
+            if any(lengths) or (store.known and any(map(any, kept))):
                 host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
                 costs = self._costs.layer(store, self._recomputation, host, groups=len(groups))
                 costs = costs.with_weights(self._weight_times(), len(groups))
@@ -108,8 +110,9 @@ class Planner:
                     sum(resident[group.start : group.stop]),
                     self._config.chunk_tokens,
                     own if any(placement.on_disk for placement in own) else (),
+                    *both,
                 )
-                for group in groups
+                for group, both in zip(groups, kept, strict=True)
                 for own in (tuple(placements[group.start : group.stop]),)
             ]
             self._latest = key, self._plan(store, found, self._agreed[beyond])
@@ -118,7 +121,7 @@ class Planner:
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
         if self._costs.warmed_up and record.usual:
-            plan, tokens = record.plan, record.split.tokens
+            plan, tokens = record.plan, record.split.tokens + record.kept
             times = {"predicted_s": plan.seconds, "measured_s": record.measured_s}
             self._auto.observe(plan.name, tokens=tokens, steady=record.steady, **times)
 
@@ -165,6 +168,8 @@ class Planner:
         tokens = sum(group.tokens for group in groups)
         if not tokens:
             return Plan(PLAIN, tuple(Split(0) for _ in groups), 0.0, 0.0)
+        # What compression kept takes its time, too.
+        tokens += round(sum(group.kept for group in groups))
         warmed_up = self._costs.warmed_up
         # From step to step little changes: the plan in use is solved anew every time, the others now and then.
         name = self._auto.going_on(tokens) if warmed_up else None

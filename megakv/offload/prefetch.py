@@ -15,6 +15,7 @@ import torch
 
 from megakv.distributed.sharding import Layout, TokenTable
 from megakv.errors import MegaKVError
+from megakv.offload.bodies import TieredBody
 from megakv.offload.cache import OffloadedCache, groups_of
 from megakv.offload.link import Link, Move
 from megakv.offload.method import Plan, Split, spread
@@ -80,6 +81,8 @@ class Prefetch:
         self._cache: OffloadedCache | None = None
         self._stays = True
         self._hidden: OutOfWindow
+        # What compression kept of each group, as the planner takes it.
+        self._kept: list[tuple[float, float]] = []
         self._free = [StagingBuffer(device) for _ in range(BUFFERS)]
         self._staged: dict[tuple[int, int], StagedLayer] = {}
 
@@ -91,32 +94,37 @@ class Prefetch:
         """Bytes of the buffers."""
         return sum(b.nbytes for b in self._free) + sum(staged.buffer.nbytes for staged in self._staged.values())
 
-    def enter(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> bool:
+    def enter(self, cache: OffloadedCache, table: TokenTable, layout: Layout, *, stays: bool, turn: bool) -> bool:
         """A pass over a cache begins, its new tokens in the table; whether what was brought ahead is of use, if any.
 
+        Of compressed tokens the table has none. Those of a `turn` that may be compressed need no place in the buffers.
         `stays` says whether cached rows are attended to where they lie: only then may the host attend to some.
         """
         new = [np.diff(block.bounds).tolist() for block in layout.stored]
         same, self._cache = self._cache is cache, cache
-        self.groups, self.new, self._stays = groups_of(layout, self._most), new[cache.rank], stays
-        self._hidden = OutOfWindow(self.windows, cache.table, cache.rank, new)
-        useful = same and all(self._valid(staged, cache.store(layer)) for (layer, _), staged in self._staged.items())
+        self.groups, self._stays = groups_of(layout, self._most), stays
+        self.new = [0] * len(new[cache.rank]) if turn else new[cache.rank]
+        self._hidden = OutOfWindow(self.windows, table, cache.rank, new)
+        self._kept = [cache.kept(group) for group in self.groups]
+        useful = same and all(self._valid(staged, cache, layer) for (layer, _), staged in self._staged.items())
         ready = useful or not self._staged
         if not useful:
             self.drop_all()
         return ready
 
-    def _valid(self, staged: StagedLayer, store: TieredStore) -> bool:
+    def _valid(self, staged: StagedLayer, cache: OffloadedCache, layer: int) -> bool:
         """Whether what was brought is what the pass needs."""
+        store = cache.tier(layer)
         capacity, group, new = staged.capacity, staged.group, self.new
         fits = len(new) == len(capacity) and all(new[sequence] <= capacity[sequence] for sequence in group)
         fits = fits and group in self.groups and (self._stays or not staged.host_attends)
+        fits = fits and list(staged.bodies) == cache.bodies(layer, group)
         return fits and staged.version == store.version and staged.cached == _within(group, store.lengths())
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a layer, in this step or the next."""
         out_of_window = self._hidden.in_the_mean(beyond=beyond)
-        return self._planner.plan(store, self.groups, out_of_window, stays=self._stays, beyond=beyond)
+        return self._planner.plan(store, self.groups, out_of_window, stays=self._stays, kept=self._kept, beyond=beyond)
 
     def begin(self) -> None:
         """Bring the first groups of a pass."""
@@ -144,32 +152,33 @@ class Prefetch:
     def _stage(self, layer: int, index: int, *, beyond: bool = False) -> None:
         """Begin to bring a group's rows in a layer, if there is a buffer and anything to bring."""
         assert self._cache is not None
-        store, group = self._cache.store(layer), self.groups[index]
-        if (layer, index) in self._staged or not self._free or not self._cached(store, group):
+        if (layer, index) in self._staged or not self._free or not self._cached(layer, index):
             return
+        store, group = self._cache.tier(layer), self.groups[index]
         store.flush()
         plan = self.plan(store, beyond=beyond)
         new, out_of_window = [1] * len(self.new) if beyond else self.new, self._hidden.in_layer(layer, beyond=beyond)
         staged = _placed(store, group, self._free.pop(), plan.splits[index], new, out_of_window)
         self._staged[layer, index] = staged
         _bring_inputs(store, staged, self._link, plan.splits[index].chunk)
-        _bring_rows(store, staged, self._link)
+        _bring_rows(store, staged, self._cache.bodies(layer, group), self._link)
+
+    def _cached(self, layer: int, index: int) -> bool:
+        """Whether there is anything to bring of a group in a layer."""
+        assert self._cache is not None
+        group = self.groups[index]
+        store = self._cache.tier(layer)
+        counts = store.cached_before_step()
+        rows = any(counts[sequence] > store.gone(sequence) for sequence in group)
+        return rows or bool(self._cache.bodies(layer, group))
 
     def ensure(self, layer: int, index: int) -> StagedLayer | None:
         """A group of a layer, brought now if it was not before; None if it has no cached tokens."""
         if (layer, index) not in self._staged:
-            assert self._cache is not None
-            group = self.groups[index]
-            if self._cached(self._cache.store(layer), group):
+            if self._cached(layer, index):
                 self.drop_all()
                 self._stage(layer, index)
         return self._staged.get((layer, index))
-
-    @staticmethod
-    def _cached(store: TieredStore, group: range) -> bool:
-        """Whether anything is held of a group from before the pass."""
-        counts = store.cached_before_step()
-        return any(counts[sequence] > store.gone(sequence) for sequence in group)
 
     def drop_all(self) -> None:
         """Forget what was brought, whether or not it came."""
@@ -199,7 +208,9 @@ def _placed(
     window leaves out the first `out_of_window` ones.
     """
     cached, new = _within(group, store.cached_before_step()), _within(group, new)
-    out_of_window = _within(group, [max(first, store.gone(row)) for row, first in enumerate(out_of_window)])
+    # Of a turn that may be compressed no row is in the store yet, however many are hidden.
+    firsts = (max(first, store.gone(row)) for row, first in enumerate(out_of_window))
+    out_of_window = [min(each) for each in zip(firsts, cached, strict=True)]
     if any(out_of_window) or sum(cached) != split.tokens:
         split = split.of_tokens(sum(cached) - sum(out_of_window))
     # A later layer may have more on disk than the one that was split.
@@ -214,14 +225,14 @@ def _placed(
     return StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, out_of_window, away)
 
 
-def _bring_rows(store: TieredStore, staged: StagedLayer, link: Link) -> None:
-    """Begin to bring what is not recomputed in one transfer, and put what is resident in its place."""
+def _bring_rows(store: TieredStore, staged: StagedLayer, bodies: Sequence[TieredBody], link: Link) -> None:
+    """Begin to bring what is not recomputed, and bodies, in one transfer, and put what is resident in its place."""
     rows, cached = staged.rows, staged.cached
     packed, filled = None, 0
     if store.quantiser is not None:
         streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
         packed = staged.buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
-    moves: list[Move] = []
+    moves = _bring_bodies(staged, bodies)
     for sequence, count in enumerate(cached):
         begin = staged.away[sequence] + staged.splits[sequence]
         spans = [(begin, count)]
@@ -241,6 +252,19 @@ def _bring_rows(store: TieredStore, staged: StagedLayer, link: Link) -> None:
                 moves += store.moves(sequence, first, target)
     if moves:
         staged.streamed = link.start("in", moves)
+
+
+def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Move]:
+    """Places for what compression kept, and copies to them."""
+    moves: list[Move] = []
+    if bodies:
+        first, width, dtype = 0, bodies[0].width, bodies[0].dtype
+        block = staged.buffer.take("bodies", sum(body.tokens for body in bodies), width, dtype)
+        for body in bodies:
+            own = block[first : first + body.tokens]
+            staged.bodies[body], first = body.within(own), first + body.tokens
+            moves += body.moves(own)
+    return moves
 
 
 def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int) -> None:

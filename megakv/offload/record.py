@@ -88,6 +88,11 @@ class StepRecord:
         """What became of the cached tokens that are not out of window, in the mean of all layers."""
         return Split(self.cached - self._mean("out_of_window"), *map(self._mean, ("recomputed", "on_host", "resident")))
 
+    @property
+    def kept(self) -> int:
+        """Beside them, tokens of all heads that as much memory has as compression kept: it came, whatever the plan."""
+        return self._mean("kept")
+
     def _mean(self, kind: str) -> int:
         """Tokens of a kind in a layer."""
         return round(self._done[kind] / len(self._layers)) if self._layers else 0
@@ -123,7 +128,7 @@ class StepRecord:
         link, disk = (nbytes / most if (most := rate * self.measured_s) else 0.0 for nbytes, rate in carried)
         alike = ("cached", "predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "kv_bits")
         found: dict[str, Any] = {name: getattr(self, name) for name in (*alike, "disk_bytes", "profiled")}
-        found |= {name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window")}
+        found |= {name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window", "kept")}
         return OffloadStep(plan=self.plan.name, **found, link_utilisation=link, disk_utilisation=disk)
 
 
@@ -178,7 +183,7 @@ class StepLog:
             record.weight_bytes = weights.step_bytes
         record.decoding, record.profiled, record.rates = decoding, profiled, rates
         self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
-        if record.cached:
+        if record.cached or record.kept:
             self._steps.append(record)
             self._unread.append(record)
         self.read()
@@ -192,5 +197,6 @@ class StepLog:
         while self._unread and self._link.clock.passed(self._unread[0].ended):
             record = self._unread.popleft()
             record.read()
-            if record.decoding:
+            # What compression kept shows nothing of how other tokens are best treated.
+            if record.decoding and record.cached:
                 self._learn(record)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from megakv.cache.window import held_rows
 from megakv.distributed.sharding import Layout
 from megakv.offload.cache import OffloadedCache
-from megakv.offload.pages import PagePool
+from megakv.offload.pages import PagePool, page_bytes
 from megakv.offload.store import TieredStore
+
+
+class CompressedTurn(NamedTuple):
+    """A turn under way that may be compressed when it ends: its first slot, and what a head keeps of so many tokens, on
+    average; None where they are too few.
+    """
+
+    first: int
+    kept: Callable[[int], int | None]
 
 
 def check_room(
@@ -24,32 +34,46 @@ def check_room(
     prompt: int,
     new_tokens: int,
     ranks: int,
+    turn: CompressedTurn | None = None,
 ) -> None:
     """Refuse a generation, with a MegaKVError, if not all that will be held has room.
 
     A first pass over its prompt, which may come in pieces, is under way: its tokens are in the table, the rows of none
     are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows. Budgets
     are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that none is refused
-    while others wait for it. What is still to come is spread over so many `ranks`.
+    while others wait for it. What is still to come is spread over so many `ranks`, and what a `turn` keeps, too: which
+    rank and head keep how much is known when it ends. Until then its tokens are on the accelerator.
     """
     table = cache.table
     ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
     pieces = max(0, prompt - 1 - int(max(ends)))
     to_come = -(-(new_tokens + pieces) // ranks)
     slack = pool.page_bytes // store.row_bytes
+    turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
+    kept = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
+    dense, shape, bodies = cache.uncompressed(), store.head_shape, 0
+    for count in filter(None, kept):
+        width = (shape.key_dim + shape.value_dim) * store.dtype.itemsize
+        bodies += page_bytes(-(-count * shape.heads // ranks), width, pool.page_bytes)
     found: list[tuple[int, int]] = []
     for rank in range(table.size):
         # Further pieces are as long as this one.
         longest = int(np.diff(layout.stored[rank].bounds).max()) if pieces else 1
-        slots = [table.slots(rank, row) for row in range(table.batch)]
+        # A turn comes whole.
+        longest = max([longest, *(length for length, count in zip(turns, kept, strict=False) if count is None)])
+        slots = [dense.slots(rank, row) for row in range(table.batch)]
+        more = [to_come] * table.batch
+        for row, count in enumerate(kept):
+            if turn is not None and count is not None:
+                slots[row], more[row] = slots[row][: np.searchsorted(slots[row], turn.first)], -(-new_tokens // ranks)
         needed = layer = 0
         for (window, gone), layers in Counter(zip(windows, cache.gone, strict=True)).items():
             held = [len(own) - int(np.searchsorted(own, gone)) for own in slots]
-            rows = [count + to_come for count in held]
+            rows = [*map(sum, zip(held, more, strict=True))]
             if window is not None:
                 # Of a first pass one layer at a time holds all rows, of others every layer.
                 stay = [held_rows(window, count) + longest + slack for count in rows]
-                stay = [max(each) for each in zip(stay, held, strict=True)] if cache.length else stay
+                stay = [max(each) for each in zip(stay, held, strict=True)] if cache.length or turns else stay
                 rows = [min(each) for each in zip(stay, rows, strict=True)]
                 layer = max(layer, store.bytes_for(held) - store.bytes_for(rows))
             needed += layers * store.bytes_for(rows)
@@ -57,4 +81,8 @@ def check_room(
     needed, rank = max(found)
     lengths = table.counts()[rank].tolist()
     tokens = f"{sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences"
-    pool.check_capacity(needed, cache.nbytes(), tokens)
+    if any(kept) or cache.holds_compressed:
+        tokens += ", of which megakv.fairkv.budget keeps a part"
+    rows_bytes, held_bodies = cache.page_bytes()
+    needed += len(windows) * bodies + held_bodies
+    pool.check_capacity(needed, rows_bytes + held_bodies, tokens)

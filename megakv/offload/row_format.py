@@ -99,6 +99,15 @@ class RowFormat:
     def __init__(self, config: OffloadConfig):
         self._config = config
 
+    def take_format_of(self, other: RowFormat) -> None:
+        """Learn it from other rows, if it is known there."""
+        vars(self).update({name: known for name, known in vars(other).items() if name in ("head_shape", "dtype")})
+
+    @property
+    def known(self) -> bool:
+        """Whether there have been any rows."""
+        return "dtype" in vars(self)
+
     def rows_of(self, k_KSD: Tensor, v_KSD: Tensor) -> Tensor:
         """Keys and values as rows ``[n, W]``; their format is that of all rows."""
         self.set_format(k_KSD, v_KSD)

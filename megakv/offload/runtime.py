@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
-from megakv.distributed.sharding import Layout, TokenBlock
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.forward_pass import ForwardPass
 from megakv.injection.recomputation import Recomputation
 from megakv.laws import CombinationError
@@ -23,21 +24,18 @@ from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.host_rank import HostPart, HostRank, LiftedPart, Queries
-from megakv.offload.link import EmulatedLink, Link, Transfer
+from megakv.offload.link import OUTGOING, EmulatedLink, Link, Transfer
 from megakv.offload.pages import PagePool, Tier
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
-from megakv.offload.room import check_room
+from megakv.offload.room import CompressedTurn, check_room
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import HostWeights
 from megakv.runtime import Runtime
-
-OUTGOING = 4
-"""Transfers back to the host that may be under way: each holds its rows on the accelerator."""
 
 
 def make_link(device: torch.device, emulated_gb_s: float | None) -> Link:
@@ -72,6 +70,8 @@ class Offloader:
         self._recomputes, self._runtime, self._layers = recomputes, runtime, layers
         self._cache: OffloadedCache | None = None
         self._layout: Layout | None = None
+        # Of the pass under way, without what was compressed before.
+        self._table = TokenTable(0, 0)
         self.outgoing: deque[Transfer] = deque()
         self._decoding, self._keeps = False, True
         self._announced: tuple[int, int] | None = None
@@ -132,7 +132,8 @@ class Offloader:
     def new_cache(self, layers: int) -> OffloadedCache:
         """An empty cache of the engine."""
         mesh = self._runtime.comm.mesh
-        return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, engine=self)
+        compresses = self._runtime.compressor is not None
+        return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, engine=self, compresses=compresses)
 
     def new_run(self, new_tokens: int, prompt: int) -> Planner:
         """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""
@@ -145,23 +146,25 @@ class Offloader:
 
     # A pass
 
-    def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool) -> None:
-        """A pass over a cache begins, its new tokens in the table; `stays` as for `ShardedCache.begin`."""
+    def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool, turn: bool) -> None:
+        """A pass over a cache begins, its new tokens in the table; `stays` and `turn` as for `ShardedCache.begin`."""
         self._log.read()
         self._measured = self.costs.measured
-        if not self._prefetch.enter(cache, layout, stays=stays):
+        self._table = cache.uncompressed()
+        if not self._prefetch.enter(cache, self._table, layout, stays=stays, turn=turn):
             # Beams have changed places, say.
             self._planner.ahead = False
-        self._cache, self._layout, new = cache, layout, self._prefetch.new
+        self._cache, self._layout = cache, layout
+        new = np.diff(layout.stored[cache.rank].bounds).tolist()
         self._decoding = all(count <= 1 for count in new)
-        cached, plan = int(cache.table.counts()[cache.rank].sum()) - sum(new), self._prefetch.plan(cache.store(0))
+        cached, plan = sum(cache.tier(0).lengths()), self._prefetch.plan(cache.tier(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
-        self._keeps = self._planner.wants_inputs or not self._decoding
-        if self.pool.disk is not None and not (self._decoding or cached):
+        self._keeps = not turn and (self._planner.wants_inputs or not self._decoding)
+        if self.pool.disk is not None and not (self._decoding or cached or turn):
             # What has no room in memory lies on disk, where the host cannot attend to it.
             to_come = self._announced[1] if self._announced else 0
             memory = self.pool.free_bytes(self.pool.tiers[0]) / self._layers
-            self._keeps = self._planner.keeps_inputs(cache.store(0), [count + to_come for count in new], memory)
+            self._keeps = self._planner.keeps_inputs(cache.tier(0), [count + to_come for count in new], memory)
         # Where nothing can be brought ahead, each step is like the others all the same.
         ready = len(self._prefetch) > 0 or not self._planner.ahead
         self._log.begin(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits, ready=ready)
@@ -175,7 +178,7 @@ class Offloader:
         cache, layout = self._cache, self._layout
         if cache is None or layout is None:
             return
-        store = cache.store(layer)
+        store = cache.tier(layer)
         store.enter()
         if self._recomputes and self._keeps and store.keeps_inputs:
             store.offer(layout.stored[cache.rank], hidden_LE, layout.kept_rows(cache.rank))
@@ -186,13 +189,13 @@ class Offloader:
         self._prefetch.windows[call.layer] = call.scoring.window
         if call.layout.gathered:
             # The last rank alone takes what it collects, but whether that has room all must know.
-            store = cache.store(call.layer)
+            store = cache.tier(call.layer)
             store.set_format(call.k_KLD, call.v_KLD)
             self.expect(store)
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
-        store = cache.store(call.layer)
+        store = cache.tier(call.layer)
         for index, group in enumerate(self._prefetch.groups):
             if index:
                 self._pass_on(store, index - 1)
@@ -203,15 +206,19 @@ class Offloader:
     def expect(self, store: TieredStore) -> None:
         """A layer's first rows of a generation come: refuse it if not all that will be held has room."""
         cache, layout = self._cache, self._layout
-        if self._announced is None or cache is None or layout is None or cache.store(store.layer) is not store:
+        if self._announced is None or cache is None or layout is None or cache.tier(store.layer) is not store:
             return
         (prompt, new_tokens), self._announced = self._announced, None
-        shape, windows = self._runtime.planner.shape, self._prefetch.windows
+        shape, windows, current = self._runtime.planner.shape, self._prefetch.windows, self._runtime.current
         if shape is not None and len(shape.layers) == len(windows):
             # Known before any layer has shown its own.
             windows = [layer.window for layer in shape.layers]
-        ranks = 1 if self._runtime.planner.gathers else cache.size
-        check_room(self.pool, cache, layout, store, windows, prompt=prompt, new_tokens=new_tokens, ranks=ranks)
+        ranks, compressed = 1 if self._runtime.planner.gathers else cache.size, None
+        if current is not None and current.cache is cache and current.turn is not None:
+            assert self._runtime.compressor is not None
+            compressed = CompressedTurn(current.turn.first, self._runtime.compressor.kept)
+        given = {"prompt": prompt, "new_tokens": new_tokens, "ranks": ranks}
+        check_room(self.pool, cache, layout, store, windows, turn=compressed, **given)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
@@ -264,7 +271,7 @@ class Offloader:
             firsts = [max(first, store.gone(row)) for row, first in enumerate(staged.out_of_window)]
             spans = enumerate(zip(firsts, staged.away, strict=True))
             staged.on_host = [store.rows_in_memory(row, end, min(first, end)) for row, (first, end) in spans]
-        part = host.start(call, q_HLD, tokens, store, staged.on_host)
+        part = host.start(call, self._table, q_HLD, tokens, store, staged.on_host)
         staged.host_parts.append(part)
         return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))
 
@@ -287,7 +294,7 @@ class Offloader:
         if staged is not None:
             assert self._log.current is not None
             staged.record = self._log.current
-            staged.recompute(store.layer, cache.table, cache.rank, self._recomputation)
+            staged.recompute(store.layer, self._table, cache.rank, self._recomputation)
 
     def _pass_on(self, store: TieredStore, index: int) -> None:
         """A group of a layer was attended to: its buffer is free for the group after the next."""

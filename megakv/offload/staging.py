@@ -15,6 +15,7 @@ from megakv.attention.together import alike, stacked
 from megakv.costmodel.memory import grown_bytes
 from megakv.device import upload
 from megakv.distributed.sharding import TokenTable
+from megakv.fairkv.pages import Body, RaggedBody
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.host_memory import host_memory
 from megakv.offload.host_rank import HostPart
@@ -25,11 +26,13 @@ from megakv.offload.row_format import RowFormat
 
 
 class StagingBuffer:
-    """Memory on a device for the rows of one layer: keys and values, packed ones, and activations."""
+    """Memory on a device for one layer: keys and values, packed ones, activations, and what compression kept."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._memory = {name: torch.empty(0, dtype=torch.uint8, device=device) for name in ("rows", "inputs", "packed")}
+        self._memory = {
+            name: torch.empty(0, dtype=torch.uint8, device=device) for name in ("rows", "inputs", "packed", "bodies")
+        }
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
         """``[count, width]``; nothing may be under way into what was taken before."""
@@ -91,6 +94,8 @@ class StagedLayer:
     """The transfer of all other rows."""
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Where rows are quantised: what comes, and the rows that it stands for."""
+    bodies: dict[Body, RaggedBody] = field(default_factory=dict)
+    """What compression kept of the sequences, in its place; it comes with the streamed rows."""
     resident: int = 0
     """Tokens of all sequences that were on the accelerator already."""
     on_host: list[Runs] | None = None
@@ -109,7 +114,8 @@ class StagedLayer:
         """What becomes of its cached tokens, by the names in the report."""
         hidden = sum(self.out_of_window)
         found = {"recomputed": sum(self.splits), "on_host": sum(self.away) - hidden, "resident": self.resident}
-        return {**found, "out_of_window": hidden}
+        kept = sum(len(body.block) for body in self.bodies.values())
+        return {**found, "out_of_window": hidden, "kept": round(kept / self.store.head_shape.heads)}
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.fairkv.pages import Body, RaggedBody
 from megakv.offload.config import OffloadConfig
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.pages import PagedRows, PagePool, Runs, page_bytes
@@ -52,7 +54,7 @@ class TieredStore(RowFormat, KVStore):
         super().__init__(engine.config)
         self.layer, self.version, self.keeps_inputs = layer, 0, True
         self.staged: StagedLayer | None = None
-        self._engine = engine
+        self.engine = engine
         self._rows: list[PagedRows | None] = [None] * batch
         self._inputs: list[PagedRows | None] = [None] * batch
         # Rows that were gone before any came.
@@ -94,7 +96,7 @@ class TieredStore(RowFormat, KVStore):
         if offered is not None:
             # No larger activations can pay, on any machine.
             self.keeps_inputs = self._config.keeps_inputs(offered.nbytes, stored[0].nbytes)
-        self._engine.expect(self)
+        self.engine.expect(self)
         if offered is not None and offered.nbytes < stored[0].nbytes:
             # What is smaller is the better use of memory. Activations of all sequences are there already.
             self._keep_inputs({each: self.rows(each) for each in self._offered})
@@ -115,7 +117,7 @@ class TieredStore(RowFormat, KVStore):
                 self._write(self._inputs, sequence, offered)
 
     def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor, absent: int = 0) -> None:
-        paged, pool = column[sequence], self._engine.pool
+        paged, pool = column[sequence], self.engine.pool
         if paged is None:
             paged = PagedRows(pool, rows.shape[1], rows.dtype, layer=self.layer, gone=absent)
             column[sequence] = paged
@@ -133,9 +135,13 @@ class TieredStore(RowFormat, KVStore):
                 return self.heads_of(rows.chunk(len(sequences))[index])
         assert paged is not None
         shape = (paged.length - paged.gone, paged.width)
-        device = torch.empty(shape, dtype=self.stored_dtype, device=self._engine.device)
-        self._engine.link.start("in", paged.moves(paged.gone, device)).wait()
+        device = torch.empty(shape, dtype=self.stored_dtype, device=self.engine.device)
+        self.engine.link.start("in", paged.moves(paged.gone, device)).wait()
         return self.heads_of(self.unpacked(device))
+
+    def kept(self, sequence: int) -> IntArray:
+        rows = self.rows(sequence) - self.gone(sequence)
+        return np.full(self.head_shape.heads if rows else 0, rows, dtype=np.int64)
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         staged = self.staged
@@ -186,7 +192,7 @@ class TieredStore(RowFormat, KVStore):
         self.residents.forget(sequence, rows)
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
-        return self._engine.attend_on_host(self, call, q_HLD, tokens)
+        return self.engine.attend_on_host(self, call, q_HLD, tokens)
 
     def crop(self, sequence: int, length: int) -> None:
         self.flush()
@@ -214,9 +220,8 @@ class TieredStore(RowFormat, KVStore):
 
     def fork(self) -> TieredStore:
         self.flush()
-        twin = TieredStore(self.layer, len(self._rows), self._engine)
-        if self.nbytes():
-            twin.head_shape, twin.dtype = self.head_shape, self.dtype
+        twin = TieredStore(self.layer, len(self._rows), self.engine)
+        twin.take_format_of(self)
         twin.residents, twin._absent = self.residents.fork(), list(self._absent)
         twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
         return twin
@@ -226,7 +231,7 @@ class TieredStore(RowFormat, KVStore):
             self._take([sequence], self._reserved.pop(sequence))
         self.flush()
         if self._leave():
-            self._engine.leave(self)
+            self.engine.leave(self)
 
     def _leave(self) -> bool:
         """The layer is not at work any more; whether it was."""
@@ -236,6 +241,31 @@ class TieredStore(RowFormat, KVStore):
 
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
+
+    # For the stores beside it
+
+    @property
+    def tier(self) -> TieredStore:
+        """Itself: what lies around it has one, too."""
+        return self
+
+    @property
+    def sequences(self) -> range:
+        """Of the batch."""
+        return range(len(self._rows))
+
+    def expect(self, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Keys and values like these will come, or what is kept of them."""
+        self.set_format(k_KSD, v_KSD)
+        self.engine.expect(self)
+
+    def brought(self, body: Body) -> RaggedBody | None:
+        """A body on the accelerator while the layer is at work; None where it was not brought for it."""
+        staged = self.staged
+        if staged is None or body not in staged.bodies:
+            return None
+        staged.await_streamed()
+        return staged.bodies[body]
 
     # For the engine
 
@@ -252,10 +282,14 @@ class TieredStore(RowFormat, KVStore):
             if run.stop > run.start:
                 self._offered[sequence] = hidden_LE[run]
 
+    def decline(self, sequence: int) -> None:
+        """Take no activations of a sequence's next tokens: they do not come in one piece."""
+        self._offered.pop(sequence, None)
+
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
         if self._outgoing:
-            self._engine.outgoing.append(self._engine.link.start("out", self._outgoing))
+            self.engine.outgoing.append(self.engine.link.start("out", self._outgoing))
             self._outgoing = []
 
     def lengths(self) -> list[int]:
@@ -320,7 +354,7 @@ class TieredStore(RowFormat, KVStore):
 
         With activations, where those of the pass under way are kept: of what follows a gap none are.
         """
-        page, width = self._engine.pool.page_bytes, self.input_width
+        page, width = self.engine.pool.page_bytes, self.input_width
         keeps = self.keeps_inputs and len(self._offered) > 0
         if keeps:
             width = max(width, *(offered.shape[1] for offered in self._offered.values()))

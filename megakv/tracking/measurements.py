@@ -116,6 +116,8 @@ class OffloadStep:
     # was not predicted.
     profiled: bool = False
     out_of_window: Count = 0
+    # What compression kept came beside the cached tokens: as much as so many tokens of all heads.
+    kept: Count = 0
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property

@@ -100,9 +100,6 @@ def draw(seed: int, ranks: int) -> Case:
         # Sessions of FP8 go on with the same weights only, which are others on another TP degree.
         smaller = rng.choice([other for other in fewer if other.endswith("x1") or "feed_forward" not in section])
         then_section = draw_section(rng, *sizes(smaller)) | {"feed_forward": section.get("feed_forward", "dtype")}
-        if "budget" in section.get("fairkv", {}):
-            # A session that was compressed is refused by engines that offload.
-            then_section.pop("offload", None)
         then = Case(
             seed=seed,
             family=family,

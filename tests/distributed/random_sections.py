@@ -52,7 +52,7 @@ def draw_section(rng: Random, cp: int, tp: int, *, lossy: bool = True) -> dict[s
         gathers = section.get("runahead", {}).get("kv") == "last"
         if gathers and "kv_bits" not in offload and rng.random() < 0.9:
             offload["method"] = rng.choice((AUTO, "stream", "cpu_rank"))
-    if 0.4 <= kind < 0.75:
+    if 0.25 <= kind < 0.75:
         section["fairkv"] = draw_compression(rng, lossy=lossy and rng.random() < 0.7)
     if tp > 1 and rng.random() < (0.05 if "offload" in section else 0.35):
         section.setdefault("fairkv", {})["mapping"] = DRAWN

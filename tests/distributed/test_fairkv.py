@@ -83,7 +83,7 @@ def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: s
         assert before["fork"] and before["intact"]
         assert "out of memory, say" in before["broken"]
     after = converse(tmp_path, restored, "restore")
-    for name in ("compressing", "mapped"):
+    for name in ("compressing", "mapped", "offloaded"):
         assert after[name]["equal"] and after[name]["kept"] and after[name]["earlier"]
         assert "compressed must be ascending ranges of slots" in after[name]["message"]
     for result in after.values():
@@ -128,10 +128,13 @@ def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pyt
     """Not on the chunks that a prompt is read in, nor on the other rows of its batch, nor on the mesh."""
     full = pytestconfig.getoption("--full")
     asked = [some_cases(("ada_snapkv",), 2, full=full), *(["full"] if full else [])]
-    meshes = ["2x1", "1x2", "1x2:mapped", "2x1:last"]
+    meshes, away = ["2x1", "1x2", "1x2:mapped", "2x1:last"], ["2x1:offloaded", "1x2:offloaded"]
+    drawn = [*meshes, *away] if full else [*random.sample(meshes, 2), random.choice(away)]
     single = read_in_pieces(tmp_path, "1x1", 1, *asked)
-    several = read_in_pieces(tmp_path, ",".join(meshes if full else random.sample(meshes, 3)), 2, *asked)
-    for results in (single, several):
+    several = [read_in_pieces(tmp_path, ",".join(drawn), 2, *asked)]
+    if full:
+        several.append(read_in_pieces(tmp_path, "2x2:offloaded", 4, *asked))
+    for results in (single, *several):
         for case, found in results.items():
             expected = single[f"1x1 {case.split()[1]} whole"]
             # The last row has no second turn, and is not asked alone.

@@ -98,8 +98,8 @@ def test_deprecated_spelling_of_tp_size() -> None:
             "megakv.fairkv.mapping = 'm.json' is not supported with megakv.offload.enabled = true: ranks that share",
         ),
         (
-            {"megakv": {"offload": {"enabled": True}, "fairkv": {"budget": 0.25}}},
-            "megakv.fairkv.budget = 0.25 is not supported with megakv.offload.enabled = true: compressed keys",
+            {"megakv": {"offload": {"enabled": True, "kv_bits": 8}, "fairkv": {"budget": 0.25}}},
+            "megakv.fairkv.budget = 0.25 is not supported with megakv.offload.kv_bits = 8: what compression keeps",
         ),
         (
             {

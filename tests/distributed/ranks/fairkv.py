@@ -3,7 +3,7 @@
 Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS CASES FAMILIES [BATCHES], meshes as CPxTP or CPxTP:PREFILL, separated by
 commas as are the CASES of compression_cases.py and FAMILIES, whose caches are kept whole; STEPS further tokens. PREFILL
 is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with heads and copies of heads
-on random ranks. BATCHES are by default all of `LENGTHS`.
+on random ranks, or ``offloaded``. BATCHES are by default all of `LENGTHS`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.distributed.compression_cases import CASES, SPREAD, WHOLE_CUT
 
 LENGTHS = {1: [171], 5: [171, 40, 163, 3, 101]}
 QUESTION, SECOND = 21, 90
+OFFLOAD = {"enabled": True, "host_gb": 0.05, "page_kib": 8, "chunk_tokens": 16, "emulated_link_gb_s": 0.02}
 Kept = list[list[list[list[int]]]]
 """``[layer][sequence][KV head]`` slots."""
 
@@ -44,6 +45,8 @@ def config_of(mesh: str, fairkv: dict[str, Any], mapping: Path) -> dict[str, Any
     section: dict[str, Any] = {"context_parallel": {"size": cp}, "fairkv": fairkv}
     if prefill == "mapped":
         section["fairkv"] = {**fairkv, "mapping": str(mapping)}
+    elif prefill == "offloaded":
+        section["offload"] = OFFLOAD
     elif prefill:
         section["context_parallel"]["prefill"] = "runahead" if prefill == "last" else prefill
     if prefill == "last":
@@ -73,7 +76,7 @@ def kept_slots(engine: Any, cache: Any) -> Kept:
             slots = cache.table.slots(cache.rank, sequence)
             for body in cache.store(layer).bodies(sequence):
                 for index, head in enumerate(heads):
-                    rows = [rows for _, _, rows in body.pieces(index)]
+                    rows = [rows for _, rows in body.index.pieces(index)]
                     if rows:
                         own.append((layer, sequence, head, slots[np.concatenate(rows)].tolist()))
     count = engine.module.config.num_key_value_heads

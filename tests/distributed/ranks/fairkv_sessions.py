@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from fairkv import ids_of, kept_slots
+from fairkv import OFFLOAD, ids_of, kept_slots
 from families import llama
 from mappings import random_mapping
 from transformers import AutoModelForCausalLM
@@ -29,6 +29,13 @@ from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.session_files import first_fingerprint
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+SOURCES = {
+    "compressing": ("compressing", "mapped"),
+    "plain": ("offloaded", "mapped"),
+    "mapped": ("mapped", "offloaded"),
+    "offloaded": ("offloaded", "compressing"),
+}
+"""By engine, the ones whose sessions it goes on with: those of one that is like it, and another's."""
 FAIRKV = {"method": "ada_snapkv", "budget": 0.3, "window": 8, "min_tokens": 64}
 
 
@@ -121,7 +128,9 @@ def main() -> None:
         random_mapping(llama().num_hidden_layers, 4, tp).save(mapping)
     dist.barrier()
     mapped = {"fairkv": {**FAIRKV, "mapping": str(mapping)}}
-    for name, section in (("compressing", {"fairkv": FAIRKV}), ("plain", {}), ("mapped", mapped)):
+    offloaded = {"fairkv": FAIRKV, "offload": OFFLOAD}
+    sections = {"compressing": {"fairkv": FAIRKV}, "plain": {}, "mapped": mapped, "offloaded": offloaded}
+    for name, section in sections.items():
         config = {
             "dtype": "fp32",
             "tensor_parallel": {"tp_size": tp},
@@ -129,7 +138,7 @@ def main() -> None:
         }
         engine = megakv.init_inference(str(folder), config)
         if stage == "restore":
-            source, other = ("mapped", "compressing") if name == "mapped" else ("compressing", "mapped")
+            source, other = SOURCES[name]
             expected = json.loads((work / "save.json").read_text())
             results[name] = restore(engine, work / source, expected[source])
             # Heads lay elsewhere.

@@ -101,8 +101,13 @@ def test_compressed_and_offloaded_caches(tmp_path: Path) -> None:
     assert kept == dense // 4 + dense // layers
     # No more tokens than the budget: nothing is compressed.
     assert dry_run(folder, settings(fairkv={"budget": 1000}), context=1000).ranks[0].kv_bytes == dense
-    small = dry_run(folder, settings(offload={"enabled": True, "method": "stream", "host_gb": 1e-4}), context=1000)
-    assert "megakv.offload.host_gb" in str(small.problem)
+    small = {"enabled": True, "method": "stream", "host_gb": dense / (1 << 30), "page_kib": 4}
+    away = dry_run(folder, settings(offload=small), context=1000)
+    assert "megakv.offload.host_gb" in str(away.problem)
+    both = dry_run(folder, settings(offload=small, fairkv={"budget": 0.25}), context=1000)
+    # In whole pages; on the accelerator, buffers, and one layer that compression has not chosen from yet.
+    assert both.problem is None and dense / 4 <= both.ranks[0].host_bytes <= dense / 4 + layers * 4096
+    assert both.ranks[0].kv_bytes == 2 * grown_bytes(dense // layers // 4) + dense // layers
 
 
 def test_layouts_are_the_engines() -> None:

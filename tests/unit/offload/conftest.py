@@ -16,19 +16,18 @@ from megakv.offload.link import Direction, EmulatedLink, Move, Transfer
 @pytest.fixture(autouse=True)
 def no_buffer_in_flight_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer is not used again while a transfer of an emulated link into it is under way."""
-    start, under_way = EmulatedLink.start, WeakKeyDictionary[Transfer, tuple[int, int]]()
+    start, under_way = EmulatedLink.start, WeakKeyDictionary[Transfer, list[tuple[int, int]]]()
 
     def started(link: EmulatedLink, direction: Direction, moves: Sequence[Move]) -> Transfer:
         begins = [move.device.data_ptr() for move in moves] if direction == "in" else []
-        low = min(begins, default=0)
-        high = max((begin + move.nbytes for begin, move in zip(begins, moves, strict=False)), default=0)
-        for other, (begin, end) in under_way.items():
-            assert other.done or high <= begin or end <= low, (
+        spans = [(begin, begin + move.nbytes) for begin, move in zip(begins, moves, strict=False)]
+        for other, taken in under_way.items():
+            assert other.done or all(high <= begin or end <= low for low, high in spans for begin, end in taken), (
                 "a buffer is used again while a transfer into it is under way"
             )
         transfer = start(link, direction, moves)
         if direction == "in":
-            under_way[transfer] = low, high
+            under_way[transfer] = spans
         return transfer
 
     monkeypatch.setattr(EmulatedLink, "start", started)

@@ -1,34 +1,116 @@
 """Offloading and the rest of MegaKV: compressed keys and values, and dry runs."""
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
+from megakv.fairkv.pages import RaggedBody
+from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.planner import Planner
-from tests.families import FAMILIES
+from tests.families import CONFIGS, FAMILIES
+from tests.unit.offload.conftest import SETTINGS
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 
-def test_a_compressed_session_is_refused(offloaded: Callable[..., Any], tmp_path: Path) -> None:
+def converse(engine: Any, folder: Path, **options: Any) -> list[Tensor]:
+    """Turns of which some are compressed, a cut into one of them, a fork that goes on, and what it saves."""
+    session, found, options = engine.session(), [], {"do_sample": False, "pad_token_id": 0, **options}
+
+    def turn(of: Any, length: int, **more: Any) -> None:
+        ids = torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(length))
+        mask = torch.ones_like(ids)
+        mask[1, : length - 20] = 0
+        found.append(of.generate(ids, mask, max_new_tokens=5, **{**options, **more}))
+
+    for length, beams in ((90, 1), (7, 1), (50, 3), (3, 1)):
+        turn(session, length, num_beams=beams)
+    fork = session.fork()
+    session.cut_back(60)
+    turn(session, 30)
+    turn(fork, 31)
+    fork.save(folder)
+    return found
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("chunk", [None, 33])
+@pytest.mark.parametrize(
+    "offload", [*({"method": name} for name in (*METHODS, AUTO)), {"disk": True}, {"num_gpu_batches": 2}], ids=str
+)
+def test_compressed_and_offloaded(
+    offload: dict[str, Any], chunk: int | None, offloaded: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The same tokens as compressed on the accelerator, also from what the other has saved."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"](), dtype=torch.float32).eval()
-    fairkv = {"budget": 20, "min_tokens": 16, "window": 4}
-    compressing = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32", "megakv": {"fairkv": fairkv}})
-    session = compressing.session()
-    turn = torch.randint(3, 190, (1, 40), generator=torch.Generator().manual_seed(3))
-    session.generate(turn, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    session.save(tmp_path / "saved")
-    compressing.destroy()
-    with pytest.raises(MegaKVError, match=r"saved holds compressed keys.*megakv.offload.enabled = false"):
-        offloaded(model).restore_session(tmp_path / "saved")
+    if offload.pop("disk", False):
+        offload = {"host_gb": 8 * 10 / (1 << 20), "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    fairkv, found, again = {"budget": 0.3, "min_tokens": 24, "window": 4}, [], []
+    how = {} if chunk is None else {"prefill_chunk_size": chunk}
+    for name, more in (("here", {"enabled": False}), ("away", {**SETTINGS, **offload})):
+        section = {"fairkv": fairkv, "offload": more}
+        with megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32", "megakv": section}) as engine:
+            found.append(converse(engine, tmp_path / name, **how))
+            for saved in (tmp_path / each for each in ("here", "away") if (tmp_path / each).exists()):
+                ids = torch.full((2, 3), 7)
+                session = engine.restore_session(saved)
+                again.append(session.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
+    assert all(map(torch.equal, *found))
+    assert all(torch.equal(each, again[0]) for each in again) and len(again) == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compressed_cache_takes_its_budget_off_the_accelerator() -> None:
+    """Memory and traffic are within 5% of the budget's part of the dense cache's; nothing of it stays."""
+    config = CONFIGS["llama"](max_position_embeddings=2048)
+    model, prompt, new = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), 1200, 4
+    layers, row = config.num_hidden_layers, 2 * 4 * config.num_key_value_heads * config.head_dim
+    section = {"fairkv": {"budget": 0.25, "min_tokens": 64}, "offload": {**SETTINGS, "method": "stream", "page_kib": 2}}
+    ids = torch.randint(3, 120, (2, prompt), generator=torch.Generator().manual_seed(1))
+    with megakv.init_inference(model, {"dtype": "fp32", "megakv": section}) as engine:
+        session, offloader = engine.session(), engine._offloader
+        open_turns: list[int] = []
+
+        def storage(body: RaggedBody) -> int:
+            return body.block.untyped_storage().data_ptr()
+
+        def look(module: Any, args: Any, output: Any) -> None:
+            stores = [session._cache.store(layer) for layer in range(layers)]
+            open_turns.append(sum(store.nbytes() for store in stores) - sum(session._cache.page_bytes()))
+
+        hooks = [layer.register_forward_hook(look) for layer in engine.module.model.layers]
+        session.generate(ids, torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        [hook.remove() for hook in hooks]
+        # Of the prompt a quarter is kept, of the answer all but its last token.
+        kept = 2 * layers * row * (prompt // 4 + new - 1)
+        assert kept <= offloader.pool.used()["host"] <= 1.05 * kept
+        # Dense rows of a layer are gone before the next one is computed; where tokens lay is what is left.
+        assert max(open_turns) <= 0.05 * kept
+        # Two buffers for a layer of bodies and of the few other rows.
+        assert offloader.staging_bytes <= 2 * 17 / 16 * (kept / layers + 2 * row * new)
+        staged = offloader._prefetch._staged.values()
+        places = {storage(body) for each in staged for body in each.bodies.values()}
+        gc.collect()
+        bodies = [each for each in gc.get_objects() if isinstance(each, RaggedBody) and len(each.block) > 0]
+        assert places.issuperset(map(storage, bodies))
+        steps = [step.report() for step in offloader.steps]
+        assert [(step.cached, step.kept) for step in steps] == [(2 * done, prompt // 2) for done in range(new - 1)]
+        # Two layers of one more step may have come.
+        brought = sum(step.bytes_in for step in steps) / kept
+        assert 0.95 * (new - 1) <= brought <= 1.05 * (new - 1 + 2 / layers)
+        # The costs know of it: nothing was predicted of a step without other tokens.
+        assert all(step.predicted_s > 0 for step in steps[1:])
 
 
 @pytest.mark.parametrize("kv_bits", [None, 4])

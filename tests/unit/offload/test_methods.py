@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,9 +40,15 @@ def random_costs(generator: random.Random) -> LayerCosts:
     )
 
 
-def group(costs: LayerCosts, tokens: int, **counts: int) -> GroupCosts:
+def group(costs: LayerCosts, tokens: int, **counts: Any) -> GroupCosts:
     """A group of which all tokens have activations and may be left to the host, unless `counts` say otherwise."""
     return GroupCosts(costs, tokens, **{"inputs": tokens, "host": tokens, **counts})
+
+
+def some_kept(generator: random.Random) -> dict[str, float]:
+    """What compression has kept beside them, if anything."""
+    kept = generator.choice([0, 0, generator.randrange(0, 100)])
+    return {"kept": kept, "kept_on_disk": generator.choice([0, generator.randrange(0, kept + 1)])}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -49,7 +56,8 @@ def test_split_point_equals_brute_force(seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(INSTANCES):
         costs, tokens = random_costs(generator), generator.randrange(0, 200)
-        given = group(costs, tokens, inputs=generator.choice([tokens, generator.randrange(0, tokens + 1)]))
+        inputs = generator.choice([tokens, generator.randrange(0, tokens + 1)])
+        given = group(costs, tokens, inputs=inputs, **some_kept(generator))
         found = KVPR().split(given)
         assert (found is None) == (given.inputs == 0)
         if found is not None:
@@ -69,7 +77,7 @@ def test_division_equals_brute_force(seed: int) -> None:
         most = generator.choice([None, generator.randrange(0, 45)])
         kept = min(resident, tokens)
         limit = min(tokens - kept, tokens if most is None else most) if recompute else 0
-        given = group(costs, tokens, inputs=limit, host=host, resident=kept, chunk=chunk)
+        given = group(costs, tokens, inputs=limit, host=host, resident=kept, chunk=chunk, **some_kept(generator))
         found = steady_split(given, recompute=recompute, host=True)
         times = [
             float(given.steady_seconds(split, a))

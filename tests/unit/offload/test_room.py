@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import megakv
+from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
 from megakv.offload import runtime
 from tests.unit.offload.test_exactness import generate, plain_model
@@ -122,6 +124,34 @@ def test_turns_are_refused_when_there_is_no_room_and_not_before(method: str, off
     assert f"of which {total / 1024:.2f} KiB can be used" in refusal
     # A turn's 36 tokens take three pages at most, and the page begun before has room for its activations, or one more.
     assert free < layers * (3 + 2 * (method != "stream")) * 8192
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("chunk", [None, 30])
+def test_what_compression_leaves_out_needs_no_room(chunk: int | None, tmp_path: Path) -> None:
+    """As much as the dry run says, and not a page less."""
+    model = plain_model("llama")
+    model.config.save_pretrained(tmp_path)
+    ids = torch.randint(3, 190, (2, 100), generator=torch.Generator().manual_seed(3))
+    mask, how = torch.ones_like(ids), {} if chunk is None else {"prefill_chunk_size": chunk}
+
+    def settings(pages: int) -> dict[str, Any]:
+        offload = {"enabled": True, "method": "stream", "host_gb": pages / (1 << 18), "page_kib": 4}
+        fairkv = {"budget": 0.25, "min_tokens": 16, "window": 4}
+        return {"dtype": "fp32", "megakv": {"fairkv": fairkv, "offload": offload}}
+
+    found = [dry_run(tmp_path, settings(pages), context=100, batch=2, new_tokens=2) for pages in (1000, 1)]
+    assert found[0].problem is None and found[1].problem is not None
+    needed = found[0].ranks[0].host_bytes
+    with megakv.init_inference(copy.deepcopy(model), settings(needed // 4096)) as engine:
+        session = engine.session()
+        session.generate(ids, mask, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0, **how)
+        assert engine._offloader.pool.used()["host"] == needed
+    with megakv.init_inference(copy.deepcopy(model), settings(needed // 4096 - 1)) as engine:
+        with pytest.raises(MegaKVError, match=r"of which megakv.fairkv.budget keeps a part.*raise megakv.offload"):
+            generate(engine, ids, mask, max_new_tokens=3, **how)
+        # None of it has left the accelerator.
+        assert engine._offloader.link.traffic["out"].nbytes == 0
 
 
 def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(

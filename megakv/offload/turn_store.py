@@ -1,0 +1,139 @@
+"""The stores of a layer of which some may be compressed: what is kept lies in tiers, once it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.method import AttentionCall, PartElsewhere
+from megakv.attention.partial import KVPart, Part
+from megakv.cache.dense import DenseStore
+from megakv.cache.ragged import RaggedStore
+from megakv.cache.saved import SavedLayer
+from megakv.cache.store import KVStore, Pair
+from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.fairkv.pages import Body, RaggedBody
+from megakv.offload.bodies import TieredBody
+from megakv.offload.store import TieredStore
+from megakv.tensor_files import StreamedTensor
+
+
+class TurnStore(KVStore):
+    """Rows in a `tier`, but for those of a turn that may be compressed: on the accelerator until it ends.
+
+    What is not compressed then follows the others into the tier.
+    """
+
+    def __init__(self, tier: TieredStore, turn: DenseStore):
+        self.tier, self._turn = tier, turn
+        self._open = self._ends = False
+
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        # What came before the last piece of a turn stays before it, also if no row proves long enough.
+        self._open, self._ends = turn or any(map(self._turn.rows, self.tier.sequences)), ends
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        if self._open:
+            self.tier.expect(k_KSD, v_KSD)
+        (self._turn if self._open else self.tier).append(sequence, k_KSD, v_KSD)
+
+    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        if self._open:
+            super().append_each(sequences, k_KLD, v_KLD)
+        else:
+            self.tier.append_each(sequences, k_KLD, v_KLD)
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        if self._open:
+            self.tier.expect(k_KSD, v_KSD)
+        return (self._turn if self._open else self.tier).reserve(sequence, rows, k_KSD, v_KSD)
+
+    def part(self, sequence: int) -> Pair:
+        """Of the turn, where it is open."""
+        return (self._turn if self._turn.rows(sequence) else self.tier).part(sequence)
+
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        # In one piece: they may travel.
+        stores = (self.tier, self._turn)
+        found = [store.part(sequence) for store in stores if store.rows(sequence) > store.gone(sequence)]
+        if not found:
+            return
+        keys, values = found[0] if len(found) == 1 else (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        here = slice(len(slots) - keys.shape[1], None)
+        yield KVPart(sequence, keys, values, slots[here], positions[here])
+
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        return None if self._open else self.tier.packed()
+
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
+        return self.tier.attend_elsewhere(call, q_HLD, tokens)
+
+    def release(self, sequence: int, rows: int) -> None:
+        self._turn.release(sequence, rows)
+
+    def finish(self) -> None:
+        self.tier.finish()
+        for sequence in self.tier.sequences if self._open and self._ends else ():
+            if rows := self._turn.rows(sequence):
+                self.tier.decline(sequence)
+                self.tier.append(sequence, *self._turn.part(sequence))
+                self.tier.flush()
+                self._turn.release(sequence, rows)
+
+    def forget(self, sequence: int, rows: int) -> None:
+        before = self.tier.rows(sequence)
+        self.tier.forget(sequence, min(rows, before))
+        if rows > before:
+            self._turn.forget(sequence, rows - before)
+
+    def gone(self, sequence: int) -> int:
+        return self.tier.gone(sequence) + self._turn.gone(sequence)
+
+    def crop(self, sequence: int, length: int) -> None:
+        self._turn.crop(sequence, max(0, length - self.tier.rows(sequence)))
+        self.tier.crop(sequence, length)
+
+    def reorder(self, index: list[int]) -> None:
+        self._turn.reorder(index)
+        self.tier.reorder(index)
+
+    def fork(self) -> TurnStore:
+        return TurnStore(self.tier.fork(), self._turn.fork())
+
+    def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
+        return self.tier.save(sequence, slots)
+
+    def load(self, sequence: int, saved: SavedLayer) -> None:
+        self.tier.load(sequence, saved)
+
+    def rows(self, sequence: int) -> int:
+        return self.tier.rows(sequence) + self._turn.rows(sequence)
+
+    def kept(self, sequence: int) -> IntArray:
+        rows = self.rows(sequence) - self.gone(sequence)
+        return np.full(self.tier.head_shape.heads if rows else 0, rows, dtype=np.int64)
+
+    def nbytes(self) -> int:
+        return self.tier.nbytes() + self._turn.nbytes()
+
+
+class CompressedStore(RaggedStore):
+    """What compression keeps of a turn goes into the tiers, and all other rows into those of a `TurnStore`."""
+
+    def __init__(self, batch: int, inner: TurnStore):
+        super().__init__(batch, inner)
+        self.tier = inner.tier
+
+    def _keep(self, body: Body) -> TieredBody:
+        if isinstance(body, TieredBody):
+            return body
+        body = body.here()
+        # Of no tokens.
+        self.tier.set_format(*(each[:0].expand(len(body.counts), 0, -1) for each in (body.k_nD, body.v_nD)))
+        return TieredBody(body, self.tier.layer, self.tier.engine)
+
+    def _here(self, body: Body) -> RaggedBody:
+        return self.tier.brought(body) or body.here()
