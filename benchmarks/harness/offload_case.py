@@ -160,7 +160,7 @@ class CaseBench:
             "link": "measured" if case.link_gb_s is None else "emulated",
             "link_gb_s": self._rate_gb_s,
             "method": name,
-            "lossy": variant(name).kv_bits is not None,
+            "lossy": variant(name).lossy,
             "seconds": seconds,
             "decode_s": [sum(sum(sample.all_seconds) for sample in turn) for turn in turns],
             "warm_up_s": known["warm_up_s"],

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 IN_MEMORY, OTHERS = "in_memory", "transformers"
 CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")  # What `auto` chooses from
-ROW, FOUR_BITS, COARSE = "row_", "_4bit", "_coarse"
+ROW, FOUR_BITS, COARSE, QUARTER = "row_", "_4bit", "_coarse", "_quarter"
 NAMES = {
     IN_MEMORY: "in memory",
     OTHERS: "transformers offloaded",
@@ -32,6 +32,7 @@ PARTS = {
     "hiding": "weights offloaded, a small cache, row-by-row: Table 2",
     "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
     "windows": "three of four layers have a sliding window, an eighth of the prompt",
+    "budget": "a quarter of a prompt's keys and values is kept, beside all of them",
 }
 TASKS = ("load weights", "load cache", "load activations", "compute", "store cache", "store activations")
 PAGE_KIB = 512
@@ -46,17 +47,25 @@ class Variant:
     rows: bool  # Whether the groups of a case are decoded one after the other, in calls of their own
     kv_bits: Literal[4] | None  # Of keys and values off the accelerator; lossy
     coarse: bool  # Whether recomputation waits for all weights of a layer's attention (Figure 5a)
+    budget: float | None = None  # What part of a prompt's keys and values compression keeps; lossy
+
+    @property
+    def lossy(self) -> bool:
+        return self.kv_bits is not None or self.budget is not None
 
     @property
     def title(self) -> str:
         title = NAMES[self.method] + (", 4 bits (lossy)" if self.kv_bits else "")
+        title += f", {self.budget:.0%} kept (lossy)" if self.budget else ""
         return ("row-by-row " if self.rows else "") + title + (" without hiding" if self.coarse else "")
 
 
 def variant(name: str) -> Variant:
     """Of a method's name, such as ``row_stream``, ``kvpr_4bit`` or ``kvpr_coarse``."""
-    method = name.removeprefix(ROW).removesuffix(FOUR_BITS).removesuffix(COARSE)
-    return Variant(method, name.startswith(ROW), 4 if name.endswith(FOUR_BITS) else None, name.endswith(COARSE))
+    method, budget = name.removeprefix(ROW), 0.25 if name.endswith(QUARTER) else None
+    for ending in (FOUR_BITS, COARSE, QUARTER):
+        method = method.removesuffix(ending)
+    return Variant(method, name.startswith(ROW), 4 if name.endswith(FOUR_BITS) else None, name.endswith(COARSE), budget)
 
 
 LARGE = {
@@ -144,6 +153,7 @@ FULL = {
     "hiding": Plan(_HIDING, ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
     "disk": Plan((IN_MEMORY, *_LATENCY), ("opt", "gqa"), (4,), (256,), (20,), in_memory=0.75),
     "windows": Plan((IN_MEMORY, *_LATENCY), (WINDOWED,), (4,), (8 * WINDOW,), (20,)),
+    "budget": Plan((IN_MEMORY, "stream", "stream_quarter"), ("mha",), (2,), (1024, 2048), (20,)),
 }
 _LESS: dict[str, dict[str, Any]] = {
     "links": {"news": (14,)},

@@ -17,8 +17,9 @@ CLOSE = 0.1
 COLOURS = {
     "in_memory": "#9aa7b5", "transformers": "#22282f", "stream": "#c8553d", "kvpr": "#b58a2a", "chunked": "#3f8f5f",
     "cpu_rank": "#8a6bb8", "auto": "#2f6db3", "stream_4bit": "#e3a18f", "kvpr_4bit": "#dcc68d",
-    "kvpr_coarse": "#8a929b", "row_stream": "#22282f",
+    "kvpr_coarse": "#8a929b", "row_stream": "#22282f", "stream_quarter": "#3f8f5f",
 }  # fmt: skip
+QUARTERED = "stream_quarter"
 FIGURE_8, FIGURE_9 = ("stream", "kvpr", "auto"), ("kvpr", "kvpr_4bit", "stream", "stream_4bit")
 FIGURE_12 = ("kvpr", "chunked", "auto")
 COLUMNS = (
@@ -93,6 +94,7 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
         "speedup_over_stream": _speedups(cases, "stream"),
         "speedup_over_row_stream": _speedups(cases, "row_stream"),
         "speedup_over_transformers": _speedups(cases, OTHERS),
+        "time_over_bytes": {name: _time_over_bytes(found) for name, found in cases.items() if QUARTERED in found},
     }
 
 
@@ -102,6 +104,12 @@ def _regret(found: Mapping[str, Row]) -> Interval:
     # Where the best had fewer rounds than `auto`, those.
     rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
     return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
+
+
+def _time_over_bytes(found: Mapping[str, Row]) -> float:
+    """The time of a step over a compressed cache, as a part of one over all of it, over the same of what they bring."""
+    less, all_of_it = found[QUARTERED], found["stream"]
+    return paired_ratio(less["seconds"], all_of_it["seconds"]).value / (less["bytes_in"] / all_of_it["bytes_in"])
 
 
 def _same_twice(found: Mapping[str, Row]) -> Interval | None:
@@ -208,7 +216,7 @@ def charts(machine: str, rows: Sequence[Row]) -> list[Chart]:
 
     made: list[Chart] = []
     for part, own in settings(rows):
-        several = part in ("links", "long", "disk", "windows")
+        several = part in ("links", "long", "disk", "windows", "budget")
         made.append(all_methods(f"{part}.{own[0]['shape']}" if several else part, own))
         # Figure 12, over the slowest link; nothing where recomputing never pays.
         slow = [row for row in own if row["link_gb_s"] == min(row["link_gb_s"] for row in own)]

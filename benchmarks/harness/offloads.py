@@ -170,7 +170,10 @@ class Decoder:
             }
             if case.in_memory is not None:
                 offload |= budgets(case, shape)
-        self._engine = megakv.init_inference(twin(model), {"dtype": model.dtype, "megakv": {"offload": offload}})
+        section: dict[str, Any] = {"offload": offload}
+        if asked.budget is not None:
+            section["fairkv"] = {"budget": asked.budget}
+        self._engine = megakv.init_inference(twin(model), {"dtype": model.dtype, "megakv": section})
         if case.disk_gb_s is not None and offload["enabled"]:
             PacedReads(self._engine._offloader.pool.disk, case.disk_gb_s * 1e9)
         if asked.coarse:
