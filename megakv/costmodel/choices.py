@@ -159,6 +159,7 @@ def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[
     if choice.fit.offload:
         # Whether some tokens may be recomputed from activations, or attended to by the host.
         divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None
+        divided &= choice.fit.kept_share == 1
         host_gb = max(1.0, round(choice.memory.host / GIB + 0.5))
         section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if divided else "stream"}
         if choice.memory.disk:

@@ -20,6 +20,7 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.errors import MegaKVError
+from megakv.offload.methods import AUTO
 
 MESSAGES = 128
 """Of a chain, about so many go down each link in a layer."""
@@ -165,6 +166,8 @@ class ClusterPlanner:
                     method,
                     tp_size=mesh.tp_size,
                     sharers=_sharers(mesh, profile),
+                    # What compression keeps is always sent.
+                    plan=AUTO if fit.kept_share == 1 else "stream",
                     memory_bytes=memory.host if memory.disk else None,
                 ).seconds
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
@@ -177,7 +180,7 @@ class ClusterPlanner:
         """With the time that offloading takes at least: all cross the link, some go to disk as fast as it reads."""
         if not choice.fit.offload or profile.host_link is None:
             return choice
-        tokens = -(-demand.total * demand.batch // choice.mesh.cp_size)
+        tokens = -(-round(demand.total * choice.fit.kept_share) * demand.batch // choice.mesh.cp_size)
         moved_s = moved_seconds(profile.host_link, self._model, tokens, tp_size=choice.mesh.tp_size)
         if choice.memory.disk and profile.disk_bandwidth is not None:
             disk_s = choice.memory.disk * _sharers(choice.mesh, profile) / profile.disk_bandwidth

@@ -64,6 +64,9 @@ class Fitting:
             return found, rejected
         budgets = [Fit(kept_share=share) for share in BUDGETS]
         found, more = self._those(demand, [*budgets, *(replace(fit, fp8=True) for fit in budgets for _ in fp8)])
+        if not found:
+            rejected += more
+            found, more = self._those(demand, [replace(fit, offload=True) for fit in budgets])
         return found, rejected + more
 
     def missing(self, demand: Demand) -> str:

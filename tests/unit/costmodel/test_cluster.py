@@ -147,6 +147,17 @@ def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
     assert choices[0].fit == Fit(kept_share=0.5) and not choices[0].fit.exact
 
 
+def test_what_is_compressed_goes_off_the_accelerator_where_nothing_else_fits() -> None:
+    model, demand = small(layers=16), Demand(context=4000, cached=0, gpus=1, batch=3000, lossy=True)
+    kept, both = (
+        rank_memory(model, context=4000, batch=3000, kept_share=0.125, offloaded=away) for away in (False, True)
+    )
+    assert both.total < kept.total and both.host == pytest.approx(kept.cache, rel=0.05)
+    spec = RDMA.spec.model_copy(update={"memory_bytes": int((kept.total + both.total) / 2 / 0.95), "fp8_flops": None})
+    choices = ClusterPlanner(replace(RDMA, spec=spec), model).plan(demand).choices
+    assert choices[0].fit.offload and choices[0].fit.kept_share < 1 and choices[0].ttit_s > 0
+
+
 def test_the_largest_model_on_128() -> None:
     """405B, a million tokens, 128 H100: the paper takes 77 s with FP8 feed-forward layers."""
     planner, demand = ClusterPlanner(RDMA, large()), Demand(context=1_000_000, gpus=128)
@@ -206,7 +217,9 @@ def test_slow_links_make_a_chain_worth_its_uneven_work() -> None:
     assert config.megakv.context_parallel.prefill == "runahead"
 
 
-@pytest.mark.parametrize("fit", [Fit(), Fit(fp8=True), Fit(offload=True), Fit(kept_share=0.25)])
+@pytest.mark.parametrize(
+    "fit", [Fit(), Fit(fp8=True), Fit(offload=True), Fit(kept_share=0.25), Fit(kept_share=0.25, offload=True)]
+)
 def test_configurations_can_be_read(fit: Fit) -> None:
     choice = replace(plan(small(), context=5000, gpus=4).choices[-1], fit=fit)
     config = load_config(choice_config(choice, RDMA, small()))
