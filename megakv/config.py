@@ -84,8 +84,8 @@ class MegaKVSection(Section):
 
     feed_forward: Literal["dtype", "fp8"] = "dtype"
     """``fp8`` turns the weights of feed-forward layers into row-wise FP8 as they load, and their inputs per token: half
-    the bytes of 16-bit weights, **not exact**. Fast from compute capability 8.9 on, slower on CPU, not for models with
-    experts."""
+    the bytes of 16-bit weights, **not exact**. Fast from compute capability 8.9 on, slower on CPU. Experts are
+    multiplied one after the other."""
 
     timeout_s: float = Field(600.0, gt=0, le=1e9)
     """Seconds after which a silent rank counts as lost. A dead process is noticed at once."""
@@ -221,11 +221,6 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError
         for key in (key for key, given in switches.items() if given):
             yield CombinationError("needs", f"megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
-    if offload.weights and section.feed_forward == "fp8":
-        yield (
-            "megakv.feed_forward = 'fp8' is not supported with megakv.offload.weights = true: scales stay "
-            "with their weights; allowed: 'dtype', or megakv.offload.weights = false"
-        )
     recomputes = offload.method != AUTO and METHODS[offload.method].recomputes
     if recomputes and section.runahead.kv == "last" and section.context_parallel.size > 1:
         yield CombinationError(

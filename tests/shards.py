@@ -61,14 +61,18 @@ class ThreadRanks:
         ]
 
     def logits(self, input_ids: Tensor) -> list[Tensor]:
-        """``[B, S, V]`` from every rank; the first error of any rank is raised."""
+        """``[B, S, V]`` from every rank."""
+        return self.each(lambda module: module(input_ids, use_cache=False).logits)
+
+    def each(self, call: Callable[[Any], Tensor]) -> list[Tensor]:
+        """What a call gives for every rank's module; the first error of any rank is raised."""
         found: dict[int, Tensor] = {}
         errors: list[Exception] = []
 
         def forward(rank: int) -> None:
             try:
                 with torch.no_grad():
-                    found[rank] = self.ranks[rank].module(input_ids, use_cache=False).logits
+                    found[rank] = call(self.ranks[rank].module)
             except Exception as error:
                 errors.append(error)
                 self._sum.abort()

@@ -36,10 +36,12 @@ FILLED = 0.5
 
 def dense_seconds(profile: HardwareProfile, layer: LayerShape, tokens: float, *, tp_size: int = 1) -> float:
     """Seconds of a layer's projections and feed-forward for `tokens` tokens on one rank."""
-    fp8 = layer.fp8 / tp_size * (profile.matmul_fp8 or profile.matmul).at(tokens)
-    plain = replace(layer, dense=layer.dense - layer.fp8, fp8=0)
-    touched = plain.touched(tokens)
-    return fp8 + (touched / tp_size * profile.matmul.at(plain.multiplied(tokens) / touched) if touched else 0.0)
+    experts = layer.experts if layer.fp8_experts else 0
+    in_fp8 = replace(layer, dense=layer.fp8, experts=experts)
+    others = replace(layer, dense=layer.dense - layer.fp8, experts=layer.experts - experts)
+    parts = (in_fp8, profile.matmul_fp8 or profile.matmul), (others, profile.matmul)
+    touched = [(part, part.touched(tokens), curve) for part, curve in parts]
+    return sum(each / tp_size * curve.at(part.multiplied(tokens) / each) for part, each, curve in touched if each)
 
 
 class TokenTimes:

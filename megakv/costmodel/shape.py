@@ -101,6 +101,7 @@ class LayerShape:
     active_experts: int = 1
     window: int | None = None  # The attention window of the layer.
     fp8: int = 0  # How many of `dense` are row-wise FP8, one byte each.
+    fp8_experts: bool = False  # Whether all of `experts` are.
 
     def multiplied(self, tokens: float) -> float:
         return tokens * (self.dense + self.experts * self.active_experts / self.n_experts)
@@ -185,7 +186,8 @@ class ModelShape:
 
     @cached_property
     def weight_bytes(self) -> int:
-        return self.parameters * self.element_bytes - sum(layer.fp8 for layer in self.layers) * (self.element_bytes - 1)
+        in_fp8 = sum(layer.fp8 + layer.experts * layer.fp8_experts for layer in self.layers)
+        return self.parameters * self.element_bytes - in_fp8 * (self.element_bytes - 1)
 
     @cached_property
     def attention_elements(self) -> int:
@@ -202,8 +204,8 @@ class ModelShape:
 
     def with_fp8_feed_forward(self) -> ModelShape:
         """The same model with row-wise FP8 weights in its feed-forward layers (``megakv.feed_forward``: ``fp8``)."""
-        layers = tuple(replace(layer, fp8=layer.dense - self.attention_elements) for layer in self.layers)
-        return replace(self, layers=layers)
+        fp8 = (replace(each, fp8=each.dense - self.attention_elements, fp8_experts=True) for each in self.layers)
+        return replace(self, layers=tuple(fp8))
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[int, int], ...]:

@@ -16,7 +16,7 @@ from megakv.dry_run.coverage import check_coverage
 from megakv.errors import MegaKVError
 from megakv.injection.support import shape_pass
 from megakv.offload.weights import layer_places
-from megakv.weights.fp8 import Fp8Linear, use_fp8
+from megakv.weights.fp8 import use_fp8
 from megakv.weights.loading import parameter_dtypes
 from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
 from megakv.weights.placement.attention import find_attention
@@ -106,22 +106,18 @@ class WholeModel:
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         rows = run_shapes(model, self.head_map, tp_rank, tokens)
         if fp8:
-            use_fp8(model)
-        layers = () if fp8 else tuple(places.nbytes for places in layer_places(model, dtypes))
+            dtypes |= use_fp8(model)
+        layers = tuple(places.nbytes for places in layer_places(model, dtypes))
         return Share(tp_rank, buffers + parameter_bytes(model, dtypes), rows, layers)
 
 
 def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> int:
     """Bytes of a model's parameters once they are filled, tied ones once, scales of FP8 weights included.
 
-    model: on the meta device, with FP8 linears in their places where there are any.
-    dtypes: from `parameter_dtypes` of the whole model.
+    model: on the meta device, with FP8 weights in their places where there are any.
+    dtypes: from `parameter_dtypes` of the whole model, and of what is FP8 from `use_fp8`.
     """
-    quantised = {id(module.weight): module.stored_bytes for module in model.modules() if isinstance(module, Fp8Linear)}
-    return sum(
-        quantised.get(id(parameter), parameter.numel() * dtypes[name].itemsize)
-        for name, parameter in model.named_parameters()
-    )
+    return sum(parameter.numel() * dtypes[name].itemsize for name, parameter in model.named_parameters())
 
 
 class ShapeRuntime:

@@ -149,6 +149,6 @@ def _whole_names(loaded: LoadedModel) -> set[str]:
     return {
         name
         for name in loaded.module.state_dict()
-        # A buffer, such as scales of a weight, is as its module.
+        # A buffer, or the scales of a weight, is as its module.
         if (loaded.placement[name] == WHOLE if name in loaded.placement else name.rpartition(".")[0] not in cut)
     }

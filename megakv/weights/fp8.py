@@ -7,15 +7,20 @@ of torch lack that, the same numbers are computed in float32: half the bytes, bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.laws import CombinationError
-from megakv.weights.placement.plan import ROUTERS, decoder_layers
+from megakv.weights.placement.plan import EXPERT_WEIGHTS, ROUTERS, decoder_layers, is_experts, unknown_experts
 from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 
 FP8 = torch.float8_e4m3fn
+SCALE = "_scale"
+"""Behind a weight's name: its scales."""
 LARGEST = torch.finfo(FP8).max
 # What `torch._scaled_mm` wants both dimensions of a weight to be multiples of.
 MULTIPLE = 16
@@ -26,17 +31,24 @@ FIRST_CAPABILITY = (8, 9)
 TOLERANCE = 1e-2
 
 
-def quantise_rows(x_RC: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
+def quantise_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of any floating type in FP8, and their float32 scales ``[R, 1]``: values times scale is x.
 
-    Zeros are added up to a multiple of 16 columns and `multiple` rows.
+    Zeros are added up to a multiple of 16 columns.
     """
     rows, columns = x_RC.shape
-    shape = (_up(rows, multiple), _up(columns, MULTIPLE))
-    values = torch.empty(shape, dtype=FP8, device=x_RC.device)
-    if shape != (rows, columns):
+    values = torch.empty(rows, _up(columns), dtype=FP8, device=x_RC.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x_RC.device)
+    _quantise_into(values, scales, x_RC)
+    return values, scales
+
+
+def _quantise_into(values: Tensor, scales: Tensor, x_RC: Tensor) -> None:
+    """The same into memory that is there, which may have more rows: of zeros, with a scale of 1."""
+    rows, columns = x_RC.shape
+    if values.shape != (rows, columns):
         values.zero_()
-    scales = torch.ones(shape[0], 1, dtype=torch.float32, device=x_RC.device)
+        scales.fill_(1.0)
     step = max(1, CHUNK // columns)
     for start in range(0, rows, step):
         part = x_RC[start : start + step].float()
@@ -45,11 +57,10 @@ def quantise_rows(x_RC: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
         scale = (part.abs().amax(-1, keepdim=True) / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
         values[start:stop, :columns] = part / scale
         scales[start:stop] = scale
-    return values, scales
 
 
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+def _up(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE
 
 
 def scaled_product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -82,48 +93,108 @@ def _decoded(values: Tensor) -> Tensor:
     return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float()
 
 
-class Fp8Linear(nn.Module):
-    """A linear, whole or spread over ranks, whose weight is FP8 with a scale for each output.
+def _product(x: tuple[Tensor, Tensor], weight: Tensor, weight_scale: Tensor, outputs: int) -> Tensor:
+    """``[L, outputs]`` of quantised rows and a weight, in float32 or bfloat16."""
+    product = cpu_product if weight.device.type == "cpu" else scaled_product
+    return product(*x, weight, weight_scale)[:, :outputs]
 
-    The weight ``[out, in]`` has no memory at first, then zeros added up to multiples of 16; there are as many scales
-    ``[1, out]`` as it has rows. The bias of the linear that it takes the place of stays in its type, and is added once,
-    after the sum over ranks of a row-parallel one.
+
+def _make_room(module: nn.Module, name: str, shape: Sequence[int]) -> None:
+    """Let a module's weight be FP8, ``[..., out, in]``, with a scale for each output, ``[..., 1, out]``.
+
+    Neither has memory at first. Both sizes go up to multiples of 16; what is added is zero once they are filled.
+    """
+    *several, rows, columns = shape
+    for key, size, dtype in (
+        (name, (*several, _up(rows), _up(columns)), FP8),
+        (name + SCALE, (*several, 1, _up(rows)), torch.float32),
+    ):
+        module.register_parameter(key, nn.Parameter(torch.empty(size, dtype=dtype, device="meta"), requires_grad=False))
+
+
+def quantise(module: nn.Module, name: str, weight: Tensor, homes: Sequence[Tensor | None] = (None, None)) -> None:
+    """Fill a module's FP8 weight and its scales from an unquantised weight, of which nothing is kept.
+
+    They get memory on its device, unless there are `homes` for the two.
+    """
+    filled = []
+    for key, home in zip((name, name + SCALE), homes, strict=True):
+        memory = torch.empty_like(getattr(module, key), device=weight.device) if home is None else home
+        setattr(module, key, nn.Parameter(memory, requires_grad=False))
+        filled.append(memory)
+    several = [each if each.dim() == 3 else each[None] for each in (*filled, weight.detach())]
+    transposed = getattr(module, "is_transposed", False)
+    for values, scales, rows in zip(*several, strict=True):
+        _quantise_into(values, scales.t(), rows.t() if transposed else rows)
+
+
+class Fp8Linear(nn.Module):
+    """A linear, whole or spread over ranks, whose weight is FP8 with a scale for each output (see `quantise`).
+
+    The bias of the linear that it takes the place of stays in its type, and is added once, after the sum over ranks of
+    a row-parallel one.
     """
 
+    weight: Tensor
     weight_scale: Tensor
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        self.weight = nn.Parameter(torch.empty(linear.weight.shape, dtype=FP8, device="meta"), requires_grad=False)
-        self.register_buffer("weight_scale", torch.empty(1, self.out_features, device="meta"))
+        _make_room(self, "weight", linear.weight.shape)
         self.bias = linear.bias
         self._all_reduce: AllReduce | None = linear.all_reduce if isinstance(linear, RowParallelLinear) else None
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the weight and its scales once they are filled."""
-        rows = _up(self.out_features, MULTIPLE)
-        return rows * _up(self.in_features, MULTIPLE) * FP8.itemsize + rows * torch.float32.itemsize
-
-    def quantise(self, weight: Tensor) -> None:
-        """Take the values of an unquantised weight ``[out, in]``, of which nothing is kept."""
-        values, scales = quantise_rows(weight, multiple=MULTIPLE)
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.weight_scale = scales.t()
-
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]`` in the type of x."""
-        values, scales = quantise_rows(x.reshape(-1, self.in_features))
-        product = cpu_product if x.device.type == "cpu" else scaled_product
-        out = product(values, scales, self.weight, self.weight_scale)
-        out = out[:, : self.out_features].to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        rows = quantise_rows(x.reshape(-1, self.in_features))
+        out = _product(rows, self.weight, self.weight_scale, self.out_features)
+        out = out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
         if self._all_reduce is not None:
             out = self._all_reduce(out.contiguous())
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, row-wise {FP8}"
+
+
+class Fp8Experts:
+    """In the place of the `forward` of one module that holds all experts of a layer, whose weights become FP8.
+
+    Its class, its gate and its biases stay. What a token brings is quantised once, for whichever experts it goes to;
+    they are computed one after the other.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.experts: Any = module
+        self.outputs: dict[str, int] = {}
+        for name in EXPERT_WEIGHTS:
+            weights = getattr(module, name)
+            shape = (weights.mT if module.is_transposed else weights).shape
+            _make_room(module, name, shape)
+            self.outputs[name] = shape[1]
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[L, h]`` to the same, by the experts ``[L, k]`` of every token and how much each of them counts."""
+        values, scales = quantise_rows(hidden_states)
+        chosen, each = top_k_index.reshape(-1), top_k_index.shape[-1]
+        # The host has to know whom tokens go to; whom none goes to is left out.
+        counts = torch.bincount(chosen, minlength=len(self.experts.down_proj)).tolist()
+        found = hidden_states.new_empty(len(chosen), hidden_states.shape[-1])
+        for expert, places in enumerate(chosen.argsort(stable=True).split(counts)):
+            if len(places):
+                tokens = places // each
+                rows = values.view(torch.uint8)[tokens].view(FP8), scales[tokens]
+                inner = self.experts._apply_gate(self._project(expert, "gate_up_proj", rows, found.dtype))
+                found[places] = self._project(expert, "down_proj", quantise_rows(inner), found.dtype)
+        weighted = found * top_k_weights.reshape(-1, 1)
+        return weighted.unflatten(0, (-1, each)).sum(1).to(found.dtype)
+
+    def _project(self, expert: int, name: str, rows: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        weight, scale = (getattr(self.experts, key)[expert] for key in (name, name + SCALE))
+        bias = getattr(self.experts, f"{name}_bias", None)
+        out = _product(rows, weight, scale, self.outputs[name]).to(dtype)
+        return out if bias is None else out + bias[expert]
 
 
 def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -138,24 +209,33 @@ def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def use_fp8(model: PreTrainedModel) -> None:
-    """Put an `Fp8Linear` without memory in the place of every feed-forward linear of every decoder layer.
+def use_fp8(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Let the weights of every decoder layer's feed-forward, its linears and experts, be FP8, without memory yet.
 
-    Refused where there is none, or experts: three-dimensional weights, which `torch._scaled_mm` does not take.
+    Returns the types of these weights and of their scales, by name. Refused where there are none, or experts that are
+    stored in a way that is not known.
     """
     try:
         _, layers = decoder_layers(model)
     except ValueError as error:
         raise _refusal(model, "it has no list of decoder layers") from error
     for layer in layers:
+        linears, experts = feed_forward_linears(layer), [module for module in layer.modules() if is_experts(module)]
+        reasons = [f"{type(module).__name__} {reason}" for module in experts if (reason := unknown_experts(module))]
+        known = {id(parameter) for module in experts for parameter in module.parameters()}
         for name, parameter in layer.named_parameters():
-            if parameter.ndim > 2:
-                raise _refusal(model, f"{name} holds the weights of several experts in one")
-        linears = feed_forward_linears(layer)
-        if not linears:
-            raise _refusal(model, f"{type(layer).__name__} has no linear outside its attention")
+            if parameter.ndim > 2 and id(parameter) not in known:
+                reasons.append(f"{name} holds the weights of several experts in one")
+        if not linears and not experts:
+            reasons.append(f"{type(layer).__name__} has no linear outside its attention")
+        if reasons:
+            raise _refusal(model, reasons[0])
         for parent, name in linears:
             setattr(parent, name, Fp8Linear(getattr(parent, name)))
+        for module in experts:
+            module.forward = Fp8Experts(module)
+    quantised = [name for name, parameter in model.named_parameters() if parameter.dtype == FP8]
+    return dict.fromkeys(quantised, FP8) | dict.fromkeys((name + SCALE for name in quantised), torch.float32)
 
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
@@ -188,7 +268,7 @@ def _error(device: torch.device) -> float:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 72, generator=generator).to(device) for rows in (40, 5))
     linear = Fp8Linear(nn.Linear(72, 40, bias=False, device="meta"))
-    linear.quantise(weight)
+    quantise(linear, "weight", weight)
     values, scales = quantise_rows(x)
     exact = (values.double() * scales) @ (linear.weight.double() * linear.weight_scale.t()).t()
     return float((linear(x).double() - exact[:, :40]).abs().max() / exact.abs().max())

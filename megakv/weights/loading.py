@@ -22,7 +22,7 @@ from megakv.injection.support import check_support
 from megakv.offload.weights import HostWeights
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.folder import local_directory, read_config
-from megakv.weights.fp8 import Fp8Linear, check_device, use_fp8
+from megakv.weights.fp8 import FP8, SCALE, check_device, quantise, use_fp8
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
@@ -142,11 +142,10 @@ def build_model(
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
-    if feed_forward == "fp8":
-        use_fp8(model)
+    kept_dtypes = dtypes | use_fp8(model) if feed_forward == "fp8" else dtypes
     host = None
     if host_bytes is not None:
-        host = HostWeights(model, dtypes, budget=host_bytes, pin=device.type == "cuda")
+        host = HostWeights(model, kept_dtypes, budget=host_bytes, pin=device.type == "cuda")
     _materialise(model, source, placement, dtypes, device, host, progress=progress)
     if host is not None:
         host.withdraw(model, device)
@@ -169,7 +168,7 @@ def _materialise(
 ) -> None:
     """Fill a model's parameters, of local shapes, from a source, one at a time, and move its buffers.
 
-    Tied ones stay so. Each weight of an `Fp8Linear` is quantised as it comes.
+    Tied ones stay so. `dtypes` are those of all but scales: FP8 weights are read in theirs, and quantised as they come.
     """
 
     def local(name: str, shape: torch.Size, home: Tensor | None = None) -> Tensor:
@@ -183,24 +182,29 @@ def _materialise(
         return (torch.empty(shape, dtype=dtype, device=device) if home is None else home).copy_(value)
 
     names: dict[int, list[str]] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in dtypes}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), []).append(name)
     total = sum(parameters[tied[0]].numel() * dtypes[tied[0]].itemsize for tied in names.values())
     with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for tied in names.values():
             stored = next((name for name in tied if source.has(name)), tied[0])
-            part = local(stored, parameters[tied[0]].shape, None if host is None else host.home(tied[0]))
-            filled = nn.Parameter(part, requires_grad=False)
-            for name in tied:
-                module, leaf = get_module_from_name(model, name)
-                if isinstance(module, Fp8Linear) and leaf == "weight":
-                    module.quantise(part)
-                else:
+            empty = parameters[tied[0]]
+            homes = [None if host is None else host.home(tied[0] + end) for end in ("", SCALE)]
+            if empty.dtype == FP8:
+                part = source.read(stored, placement.get(stored, WHOLE)).to(device, dtypes[stored])
+                module, leaf = get_module_from_name(model, tied[0])
+                quantise(module, leaf, part, homes)
+            else:
+                part = local(stored, empty.shape, homes[0])
+                filled = nn.Parameter(part, requires_grad=False)
+                for name in tied:
+                    module, leaf = get_module_from_name(model, name)
                     setattr(module, leaf, filled)
-            bar.update(part.nbytes)
+                del filled
+            bar.update(empty.numel() * dtypes[tied[0]].itemsize)
             # What was quantised goes before the next is read.
-            del part, filled
+            del part
     for name, buffer in model.named_buffers():
         module, leaf = get_module_from_name(model, name)
         stored_too = name in dtypes and source.has(name)

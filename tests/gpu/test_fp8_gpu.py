@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from megakv.weights.fp8 import Fp8Linear, check_device, quantise_rows
+from megakv.weights.fp8 import Fp8Linear, check_device, quantise, quantise_rows
 from megakv.weights.loading import build_model
 from tests.families import VOCAB, llama
 
@@ -34,7 +34,7 @@ def test_linear_is_the_product_of_its_quantised_sides(
 ) -> None:
     linear = nn.Linear(inputs, outputs, dtype=dtype, device="cuda").requires_grad_(False)
     made = Fp8Linear(linear)
-    made.quantise(linear.weight)
+    quantise(made, "weight", linear.weight)
     x = torch.randn(tokens, inputs, device="cuda").to(dtype)
     values, scales = quantise_rows(x)
     product = (values.double() * scales) @ (made.weight.double() * made.weight_scale.t()).t()

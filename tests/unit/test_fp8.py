@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megakv.config import load_config
 from megakv.weights import fp8
-from megakv.weights.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise_rows, scaled_product
+from megakv.weights.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise, quantise_rows, scaled_product
 from megakv.weights.loading import build_model
 from megakv.weights.tensor_parallel import RowParallelLinear
 
@@ -27,7 +27,7 @@ def dequantised(linear: Fp8Linear) -> Tensor:
 
 def quantised(linear: nn.Linear | RowParallelLinear) -> Fp8Linear:
     made = Fp8Linear(linear)
-    made.quantise(linear.weight)
+    quantise(made, "weight", linear.weight)
     return made
 
 
@@ -47,7 +47,10 @@ def test_rows_come_back_within_half_a_step(dtype: torch.dtype, chunk: int, monke
     step = torch.maximum(x.double().abs() * 2**-3, scales.double() * 2**-9)
     back = values[:, :37].double() * scales
     assert ((back - x.double()).abs() <= 0.5001 * step).all()
-    padded, more = quantise_rows(x, multiple=16)
+    made = Fp8Linear(nn.Linear(37, 13, bias=False, device="meta"))
+    assert made.weight.is_meta and made.weight_scale.is_meta
+    quantise(made, "weight", x)
+    padded, more = made.weight, made.weight_scale.t()
     assert padded.shape == (16, 48) and more.shape == (16, 1)
     assert torch.equal(padded[:13].float(), values.float()) and torch.equal(more[:13], scales)
     assert padded[13:].float().abs().max() == 0
@@ -130,7 +133,7 @@ def test_row_parallel_sums_before_the_bias() -> None:
 
     made = quantised(RowParallelLinear(weight, bias, all_reduce))
     alone = quantised(nn.Linear(48, 20, bias=False))
-    alone.quantise(weight)
+    quantise(alone, "weight", weight)
     torch.testing.assert_close(made(x), alone(x) + other + bias)
     # The output of 20 is cut from one of 32.
     assert contiguous == [True] and made.weight.shape == (32, 48)

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
+from megakv.weights import loading
 from megakv.weights.checkpoint import CheckpointWeights
-from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears
+from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears, quantise_rows
 from megakv.weights.loading import build_model
 from megakv.weights.placement.plan import decoder_layers
-from megakv.weights.placement.slices import SliceSpec
+from megakv.weights.placement.slices import SliceSpec, split_width
 from megakv.weights.sources import ModuleWeights, WeightSource
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, VOCAB, llama
 from tests.shards import ThreadRanks
@@ -94,11 +96,11 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
     AutoModelForCausalLM.from_config(llama()).save_pretrained(tmp_path)
     copies: list[weakref.ref[Tensor]] = []
     read, most = 0, 0
-    quantise = Fp8Linear.quantise
+    quantise = loading.quantise
 
-    def quantised(self: Fp8Linear, weight: Tensor) -> None:
+    def quantised(module: nn.Module, name: str, weight: Tensor, *homes: Any) -> None:
         copies.append(weakref.ref(weight))
-        quantise(self, weight)
+        quantise(module, name, weight, *homes)
 
     def watch(source: type[WeightSource]) -> None:
         original = source.read
@@ -111,13 +113,12 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
 
         monkeypatch.setattr(source, "read", reading)
 
-    monkeypatch.setattr(Fp8Linear, "quantise", quantised)
+    monkeypatch.setattr(loading, "quantise", quantised)
     for source in (CheckpointWeights, ModuleWeights):
         watch(source)
     model = AutoModelForCausalLM.from_pretrained(tmp_path) if given else tmp_path
     build_model(model, dtype=torch.bfloat16, feed_forward="fp8", all_reduce=unused)
-    # Six weights, and what the kernel is tried with before.
-    assert read == 6 and len(copies) == 7 and most == 0
+    assert read == len(copies) == 6 and most == 0
     assert all(copy() is None for copy in copies)
 
 
@@ -187,10 +188,70 @@ def test_passkey_model_still_finds_its_numbers(monkeypatch: pytest.MonkeyPatch) 
             sys.modules.pop(name, None)
 
 
+def of_quantised(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:
+    """Rows times a weight ``[out, in]``, both as in row-wise FP8; parts of the inputs have scales of their own."""
+
+    def back(rows: Tensor) -> Tensor:
+        values, scales = quantise_rows(rows)
+        return (values.double() * scales)[:, : rows.shape[1]]
+
+    cuts = [slice(*split_width(x.shape[1], parts, part)) for part in range(parts)]
+    return torch.stack([back(x[:, cut]) @ back(weight[:, cut]).t() for cut in cuts]).sum(0)
+
+
+def experts_of_quantised(experts: Any, x: Tensor, index: Tensor, share: Tensor, parts: int = 1) -> Tensor:
+    """What a module with unquantised experts would give with their weights and all inputs in FP8, token by token.
+
+    The inner width is cut into `parts`, as on tensor-parallel ranks.
+    """
+    gate_up, down = (w.mT if experts.is_transposed else w for w in (experts.gate_up_proj, experts.down_proj))
+    biases = getattr(experts, "gate_up_proj_bias", None), getattr(experts, "down_proj_bias", None)
+    found = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, weight in zip(index[token].tolist(), share[token], strict=True):
+            inner = of_quantised(x[token : token + 1], gate_up[expert])
+            inner = experts._apply_gate((inner if biases[0] is None else inner + biases[0][expert]).float())
+            out = of_quantised(inner, down[expert], parts)
+            found[token] += weight * (out if biases[1] is None else out + biases[1][expert])[0]
+    return found
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_refused(name: str) -> None:
-    model = AutoModelForCausalLM.from_config(FAMILIES[name]())
-    with pytest.raises(ValueError, match=rf"feed_forward = 'fp8' .*{model.config.model_type}.*experts.*use 'dtype'"):
+def test_experts_are_those_of_their_quantised_weights(name: str, tmp_path: Path) -> None:
+    whole = save(name, tmp_path)
+    loaded = build_model(tmp_path, dtype=None, feed_forward="fp8", all_reduce=unused)
+    old, new = whole.state_dict(), loaded.module.state_dict()
+    in_fp8 = {key for key, tensor in new.items() if tensor.dtype == FP8}
+    assert set(new) - set(old) == {f"{key}_scale" for key in in_fp8} and set(old) <= set(new)
+    assert {key for key in old if key.endswith(("experts.gate_up_proj", "experts.down_proj"))} <= in_fp8
+    assert all(torch.equal(new[key], old[key]) for key in old if key not in in_fp8)
+    assert not any(part in key for key in in_fp8 for part in ("attn", "router", "mlp.gate.", "bias"))
+    shards = ThreadRanks(tmp_path, 2, feed_forward="fp8")
+    layer = whole.config.num_hidden_layers - 1
+    experts = whole.model.layers[layer].mlp.experts
+    # One is chosen by nobody, another by nearly all.
+    index = torch.stack([torch.zeros(21, dtype=torch.int64), torch.randint(2, 4, (21,))], dim=1)
+    index[3] = torch.tensor([3, 2])
+    x, share = torch.randn(21, whole.config.hidden_size), torch.rand(21, 2)
+
+    def answer(module: Any) -> Tensor:
+        found: Tensor = module.model.layers[layer].mlp.experts(x, index, share)
+        return found
+
+    # Where a sum is rounded otherwise an FP8 value may tip over.
+    assert rms_error(answer(loaded.module), experts_of_quantised(experts, x, index, share)) < 3e-3
+    first, second = shards.each(answer)
+    assert torch.equal(first, second)
+    assert rms_error(first, experts_of_quantised(experts, x, index, share, parts=2)) < 3e-3
+    assert 0.01 < rms_error(first, experts(x, index, share)) < FAMILY_BOUND
+    assert torch.equal(*shards.logits(torch.randint(1, VOCAB, (2, 33))))
+
+
+def test_experts_that_are_stored_otherwise_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]())
+    model.model.layers[1].mlp.experts.has_gate = False
+    with pytest.raises(ValueError, match=r"feed_forward = 'fp8' .*'mixtral': MixtralExperts stores.*use 'dtype'"):
         build_model(model, dtype=None, feed_forward="fp8", all_reduce=unused)
 
 

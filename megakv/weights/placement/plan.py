@@ -38,13 +38,20 @@ def is_experts(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Parameter) for name in EXPERT_WEIGHTS)
 
 
+def unknown_experts(module: nn.Module) -> str | None:
+    """Why it is not known what a module does with the weights of its experts; None where it is."""
+    known = {f"{name}{end}" for name in EXPERT_WEIGHTS for end in ("", "_bias")}
+    strange = [name for name, _ in module.named_parameters() if name not in known]
+    described = all(isinstance(getattr(module, name, None), bool) for name in ("is_transposed", "is_concatenated"))
+    gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
+    return None if described and gated and not strange else f"stores its experts in an unknown way {strange or ''}"
+
+
 def _experts(module: nn.Module, model_type: str, rank: int, size: int) -> dict[str, SliceSpec]:
     """Parts of ``[E, 2I, H]`` and ``[E, H, I]`` weights (or transposed), cut along the width I of every expert."""
-    transposed, concatenated = getattr(module, "is_transposed", None), getattr(module, "is_concatenated", None)
-    known = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
-    strange = [name for name, _ in module.named_parameters() if name not in known]
-    if transposed is None or concatenated is None or not getattr(module, "has_gate", False) or strange:
-        raise refusal(module, model_type, f"stores its experts in an unknown way {strange or ''}")
+    if reason := unknown_experts(module):
+        raise refusal(module, model_type, reason)
+    transposed, concatenated = module.is_transposed, module.is_concatenated
     assert isinstance(module.down_proj, nn.Parameter)
     width = module.down_proj.shape[1 if transposed else 2]
     start, stop = split_width(width, size, rank)

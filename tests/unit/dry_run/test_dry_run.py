@@ -68,14 +68,21 @@ def test_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -> No
         assert sum(rank.tokens for rank in found.ranks) == 33 * tp
 
 
-def test_fp8_weights_are_those_that_loading_keeps(tmp_path: Path) -> None:
-    folder = saved(llama(), tmp_path)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
+def test_fp8_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -> None:
+    folder = saved(FAMILIES[family](), tmp_path)
+    offload = {"enabled": True, "weights": True, "host_gb": 0.05}
     for rank in range(2):
-        kept = build_model(
+        loaded = build_model(
             folder, dtype=torch.bfloat16, load="random", feed_forward="fp8", tp_rank=rank, tp_size=2,
-            all_reduce=lambda t: t,
-        ).bytes_kept  # fmt: skip
-        assert dry_run(folder, settings(tp=2, feed_forward="fp8"), context=9).ranks[rank].weight_bytes == kept
+            all_reduce=lambda t: t, host_bytes=50 << 20,
+        )  # fmt: skip
+        resident, offloaded = (
+            dry_run(folder, settings(tp=2, feed_forward="fp8", **more), context=9).ranks[rank]
+            for more in ({}, {"offload": offload})
+        )
+        assert resident.weight_bytes == loaded.bytes_kept
+        assert loaded.host_weights is not None and offloaded.host_weight_bytes == loaded.host_weights.nbytes
 
 
 def test_keys_and_values_are_counted_row_by_row(tmp_path: Path) -> None:
