@@ -4,6 +4,9 @@ What is kept of a token is the input of its layer's attention module, after the 
 `forward` runs on such inputs and is stopped where it calls attention, with keys and values in hand: biases, fused
 projections, norms of keys, partial and interleaved rotary embeddings are the family's own. Queries, which nobody
 needs, are not computed where the module has a projection for them alone.
+
+Where rotary frequencies follow the length (dynamic NTK, longrope), a token's rotary embeddings are kept beside its
+input: its key stays rotated as in the pass that made it, whatever passes and sequences come later.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.forward_pass import ForwardPass
 from megakv.injection.interface import ATTEND_ATTRIBUTE
+from megakv.injection.policy import depends_on_length
 
 QUERY_PROJECTION = "q_proj"
 HIDDEN = "hidden_states"
@@ -79,6 +83,21 @@ class _RotaryTable:
         return tuple(column.index_select(0, positions).unsqueeze(0) for column in self._columns)
 
 
+def _parts(embeddings: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Sines and cosines, or complex numbers that are both."""
+    return (embeddings,) if isinstance(embeddings, Tensor) else embeddings
+
+
+def _taken_apart(x_LE: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Inputs ``[n, h]``, and rotary embeddings ``[1, n, R]`` like these, whose bits lie behind them."""
+    widths = [part.shape[-1] * part.itemsize // x_LE.itemsize for part in like]
+    hidden, *bits = x_LE.split([x_LE.shape[-1] - sum(widths), *widths], dim=-1)
+    # Copies, which begin where numbers of any type may.
+    copies = (part.clone(memory_format=torch.contiguous_format) for part in bits)
+    found = tuple(part.view(wanted.dtype).unsqueeze(0) for part, wanted in zip(copies, like, strict=True))
+    return hidden.contiguous(), found
+
+
 class Recomputation:
     """Hooks on a model's attention modules: they show each layer's input, and run its first part again.
 
@@ -90,6 +109,8 @@ class Recomputation:
     ):
         self._entered = entered
         self._current = current
+        # A token's embeddings are then those of the pass that computed it, and no other pass makes them again.
+        self._kept_with_inputs = depends_on_length(model)
         self._seen: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._modules: dict[int, nn.Module] = {}
         self._tables: dict[int, _RotaryTable] = {}
@@ -111,11 +132,16 @@ class Recomputation:
         # Nor is the input itself: another takes its place.
         kept = {name: None if name == HIDDEN else kwargs[name] for name in kwargs if name not in CACHES}
         self._seen[layer] = args[1:], kept
-        embeddings = kwargs.get("position_embeddings")
-        if embeddings is not None:
-            # Sines and cosines, or complex numbers that are both.
-            self._learn(layer, (embeddings,) if isinstance(embeddings, Tensor) else embeddings)
+        if kwargs.get("position_embeddings") is not None and not self._kept_with_inputs:
+            self._learn(layer, _parts(kwargs["position_embeddings"]))
         self._entered(layer, hidden[0])
+
+    def inputs(self, layer: int, hidden_LE: Tensor) -> Tensor:
+        """What is to be kept of a layer's input while it begins: ``[L, h]``, or more columns (see above)."""
+        embeddings = self._seen[layer][1].get("position_embeddings")
+        if embeddings is None or not self._kept_with_inputs:
+            return hidden_LE
+        return torch.cat([hidden_LE, *(part[0].view(hidden_LE.dtype) for part in _parts(embeddings))], dim=-1)
 
     def _learn(self, layer: int, embeddings: tuple[Tensor, ...]) -> None:
         # Layers of a kind are given the same tensors; kinds differ where rotary frequencies do.
@@ -129,16 +155,19 @@ class Recomputation:
         self._tables[layer] = step.once(("rotary", embeddings[0].data_ptr()), learned)
 
     def recompute(self, layer: int, x_LE: Tensor, positions: IntArray) -> tuple[Tensor, Tensor]:
-        """Keys ``[K, n, D]``, values ``[K, n, Dv]`` from inputs ``[n, h]`` of a layer that has begun in this pass."""
+        """Keys ``[K, n, D]``, values ``[K, n, Dv]`` from kept `inputs` of a layer that has begun in this pass."""
         module, (others, kwargs) = self._modules[layer], self._seen[layer]
         kwargs = dict(kwargs)
+        if (embeddings := kwargs.get("position_embeddings")) is not None:
+            if self._kept_with_inputs:
+                x_LE, found = _taken_apart(x_LE, _parts(embeddings))
+            else:
+                found = self._embeddings(layer, positions, x_LE.device)
+            kwargs["position_embeddings"] = found[0] if isinstance(embeddings, Tensor) else found
         if HIDDEN in kwargs:
             kwargs[HIDDEN] = x_LE.unsqueeze(0)
         if isinstance(kwargs.get("position_ids"), Tensor):
             kwargs["position_ids"] = self._on_device(positions, x_LE.device).unsqueeze(0)
-        if kwargs.get("position_embeddings") is not None:
-            found = self._embeddings(layer, positions, x_LE.device)
-            kwargs["position_embeddings"] = found[0] if isinstance(kwargs["position_embeddings"], Tensor) else found
         args = () if HIDDEN in kwargs else (x_LE.unsqueeze(0), *others)
         try:
             with self._stopping(module):

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from transformers import PreTrainedModel
 
 from megakv.distributed.agreement import Agreement
+from megakv.injection.interface import attention_modules
 from megakv.injection.policy import depends_on_length
 from megakv.laws import CombinationError
 from megakv.offload.config import GIB, OffloadConfig
@@ -110,8 +111,11 @@ def _recomputes(config: OffloadConfig, model: PreTrainedModel) -> bool:
 
 def _not_recomputable(model: PreTrainedModel) -> str | None:
     """Why keys of earlier tokens cannot be recomputed from their activations on one rank; None where they can."""
-    if depends_on_length(model):
-        return "its rotary frequencies change with the length, so keys of earlier tokens cannot be recomputed"
+    inside = (inner for module in attention_modules(model) for inner in module.modules())
+    if depends_on_length(model) and any(hasattr(module, "rope_type") for module in inside):
+        return (
+            "its rotary frequencies change with the length, and its attention modules do not show what they rotate with"
+        )
     if any(isinstance(module, NormOverHeads) for module in model.modules()):
         return (
             "its norm of keys is over all heads, which tensor_parallel.tp_size > 1 puts on several ranks, so no rank "

@@ -181,7 +181,8 @@ class Offloader:
         store = cache.tier(layer)
         store.enter()
         if self._recomputes and self._keeps and store.keeps_inputs:
-            store.offer(layout.stored[cache.rank], hidden_LE, layout.kept_rows(cache.rank))
+            inputs = self._recomputation.inputs(layer, hidden_LE)
+            store.offer(layout.stored[cache.rank], inputs, layout.kept_rows(cache.rank))
         self._prepare(store, 0)
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
