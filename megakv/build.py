@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.compiled import load_kernel
+from megakv.choice import serves_first_turns_only
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.shape import ModelShape
 from megakv.device import settle_allocator, without_autograd
@@ -180,6 +181,13 @@ def _make_runtime(
         runahead=section.runahead,
         divided=replicas is not None and replicas.shared,
     )
-    fairkv = section.fairkv
+    fairkv, prefill = section.fairkv, section.context_parallel.prefill
+    first_only = serves_first_turns_only(prefill, compresses=fairkv.budget is not None, divided=planner.divided)
+    if first_only and comm.mesh.rank == 0 and comm.mesh.cp_size > 1:
+        logger.warning(
+            "megakv.context_parallel.prefill = %r serves first turns alone: what is compressed or shared by replicas "
+            "does not travel, so later turns attend to it by 'pass_q'",
+            prefill,
+        )
     compressor = None if fairkv.budget is None else Compressor(fairkv, loaded.head_map, comm, replicas)
     return Runtime(comm, planner, compressor, replicas, dtype=model.dtype)

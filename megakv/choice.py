@@ -109,6 +109,14 @@ def plan_prefill(
     return PrefillChoice(None, None, name, predicted)
 
 
+def serves_first_turns_only(prefill: str, *, compresses: bool, divided: bool) -> bool:
+    """Whether a method asked for gives way to pass-Q where something is cached: compressed, or divided by replicas.
+
+    That does not travel. A chain's new keys and values do, where what is cached was compressed.
+    """
+    return prefill not in ("auto", "pass_q") and (divided or (compresses and prefill != "runahead"))
+
+
 def last_layer_method(method: str, call: AttentionCall) -> str:
     """The method of a last layer that few queries are wanted of: they travel, instead of all keys and values.
 

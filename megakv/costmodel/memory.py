@@ -70,6 +70,15 @@ def cached_bytes(rows: Sequence[int], held: Sequence[int], whole: int) -> int:
     return sum(row * count for row, count in pairs) + max(row * max(0, whole - count) for row, count in pairs)
 
 
+def stored_bytes(model: ModelShape, row: int, offload: OffloadConfig) -> int:
+    """Bytes off the accelerator of a token's keys and values in a layer, which are `row` bytes on it."""
+    if offload.kv_bits is None:
+        return row
+    dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
+    group = group_size(*dims, offload.kv_group)
+    return packed_bytes(row // model.element_bytes, group, model.dtype, offload.kv_bits)
+
+
 def offloaded_bytes(
     model: ModelShape,
     rows: Sequence[int],
@@ -90,11 +99,7 @@ def offloaded_bytes(
     held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_kib << 10
     host = staged = most = 0
     for row, count in zip(rows, held, strict=True):
-        stored = row
-        if offload.kv_bits is not None:
-            dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
-            group = group_size(*dims, offload.kv_group)
-            stored = packed_bytes(row // model.element_bytes, group, model.dtype, offload.kv_bits)
+        stored = stored_bytes(model, row, offload)
         kept = inputs if recomputes and offload.keeps_inputs(inputs, stored) else 0
         # Every sequence has its own pages in every layer; a window begins anywhere in one.
         here, all_rows = (

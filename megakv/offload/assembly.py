@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from transformers import PreTrainedModel
 
+from megakv.costmodel.memory import stored_bytes
+from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.injection.interface import attention_modules
 from megakv.injection.policy import depends_on_length
@@ -21,6 +24,8 @@ from megakv.offload.runtime import Offloader
 from megakv.offload.weights import HostWeights
 from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import NormOverHeads
+
+logger = logging.getLogger(__name__)
 
 
 def make_offloader(
@@ -54,7 +59,26 @@ def make_offloader(
         # One rank without its budgets is the end for all.
         offloader = Agreement(runtime.comm).together(build)
         made.pop_all()
+    if config.recomputes and config.method != AUTO and runtime.comm.mesh.rank == 0:
+        _say_what_cannot_pay(config, model, runtime.comm.mesh.tp_size)
     return offloader
+
+
+def _say_what_cannot_pay(config: OffloadConfig, model: PreTrainedModel, tp_size: int) -> None:
+    """A warning where a method that was asked for by name will recompute nothing."""
+    with suppress(ValueError):
+        # If the model's config tells its sizes.
+        shape = ModelShape.from_config(model.config, dtype=model.dtype)
+        inputs, row = shape.hidden * shape.element_bytes, shape.attention(tp_size=tp_size).kv_row_bytes
+        if not config.keeps_inputs(inputs, stored := stored_bytes(shape, row, config)):
+            logger.warning(
+                "megakv.offload.method = %r recomputes nothing here: the activations of a token are %d bytes in a "
+                "layer, its keys and values on a rank only %d, so no activations are kept, and keys and values are "
+                "sent or attended to where they lie",
+                config.method,
+                inputs,
+                stored,
+            )
 
 
 def _gigabytes(nbytes: int) -> str:

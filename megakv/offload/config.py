@@ -88,5 +88,5 @@ class OffloadConfig(Section):
         return any(method.recomputes for method in methods_of(self.method).values())
 
     def keeps_inputs(self, input_bytes: int, kv_bytes: int) -> bool:
-        """Whether activations are kept beside keys and values: asked for, or of use on some machine."""
-        return self.recomputes and (self.method != AUTO or may_pay(input_bytes, kv_bytes))
+        """Whether activations are kept beside keys and values: where they are of use on some machine."""
+        return self.recomputes and may_pay(input_bytes, kv_bytes)

@@ -21,4 +21,5 @@ class All:
     recomputes = attends_on_host = True
 
     def split(self, costs: GroupCosts) -> Split | None:
-        return steady_split(costs, recompute=True, host=True) if costs.inputs and costs.host else None
+        # Also of what has no activations, as where they cannot pay.
+        return steady_split(costs, recompute=True, host=True) if costs.host else None

@@ -1,11 +1,13 @@
 """How a prompt is spread: over one rank, a chain or a ring, as asked for or as predicted (KV-Runahead, Appendix B)."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 
-from megakv.choice import Evidence, PrefillChoice, plan_prefill
+from megakv.attention.methods import prefill_methods
+from megakv.choice import Evidence, PrefillChoice, plan_prefill, serves_first_turns_only
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
@@ -126,6 +128,16 @@ def test_queries_come_to_what_was_compressed(prefill: str) -> None:
         config, Evidence("cost", profile), work, sizes=planner.partition, planner=planner, compressed=True
     )
     assert chosen == PrefillChoice("pass_q")
+
+
+def test_a_method_that_gives_way_in_later_turns_is_known_at_start() -> None:
+    for compresses, divided in ((False, False), (True, False), (False, True)):
+        for prefill in ("auto", *prefill_methods()):
+            config = ContextParallelConfig(size=SIZE, prefill=prefill)
+            plan = partial(plan_prefill, config, Evidence(), prompt(10, 7), sizes=lambda new, _: (new, 0, 0, 0))
+            asked, later = plan(), PrefillChoice("pass_q") if divided else plan(compressed=compresses)
+            gives_way = asked != later and prefill not in ("auto", "pass_q")
+            assert serves_first_turns_only(prefill, compresses=compresses, divided=divided) == gives_way
 
 
 def test_the_chain_goes_on_over_what_was_compressed() -> None:

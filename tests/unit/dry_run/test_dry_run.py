@@ -29,7 +29,7 @@ from megakv.fairkv.profile import BudgetProfile
 from megakv.launcher.command import main
 from megakv.weights.loading import build_model, empty_model
 from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
-from tests.families import FAMILIES, llama, opt
+from tests.families import FAMILIES, llama, llama_mha, opt
 
 
 def saved(config: PreTrainedConfig, folder: Path) -> Path:
@@ -237,7 +237,7 @@ def test_mapped_and_copied_heads(tmp_path: Path) -> None:
 
 
 def test_buffers_and_rows_of_an_offloaded_cache(tmp_path: Path) -> None:
-    folder, config = saved(llama(), tmp_path), llama()
+    folder, config = saved(llama_mha(), tmp_path), llama_mha()
 
     def first(**offload: Any) -> VirtualRank:
         run = settings(offload={"enabled": True, "page_kib": 4, **offload})
@@ -261,3 +261,6 @@ def test_buffers_and_rows_of_an_offloaded_cache(tmp_path: Path) -> None:
     assert packed.kv_bytes == 2 * grown_bytes(1000 * (row + bits))
     heavy = dry_run(folder, settings(offload={"enabled": True, "weights": True, "host_gb": 1e-5}), context=9)
     assert "of weights, which lie in host memory alone" in str(heavy.problem)
+    # With fewer KV heads activations are as large as keys and values: none are kept.
+    folder, row = saved(llama(), tmp_path), row // 2
+    assert first(method="kvpr").host_bytes == pages(row)

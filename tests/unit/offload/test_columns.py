@@ -15,6 +15,8 @@ from tests.tiny_configs import tiny_config
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 NAMED = ("opt", "llama", "llama_mha", "qwen3", "gpt_neox", "falcon", "gemma")
+AS_LARGE = ("llama", "falcon")
+"""Activations are no smaller than keys and values."""
 SLOW_GB_S = 0.05
 
 
@@ -68,7 +70,8 @@ def test_beams_in_groups_over_both_tiers(name: str, weights: bool, groups: int, 
     tiers = {"host_gb": host / (1 << 30), "disk_gb": 0.02, "disk_path": str(tmp_path)}
     engine = offloaded(copy.deepcopy(model), method="chunked", weights=weights, num_gpu_batches=groups, **tiers)
     assert torch.equal(generate(engine, ids, mask, num_beams=2), expected)
-    assert all(0 < step.split.recomputed < step.cached for step in engine._offloader.steps)
+    pays = name not in AS_LARGE
+    assert all((0 < step.split.recomputed < step.cached) == pays for step in engine._offloader.steps)
     assert engine._offloader.pool.used()["disk"]
 
 

@@ -47,6 +47,8 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 
 def recomputation_errors(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """By how much recomputed rows differ from those that were kept, each time; it grows with every pass."""
+    # Also where it cannot pay.
+    monkeypatch.setattr("megakv.offload.config.may_pay", lambda *_: True)
     errors: list[float] = []
     recompute = StagedLayer.recompute
 
@@ -92,7 +94,9 @@ def generations() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize(("name", "method", "options"), list(generations()))
-def test_every_method_gives_the_plain_tokens(name: str, method: str, options: dict[str, Any], offloaded: Any) -> None:
+def test_every_method_gives_the_plain_tokens(
+    name: str, method: str, options: dict[str, Any], offloaded: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     model = plain_model(name)
     ids, mask = ragged(4)
     torch.manual_seed(7)
@@ -104,10 +108,13 @@ def test_every_method_gives_the_plain_tokens(name: str, method: str, options: di
     config = model.config
     kv_heads = getattr(config, "num_kv_heads", getattr(config, "num_key_value_heads", config.num_attention_heads))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Activations no smaller than keys and values cannot pay: auto does not keep them.
+    # Activations no smaller than keys and values cannot pay: they are not kept.
     smaller = config.hidden_size < 2 * kv_heads * head_dim
-    pays = smaller if method == AUTO else METHODS[method].recomputes
+    asked = method != AUTO and METHODS[method].recomputes
+    pays = smaller and (method == AUTO or asked)
     assert all(recomputed) if pays else not any(recomputed)
+    held = engine._offloader._cache.store(0).input_bytes
+    assert (held > 0) == pays and (f"{method!r} recomputes nothing here" in caplog.text) == (asked and not smaller)
     on_host = [step.split.on_host for step in engine._offloader.steps]
     assert all(on_host) if method == AUTO or METHODS[method].attends_on_host else not any(on_host)
 
