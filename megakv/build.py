@@ -24,6 +24,7 @@ from megakv.distributed.launchers import read_launch
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import check_same_settings, check_world, make_mesh, start_distributed
 from megakv.engine import MegaKVEngine
+from megakv.errors import MegaKVError
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
@@ -73,7 +74,7 @@ def init_inference(
     parsed = load_config(config, **overrides)
     cp_size, tp_size, section = parsed.cp_size, parsed.tp_size, parsed.megakv
     # Degrees that are refused below are not worth the minute that DeepSpeed's compiler takes.
-    tp_only = cp_size == 1 and 1 < tp_size == read_launch().world_size
+    tp_only = cp_size == 1 and 1 < tp_size == read_launch().world_size and _may_split(model, parsed)
     start_distributed(tp_only=tp_only, timeout_s=section.timeout_s)
     check_same_settings(parsed.shared_settings())
     check_world(cp_size=cp_size, tp_size=tp_size, tp_sizes=partial(_tp_sizes, model))
@@ -91,6 +92,15 @@ def _tp_sizes(model: str | Path | nn.Module) -> list[int]:
         config = model.config
     _, heads, kv_heads = head_counts(config)
     return tensor_parallel_sizes(heads, kv_heads)
+
+
+def _may_split(model: str | Path | nn.Module, parsed: MegaKVConfig) -> bool:
+    """Whether the tensor-parallel degree may split the model's heads, as far as can be seen before ranks meet."""
+    try:
+        return parsed.megakv.fairkv.mapping is not None or parsed.tp_size in _tp_sizes(model)
+    except (ValueError, MegaKVError, AttributeError):
+        # Whoever reads the model says what is wrong with it.
+        return False
 
 
 def _make_engine(

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from megakv.build import _may_split
+from megakv.config import load_config
 from megakv.errors import MegaKVError
 from megakv.weights.loading import build_model
 from tests.families import FAMILIES, llama
@@ -97,6 +99,12 @@ def test_refusals(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(llama())
     with pytest.raises(ValueError, match="tp_size = 3 cannot split 8 query heads over 4 KV heads"):
         build_model(model, dtype=None, tp_size=3, all_reduce=unused)
+    # That is seen before ranks meet, for whom an operator would be built.
+    model.config.save_pretrained(tmp_path)
+    for given in (model, tmp_path):
+        for size in (2, 3):
+            assert _may_split(given, load_config({"tensor_parallel": {"tp_size": size}})) == (size == 2)
+    assert not _may_split(tmp_path / "nowhere", load_config({"tensor_parallel": {"tp_size": 2}}))
 
 
 @pytest.mark.parametrize(
