@@ -50,7 +50,7 @@ def check_room(
     to_come = -(-(new_tokens + pieces) // ranks)
     slack = pool.page_bytes // store.row_bytes
     turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
-    kept = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
+    kept: list[int | None] = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
     dense, shape, bodies = cache.uncompressed(), store.head_shape, 0
     for count in filter(None, kept):
         width = (shape.key_dim + shape.value_dim) * store.dtype.itemsize
@@ -69,7 +69,7 @@ def check_room(
         needed = layer = 0
         for (window, gone), layers in Counter(zip(windows, cache.gone, strict=True)).items():
             held = [len(own) - int(np.searchsorted(own, gone)) for own in slots]
-            rows = [*map(sum, zip(held, more, strict=True))]
+            rows = [count + own for count, own in zip(held, more, strict=True)]
             if window is not None:
                 # Of a first pass one layer at a time holds all rows, of others every layer.
                 stay = [held_rows(window, count) + longest + slack for count in rows]
