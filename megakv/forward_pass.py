@@ -121,6 +121,10 @@ class ForwardPass:
     local: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Packed rows of this rank whose logits are wanted."""
     last: LastRows | None = None
+    part: int | None = None
+    """Which of the groups that layers compute one behind the other (`LayerColumns`); None for all sequences at once."""
+    more: bool = False
+    """Whether further groups follow in the same layer."""
     use_cache: bool = True
     return_dict: bool = True
     _made: dict[Any, Any] = field(default_factory=dict)

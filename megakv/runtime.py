@@ -214,9 +214,10 @@ class Runtime:
         if lift is not None:
             # Before the store has finished: another layer's weights may come after that.
             out_HLD = lift(out_HLD.to(q_BHSD.dtype))
-        store.finish()
-        if step.turn is None:
-            step.cache.attended(layer, step.slots)
+        if not step.more:
+            store.finish()
+            if step.turn is None:
+                step.cache.attended(layer, step.slots)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
         heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], out_HLD.shape[2]

@@ -80,6 +80,11 @@ def virtual_rank(
         held = sum(share.layer_bytes)
         weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
     sizes = {"cp_size": config.cp_size, "tp_size": config.tp_size}
+    # Of a batch in groups a layer works with one at a time; of the others there is what comes in and what has come out.
+    divided = offload.enabled and config.cp_size == 1
+    computed = -(-tokens // min(offload.num_gpu_batches, batch)) if divided else tokens
+    waiting = 2 * shape.hidden * shape.element_bytes * (tokens - computed)
+    working = activation_bytes(shape, computed=computed, held=max(tokens, kept), row_bytes=largest, **sizes)
     return VirtualRank(
         rank=cp_rank * config.tp_size + share.tp_rank,
         cp_rank=cp_rank,
@@ -88,7 +93,7 @@ def virtual_rank(
         kept=kept,
         weight_bytes=weights,
         kv_bytes=kv,
-        activation_bytes=activation_bytes(shape, computed=tokens, held=max(tokens, kept), row_bytes=largest, **sizes),
+        activation_bytes=working + waiting,
         host_bytes=host,
         host_weight_bytes=held,
     )

@@ -1,7 +1,8 @@
 """A sharded cache whose layers lie in tiers off the accelerator, and are attended to group by group of sequences.
 
-Projections and feed-forward are computed for the whole batch at once; only attention, for which keys and values must be
-on the accelerator, goes column by column (KVPR Figure 4).
+In decoding, projections and feed-forward are computed for the whole batch at once; only attention, for which keys and
+values must be on the accelerator, goes column by column (KVPR Figure 4). Layers go so as a whole where there are more
+tokens (`LayerColumns`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
 from megakv.cache.store import KVStore
-from megakv.distributed.sharding import Layout, TokenTable, chunk_bounds
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.offload.bodies import TieredBody
 from megakv.offload.store import StoreEngine, TieredStore
 from megakv.offload.turn_store import CompressedStore, TurnStore
@@ -99,27 +100,43 @@ class OffloadedCache(ShardedCache):
 
 
 def groups_of(layout: Layout, count: int) -> list[range]:
-    """Consecutive sequences in at most `count` groups of nearly equal size; one where any has several tokens.
+    """Consecutive sequences in at most `count` groups of nearly equal size.
 
-    Column by column is for decoding: what else is computed over a cache takes its layers whole.
+    With context parallelism one where any sequence has several tokens: ranks exchange a layer's rows whole.
     """
     batch = layout.tokens[0].batch
     single = layout.wanted is None and all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
-    return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if single else 1).tolist())]
+    divided = single or layout.size == 1
+    return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if divided else 1).tolist())]
+
+
+def group_layout(layout: Layout, group: range) -> Layout:
+    """The tokens of some consecutive sequences; all others seem to have none."""
+    runs = [_rows(block, group) for block in layout.tokens]
+    wanted = None
+    if layout.wanted is not None:
+        each = zip(layout.wanted, runs, strict=True)
+        wanted = tuple(rows[(rows >= run.start) & (rows < run.stop)] - run.start for rows, run in each)
+    return replace(layout, tokens=_taken(layout.tokens, group), stored=_taken(layout.stored, group), wanted=wanted)
 
 
 def group_call(call: AttentionCall, group: range) -> AttentionCall:
     """The part of a layer's attention that belongs to some consecutive sequences; all others seem to have no tokens."""
-    tokens, stored = (
-        tuple(block.take(np.arange(block.bounds[group.start], block.bounds[group.stop])) for block in blocks)
-        for blocks in (call.layout.tokens, call.layout.stored)
-    )
-    rows = slice(int(call.tokens.bounds[group.start]), int(call.tokens.bounds[group.stop]))
+    queries, rows = _rows(call.tokens, group), _rows(call.layout.tokens[call.rank], group)
     return replace(
         call,
-        q_HLD=call.q_HLD[:, rows],
+        q_HLD=call.q_HLD[:, queries],
         k_KLD=call.k_KLD[:, rows],
         v_KLD=call.v_KLD[:, rows],
-        layout=replace(call.layout, tokens=tokens, stored=stored),
+        layout=group_layout(call.layout, group),
         table=call.table.only(group),
     )
+
+
+def _rows(block: TokenBlock, group: range) -> slice:
+    """Where the tokens of some consecutive sequences lie in the packed row."""
+    return slice(int(block.bounds[group.start]), int(block.bounds[group.stop]))
+
+
+def _taken(blocks: Sequence[TokenBlock], group: range) -> tuple[TokenBlock, ...]:
+    return tuple(block.take(np.arange(*block.bounds[[group.start, group.stop]])) for block in blocks)

@@ -29,8 +29,8 @@ class OffloadConfig(Section):
     """Whether the decoder layers' weights lie in host memory too, and come layer by layer."""
 
     num_gpu_batches: int = Field(1, ge=1)
-    """Groups that the sequences of a batch are decoded in within each layer: keys and values are brought for one group
-    at a time, one load of the layer's weights serves all."""
+    """Groups in which the sequences of a batch go through each layer: keys and values are brought for one group at a
+    time, one load of the layer's weights serves all."""
 
     kv_bits: Literal[4, 8] | None = None
     """Bits of each key and value off the accelerator, **lossy**. ``null``: the model's own type."""

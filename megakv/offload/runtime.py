@@ -24,6 +24,7 @@ from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.host_rank import HostPart, HostRank, LiftedPart, Queries
+from megakv.offload.layer_columns import LayerColumns
 from megakv.offload.link import OUTGOING, EmulatedLink, Link, Transfer
 from megakv.offload.pages import PagePool, Tier
 from megakv.offload.planner import Planner
@@ -104,6 +105,9 @@ class Offloader:
                 groups = config.num_gpu_batches
                 self.weights = WeightStream(model, host_weights, link=self.link, device=self.device, groups=groups)
                 made.callback(self.weights.close)
+            if config.num_gpu_batches > 1:
+                # Behind the hooks of the weights: those are there when a layer's first group is computed.
+                made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
             self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
             sharers = comm.watch.neighbours
             self.costs = OffloadCosts(Profiler(config, self.link, self.pool.disk, self.device, sharers=sharers))
@@ -174,16 +178,21 @@ class Offloader:
         self._prefetch.begin()
 
     def enter(self, layer: int, hidden_LE: Tensor) -> None:
-        """A layer's attention begins: keep its input, and recompute what has landed."""
-        cache, layout = self._cache, self._layout
-        if cache is None or layout is None:
+        """A layer's attention begins, of all sequences or of a group: keep its input, and recompute what has landed."""
+        cache, step = self._cache, self._runtime.current
+        if cache is None or self._layout is None or step is None:
             return
-        store = cache.tier(layer)
-        store.enter()
+        store, index = cache.tier(layer), step.part or 0
+        if index:
+            store.pause()
+            self._send_off()
+            self._pass_on(store, index - 1)
+        else:
+            store.enter()
         if self._recomputes and self._keeps and store.keeps_inputs:
             inputs = self._recomputation.inputs(layer, hidden_LE)
-            store.offer(layout.stored[cache.rank], inputs, layout.kept_rows(cache.rank))
-        self._prepare(store, 0)
+            store.offer(step.layout.stored[cache.rank], inputs, step.layout.kept_rows(cache.rank))
+        self._prepare(store, index)
 
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]:
         """A layer's attention, group by group; the next group's rows are on their way meanwhile."""
@@ -196,8 +205,13 @@ class Offloader:
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
+        step, groups = self._runtime.current, self._prefetch.groups
+        if step is not None and step.part is not None:
+            # The layer itself goes group by group.
+            yield replace(call, table=call.table.only(groups[step.part]))
+            return
         store = cache.tier(call.layer)
-        for index, group in enumerate(self._prefetch.groups):
+        for index, group in enumerate(groups):
             if index:
                 self._pass_on(store, index - 1)
                 self._prepare(store, index)
@@ -223,8 +237,7 @@ class Offloader:
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
-        while len(self.outgoing) > OUTGOING:
-            self.outgoing.popleft().settle()
+        self._send_off()
         if self.weights is not None:
             self.weights.attended()
         self._pass_on(store, len(self._prefetch.groups) - 1)
@@ -286,6 +299,11 @@ class Offloader:
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)
         self._planner.observe(record)
+
+    def _send_off(self) -> None:
+        """Wait for the first of more rows on their way to the host than may be."""
+        while len(self.outgoing) > OUTGOING:
+            self.outgoing.popleft().settle()
 
     def _prepare(self, store: TieredStore, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""

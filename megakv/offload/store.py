@@ -273,6 +273,11 @@ class TieredStore(RowFormat, KVStore):
         """The store's layer is at work from now on."""
         self._before = self.lengths()
 
+    def pause(self) -> None:
+        """Another group of sequences is at work in the layer: what came of the one before need not stay here."""
+        self.flush()
+        self._new.clear()
+
     def offer(self, stored: TokenBlock, hidden_LE: Tensor, kept: IntArray | None) -> None:
         """Take the activations ``[L, h]`` of the tokens that are appended next: those at `kept`, or all."""
         # A copy: the model may go on to work on its own tensor in place.

@@ -40,7 +40,7 @@ RUNS: list[Run] = [
     )
     for method in ("stream", "chunked", *(["cpu_rank"] if (family, prefill) in HOSTED else []))
 ]
-RUNS += [(family, "2x1", "columns", "auto") for family in ("opt", "qwen3")]
+RUNS += [*((family, "2x1", "columns", "auto") for family in ("opt", "qwen3")), ("llama", "1x2", "columns", "auto")]
 # With windows, in some layers and in all.
 WINDOWS = [
     ("gemma3", "2x1", "auto", "auto"), ("mistral", "2x1", "cpu_rank", "auto"), ("mistral", "2x1", "stream", "tsp")

@@ -131,6 +131,34 @@ def test_fp8_weights_come_with_their_scales(name: str, offloaded: Any) -> None:
     assert {step.report().weight_bytes for step in engine._offloader.steps} == {brought}
 
 
+def test_prompts_go_group_by_group_through_each_layer(offloaded: Any) -> None:
+    """A layer's weights come once for all groups, and it works with the tokens, new and cached, of one at a time."""
+    model = deep_model("llama")
+    ids, mask = ragged(6)
+    turn = torch.randint(3, 190, (6, 9), generator=torch.Generator().manual_seed(3))
+    expected = generate(model, ids, mask, max_new_tokens=2)
+    history = torch.cat([expected, turn], dim=1)
+    later = generate(model, history, torch.cat([mask, mask.new_ones(6, 11)], dim=1), max_new_tokens=2)
+    rows: dict[int, list[int]] = {1: [], 3: []}
+    brought, held = {}, {}
+    for groups, seen in rows.items():
+        engine = offloaded(copy.deepcopy(model), method="stream", weights=True, num_gpu_batches=groups)
+        layer = engine.module.model.layers[2]
+        handle = layer.mlp.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0].shape[1]))
+        session = engine.session()
+        assert torch.equal(generate(session, ids, mask, max_new_tokens=2), expected)
+        link = engine._offloader.link
+        before = link.traffic["in"].nbytes
+        assert torch.equal(generate(session, turn, torch.ones_like(turn), max_new_tokens=2), later)
+        brought[groups] = link.traffic["in"].nbytes - before
+        held[groups] = engine._offloader.staging_bytes - engine._offloader.weights.nbytes
+        handle.remove()
+    # Prompts, then one token of each sequence: those go through the layer together.
+    assert rows == {1: [194, 6, 60, 6], 3: [69, 82, 43, 6, 20, 20, 20, 6]}
+    assert brought[3] == pytest.approx(brought[1], rel=0.15)
+    assert held[3] < 0.6 * held[1]
+
+
 def test_an_error_in_a_layer_leaves_the_weights_in_order(offloaded: Any) -> None:
     model = deep_model("llama")
     ids, mask = ragged()
