@@ -282,6 +282,6 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
         raise ValueError(f"{source}: {error}") from None
     parallel = parsed.megakv.context_parallel
     parsed.megakv.runahead.check(parallel.size, prefill=parallel.prefill, decode=parallel.decode, source=source)
-    for problem in _refusals(parsed, values):
-        raise repeated(f"{source}: {problem}", problem)
+    for refused in _refusals(parsed, values):
+        raise repeated(f"{source}: {refused}", refused)
     return parsed
