@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -76,8 +77,14 @@ def _terminations() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 def _run(argv: list[str]) -> int:
     arguments = _parser(argv[:1]).parse_args(argv)
+    # DeepSpeed's warnings go to standard output, where they would stand before a result.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
     try:
         _check_values(argv)
         result = arguments.run(arguments)

@@ -15,6 +15,7 @@ from megakv.fairkv.methods import METHODS
 from megakv.launcher.command import main
 from megakv.launcher.commands import SUMMARIES, fairkv_profile, simulate
 from megakv.launcher.process import UNREAD
+from tests.distributed.launch import ROOT
 
 
 def test_help_needs_none_of_the_large_libraries():
@@ -93,3 +94,10 @@ def test_what_nobody_reads_is_no_error(words):
     done = subprocess.run([sys.executable, *words], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (UNREAD, "")
+
+
+def test_a_result_stands_alone_on_standard_output():
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    words = [sys.executable, "-m", "megakv", "check", str(ROOT / "recipes" / "passkey" / "cp2_tp1.json")]
+    done = subprocess.run(words, capture_output=True, env=environment, timeout=60)
+    assert json.loads(done.stdout)["ranks"] == 2, done.stdout
