@@ -95,7 +95,7 @@ def offloaded_bytes(
     Without `recomputes` no method keeps activations. Beside them compression has kept as much as `compressed` tokens.
     """
     head = (model.key_dim + model.value_dim if model.row_dim is None else model.row_dim) * model.element_bytes
-    inputs = model.hidden * model.element_bytes
+    inputs = model.input_bytes
     held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_kib << 10
     host = staged = most = 0
     for row, count in zip(rows, held, strict=True):

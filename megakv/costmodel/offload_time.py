@@ -45,7 +45,7 @@ def layer_costs(
     if profile.host_memory_bandwidth is not None:
         bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
         host_attend_s = sharers * shape.kv_row_bytes / profile.host_memory_bandwidth
-    disk, inputs = (profile.disk_bandwidth or 0.0) / sharers, model.hidden * model.element_bytes
+    disk, inputs = (profile.disk_bandwidth or 0.0) / sharers, model.input_bytes
     return LayerCosts(
         kv_s=shape.kv_row_bytes / bandwidth,
         activation_s=inputs / bandwidth,
@@ -141,7 +141,7 @@ def placements_of(
     model: ModelShape, tokens: int, share_bytes: float, *, plan: str = "auto", tp_size: int = 1
 ) -> list[tuple[Placement, ...]]:
     """Where a layer's rows may lie, beyond its share of host memory on disk; all taken to be of one sequence."""
-    row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
+    row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.input_bytes
     recomputing = any(each.recomputes for each in methods_of(plan).values())
     # `auto` leaves activations out where keys and values are the better use of the memory.
     kept = {inputs if recomputing and may_pay(inputs, row) else 0, *([0] if plan == AUTO else [])}
@@ -170,4 +170,4 @@ def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int =
 
 def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:
     """Whether a token's activations are smaller than its keys and values: else recomputing them cannot pay."""
-    return may_pay(model.hidden * model.element_bytes, model.attention(tp_size=tp_size).kv_row_bytes)
+    return may_pay(model.input_bytes, model.attention(tp_size=tp_size).kv_row_bytes)

@@ -133,6 +133,7 @@ class ModelShape:
     positions: int | None = None  # Tokens that a sequence may have; None: the config does not say.
     row_dim: int | None = None  # As in `AttentionShape`, and its `latent`.
     latent: int | None = None
+    rotary: int = 0  # Elements that are kept beside a token's activations, see `megakv.injection.recomputation`.
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -> ModelShape:
@@ -160,6 +161,7 @@ class ModelShape:
             positions=positions(text),
             row_dim=latent + text.qk_rope_head_dim if latent else None,
             latent=latent or None,
+            rotary=_kept_rotary(text, key_dim),
         )
 
     @classmethod
@@ -174,6 +176,11 @@ class ModelShape:
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of a token's activations as a layer keeps them to recompute keys and values."""
+        return (self.hidden + self.rotary) * self.element_bytes
 
     @property
     def cached_heads(self) -> int:
@@ -263,6 +270,14 @@ def _head_dims(text: Any, heads: int) -> tuple[int, int]:
         return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return dim, dim
+
+
+def _kept_rotary(text: Any, key_dim: int) -> int:
+    """Sines and cosines of a token where their frequencies follow the length."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [each.get("rope_type", "") for each in (rope, *rope.values()) if isinstance(each, dict)]
+    width = getattr(text, "qk_rope_head_dim", None) or int(key_dim * (rope.get("partial_rotary_factor") or 1))
+    return 2 * width if any("dynamic" in kind or kind == "longrope" for kind in kinds) else 0
 
 
 def _feed_forward_width(text: Any, *, experts: bool) -> int:

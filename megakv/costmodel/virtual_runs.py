@@ -101,7 +101,7 @@ class VirtualRun:
             for method in decode_methods(self.cp_size)
         )
         step = min(found, key=lambda step: step.seconds)
-        row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.hidden * model.element_bytes
+        row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.input_bytes
         weight_bytes = layer_weight_bytes(model, tp_size=tp_size) * weights_too
         sent = inputs * step.split.recomputed, row * step.split.streamed, weight_bytes
         played = Simulation(ranks, self.disturbances, progress=self.progress)

@@ -69,7 +69,7 @@ def _say_what_cannot_pay(config: OffloadConfig, model: PreTrainedModel, tp_size:
     with suppress(ValueError):
         # If the model's config tells its sizes.
         shape = ModelShape.from_config(model.config, dtype=model.dtype)
-        inputs, row = shape.hidden * shape.element_bytes, shape.attention(tp_size=tp_size).kv_row_bytes
+        inputs, row = shape.input_bytes, shape.attention(tp_size=tp_size).kv_row_bytes
         if not config.keeps_inputs(inputs, stored := stored_bytes(shape, row, config)):
             logger.warning(
                 "megakv.offload.method = %r recomputes nothing here: the activations of a token are %d bytes in a "

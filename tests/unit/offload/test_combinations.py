@@ -113,12 +113,17 @@ def test_a_compressed_cache_takes_its_budget_off_the_accelerator() -> None:
         assert all(step.predicted_s > 0 for step in steps[1:])
 
 
-@pytest.mark.parametrize("kv_bits", [None, 4])
-@pytest.mark.parametrize("method", ["stream", "kvpr", "auto"])
+@pytest.mark.parametrize(
+    ("name", "method", "kv_bits"),
+    [
+        *(("opt", method, kv_bits) for method in ("stream", "kvpr", "auto") for kv_bits in (None, 4)),
+        *((name, "kvpr", None) for name in ("llama_dynamic_rope", "phi3_longrope")),
+    ],
+)
 def test_a_dry_run_counts_what_an_engine_takes(
-    kv_bits: int | None, method: str, offloaded: Callable[..., Any], tmp_path: Path
+    name: str, method: str, kv_bits: int | None, offloaded: Callable[..., Any], tmp_path: Path
 ) -> None:
-    model = plain_model("opt")
+    model = plain_model(name)
     model.config.save_pretrained(tmp_path)
     offload = {"enabled": True, "method": method, "kv_bits": kv_bits, "host_gb": 0.05, "page_kib": 8}
     settings = {"dtype": "fp32", "megakv": {"offload": offload}}
