@@ -63,13 +63,13 @@ def check_room(
         longest = max([longest, *(length for length, count in zip(turns, kept, strict=False) if count is None)])
         slots = [dense.slots(rank, row) for row in range(table.batch)]
         more = [to_come] * table.batch
-        for row, count in enumerate(kept):
-            if turn is not None and count is not None:
+        for row, own in enumerate(kept):
+            if turn is not None and own is not None:
                 slots[row], more[row] = slots[row][: np.searchsorted(slots[row], turn.first)], -(-new_tokens // ranks)
         needed = layer = 0
         for (window, gone), layers in Counter(zip(windows, cache.gone, strict=True)).items():
             held = [len(own) - int(np.searchsorted(own, gone)) for own in slots]
-            rows = [count + own for count, own in zip(held, more, strict=True)]
+            rows = [count + coming for count, coming in zip(held, more, strict=True)]
             if window is not None:
                 # Of a first pass one layer at a time holds all rows, of others every layer.
                 stay = [held_rows(window, count) + longest + slack for count in rows]
