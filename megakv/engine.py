@@ -22,6 +22,7 @@ from megakv.generation import LengthLimits, check_options, check_tokens, given_o
 from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
+from megakv.injection.rotation import KeyRotation
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
@@ -71,6 +72,9 @@ class MegaKVEngine(InferenceEngine):
         self.heads_here = HeadsHere(heads_of(loaded.head_map), comm.mesh.tp_rank, runtime.replicas)
         owned.callback(detach, model)
         layers = attach(model, runtime.attend)
+        runtime.rotate = rotation = KeyRotation(model)
+        if runtime.compressor is not None and runtime.compressor.moves:
+            rotation.check()
         self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)

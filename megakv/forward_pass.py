@@ -117,6 +117,10 @@ class ForwardPass:
     """What its tokens belong to, where some of it may be compressed at its end."""
     compress: tuple[int, ...] = ()
     """Sequences of which each layer compresses that turn after its attention, as it ends with this pass."""
+    evict: tuple[int, ...] = ()
+    """Sequences of which each layer compresses everything that it holds, after that."""
+    watched: bool = False
+    """Whether what its queries look at may decide what is evicted, now or later."""
     generation: Generation | None = None
     local: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Packed rows of this rank whose logits are wanted."""

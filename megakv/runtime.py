@@ -25,6 +25,7 @@ from megakv.device import upload
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import IntArray, TokenBlock, balanced
 from megakv.fairkv.compression import Compressor
+from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.forward_pass import ForwardPass, Generation, Wanted
@@ -52,6 +53,8 @@ class Runtime:
     """The `generate` call under way."""
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
     """Those that were used so far, by name."""
+    rotate: Callable[[int, Tensor, int], Tensor] | None = None
+    """Moves a layer's keys ``[n, D]`` on by so many positions."""
     last_layer: int | None = None
     """The layer whose results nobody but the output head reads, if the model has such a one."""
     _life: int = 0
@@ -84,7 +87,14 @@ class Runtime:
             new_store=new_store,
             compresses=compresses,
             shares_heads=self.replicas is not None,
+            rotate=self.rotate,
         )
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """Keeps caches within their budgets while decoding, if they are to be."""
+        compressor = self.compressor
+        return None if compressor is None or compressor.interval is None else Eviction(compressor)
 
     def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> ForwardPass:
         """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
@@ -94,7 +104,12 @@ class Runtime:
             self.planner.forget()
         lengths, size = np.diff(new.bounds), self.comm.mesh.cp_size
         self.comm.ledger.decoding = int(lengths.max(initial=0)) <= 1
-        turn, compress = self._turn(lengths, cache, slots)
+        turn, compress, ends = self._turn(lengths, cache, slots)
+        evict: tuple[int, ...] = ()
+        watched = False
+        if (eviction := self.eviction) is not None:
+            full, watched = eviction.plan(cache, lengths, turn, compress)
+            evict = full if ends else ()
         rank = self.comm.mesh.cp_rank
         if not len(new):
             # There is nothing to attend to; a stand-in row on every rank goes through the layers.
@@ -106,7 +121,7 @@ class Runtime:
         # The last layer can do with the tokens whose results are asked for. It does where there is one of each
         # sequence, as when text is generated, unless something may be compressed, which takes all queries.
         asked = wanted.tokens(new.batch)
-        narrow = self.last_layer is not None and turn is None and not self.planner.decodes(workload)
+        narrow = self.last_layer is not None and turn is None and not watched and not self.planner.decodes(workload)
         if narrow and len(asked) and np.diff(asked.bounds).max() <= 1:
             layout = layout.narrowed(asked)
         return ForwardPass(
@@ -119,24 +134,29 @@ class Runtime:
             workload=workload,
             turn=turn,
             compress=compress,
+            evict=evict,
+            watched=watched,
             generation=self.generation,
         )
 
-    def _turn(self, lengths: IntArray, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...]]:
-        """The turn that a pass belongs to, if some of it may be compressed, and the sequences that are with this pass.
+    def _turn(self, lengths: IntArray, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...], bool]:
+        """The turn that a pass belongs to, if some of it may be compressed, the sequences that are with this pass, and
+        whether it ends.
 
         A pass that is no part of a `generate` call's prompt is a turn of its own.
         """
         if self.compressor is None:
-            return None, ()
+            return None, (), True
         prompt = None if self.generation is None else self.generation.prompt
         turn = Turn(cache.length, slots) if prompt is None or slots > prompt.stop else prompt
         self.compressor.check(turn)
         if slots < turn.stop:
             possible = self.compressor.rows(np.array([turn.stop - turn.first]))
-            return turn if possible else None, ()
+            return turn if possible else None, (), False
         rows = self.compressor.rows(lengths + cache.table.since(turn.first) if cache.length else lengths)
-        return turn if rows else None, rows
+        # Pieces of it may have been observed, though nothing is compressed after all.
+        told = self.compressor.interval is not None and turn.seen
+        return turn if rows or told else None, rows, True
 
     def attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
@@ -204,18 +224,22 @@ class Runtime:
         )
         if self.replicas is not None:
             out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, call.tokens, complete=step.complete)
+        whole, given = lse_HL, {}
+        if step.turn is not None or step.watched:
+            whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
         if step.turn is not None:
             assert self.compressor is not None
-            whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
             if step.compress:
-                self.compressor.compress(call, whole, step.turn, step.compress)
-            else:
+                given = self.compressor.compress(call, whole, step.turn, step.compress)
+            elif not ends:
                 self.compressor.observe(call, whole, step.turn)
         if lift is not None:
             # Before the store has finished: another layer's weights may come after that.
             out_HLD = lift(out_HLD.to(q_BHSD.dtype))
         if not step.more:
             store.finish()
+            if (eviction := self.eviction) is not None:
+                eviction.follow(call, whole, step, given)
             if step.turn is None:
                 step.cache.attended(layer, step.slots)
         if sinks is not None:
@@ -233,7 +257,8 @@ class Runtime:
 
         What is compressed, or was, is not: it is chosen, and lies, by KV heads as they are cached.
         """
-        if narrowed or step.turn is not None or step.cache.holds_compressed or step.workload is None:
+        compressed = step.turn is not None or step.watched or step.cache.holds_compressed
+        if narrowed or compressed or step.workload is None:
             return False
         new, cached, ranks = step.workload.new, step.workload.cached, step.workload.size
         dims = latent.rank, latent.key_dim, latent.value_dim

@@ -115,7 +115,8 @@ class Session:
     def cut_back(self, slots: int) -> None:
         """Forget everything from slot `slots` on; a ValueError, and nothing forgotten, if the session is shorter.
 
-        Where sliding windows have left behind what the tokens that stay would see, the next turn reads these anew.
+        Where sliding windows have left behind what the tokens that stay would see, or some of it was evicted while
+        decoding, the next turn reads these anew.
         """
         self._open()
         if not isinstance(slots, Integral):
@@ -208,8 +209,9 @@ class Session:
         if self._cache.length < kept and not self._noted and self._open().mesh.rank == 0:
             self._noted = True
             logger.warning(
-                "cut back to %d tokens, whose sliding windows have left earlier ones behind: the next turn reads all "
-                "of them anew, which is exact but takes as long as a prompt",
+                "cut back to %d tokens, some of which are not held any more (sliding windows have left them behind, or "
+                "they were evicted while decoding): the next turn reads all of them anew, which takes as long as a "
+                "prompt",
                 slots,
             )
 

@@ -86,10 +86,11 @@ def write_shard(folder: Path, cache: ShardedCache, tp_rank: int, batch: int) -> 
         slots, positions = table.slots(cache.rank, sequence), table.positions(cache.rank, sequence)
         tensors[f"{sequence}.slots"] = StreamedTensor.of(torch.from_numpy(slots))
         tensors[f"{sequence}.positions"] = StreamedTensor.of(torch.from_numpy(positions))
-        if len(slots):
-            for layer in range(len(cache)):
-                saved = cache.store(layer).save(sequence, slots)
-                tensors |= {f"{sequence}.{layer}.{name}": tensor for name, tensor in saved.items()}
+        for layer in range(len(cache)):
+            saved = cache.store(layer).save(sequence, slots) if len(slots) else {}
+            if cache.length and (notes := cache.notes(layer).get(sequence)) is not None:
+                saved |= notes.saved()
+            tensors |= {f"{sequence}.{layer}.{name}": tensor for name, tensor in saved.items()}
     _write(folder / shard_file(cache.rank, tp_rank), tensors)
 
 
@@ -144,6 +145,12 @@ def read_meta(folder: Path, config: PreTrainedConfig) -> SessionMeta:
 def heads_of(head_map: HeadMap) -> list[list[list[int]]]:
     """KV heads by layer and rank, as in `SessionMeta.heads`."""
     return [[list(shard.kv_heads) for shard in layer] for layer in head_map.layers]
+
+
+def _single(heads: list[list[int]]) -> bool:
+    """Whether each lies on one rank."""
+    held = [head for rank in heads for head in rank]
+    return len(held) == len(set(held))
 
 
 def _placed(meta: SessionMeta) -> bool:
@@ -215,7 +222,11 @@ class HeadsHere:
         alike = (meta.heads, meta.divided) == (self.heads, self.divided)
         shares = None if self.replicas is None else self.replicas.shares(number)
         own = self.heads[number][self.tp_rank]
-        return {"heads": meta.heads[number], "own": own, "alike": self.tp_rank if alike else None, "shares": shares}
+        # Copies of a head that have not divided its tokens have each seen some of its queries.
+        placements = ((meta.heads[number], meta.divided), (self.heads[number], self.divided))
+        noted = alike or all(divided or _single(heads) for heads, divided in placements)
+        same = self.tp_rank if alike else None
+        return {"heads": meta.heads[number], "own": own, "alike": same, "shares": shares, "noted": noted}
 
 
 def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: HeadsHere, device: torch.device) -> None:
@@ -252,10 +263,14 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
         held = [block.slot[block.run(sequence)] for block in saved]
         # Layers with one window share them.
         tokens = {first: SavedTokens(held, mine.slot[mine.run(sequence)], ranges, first) for first in set(gone)}
-        for layer, first in enumerate(gone if len(mine.slot[mine.run(sequence)]) else ()):
+        for layer, first in enumerate(gone):
             store, prefix = cache.store(layer), f"{sequence}.{layer}."
             try:
-                store.load(sequence, SavedLayer(files, prefix, tokens[first], device, **here.layer(layer, meta)))
+                saved_layer = SavedLayer(files, prefix, tokens[first], device, **here.layer(layer, meta))
+                if len(mine.slot[mine.run(sequence)]):
+                    store.load(sequence, saved_layer)
+                notes = saved_layer.notes(cache.rank, cache.size)
+                cache.note(layer, {**cache.notes(layer), sequence: notes})
             except (ValueError, IndexError) as error:
                 raise MegaKVError(f"{folder}: its files do not fit together in {prefix}: {error}") from error
             # Rows of an offloaded layer leave the accelerator before the next one's come.

@@ -21,6 +21,10 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 """What the format calls the types that are written."""
 
 
+WHOLE = (".mass", ".queries")
+"""Ends of the names of what is in float32 at least."""
+
+
 @dataclass(frozen=True)
 class StreamedTensor:
     """A tensor for a file, of which no more than one piece need be in host memory at a time.
@@ -72,9 +76,11 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 def check_types(path: Path, dtype: torch.dtype) -> None:
     """Refuse a file whose keys and values are of another type, or whose coordinates are no integers."""
+    whole = torch.promote_types(dtype, torch.float32)
     with _opened(path) as file:
         for name in file.keys():
-            expected, found = DTYPES[dtype if name.endswith((".k", ".v")) else torch.int64], file.get_slice(name)
+            kind = dtype if name.endswith((".k", ".v")) else whole if name.endswith(WHOLE) else torch.int64
+            expected, found = DTYPES[kind], file.get_slice(name)
             if found.get_dtype() != expected:
                 raise MegaKVError(f"{path} is broken: {name} is {found.get_dtype()}, not {expected}")
 

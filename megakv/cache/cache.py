@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from megakv.cache.dense import DenseStore
-from megakv.cache.ragged import RaggedStore
+from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.store import KVStore
 from megakv.cache.window import first_held
 from megakv.distributed.sharding import Layout, TokenTable
 from megakv.errors import MegaKVError
+from megakv.fairkv.notes import Notes
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
@@ -54,14 +56,16 @@ class ShardedCache(Cache):
 
     `size` and `rank` are the context-parallel degree and this rank's index in it. `new_store` makes the store of a
     layer for a batch of so many sequences; with `compresses`, compressed tokens are held beside it. `shares_heads` says
-    whether any rank holds only some tokens of a head that others hold too.
+    whether any rank holds only some tokens of a head that others hold too, and `rotate` moves a layer's keys ``[n, D]``
+    on by so many positions.
 
     `length` are the slots that are cached. `compressed` has by sequence the ranges of slots that were compressed,
     ascending: not all of their tokens are held any more.
 
     `windows` are those of the layers, as far as their attention has shown any. What a layer's window has left behind,
     and no query will see again, is freed when a pass has succeeded: all before slot ``gone[layer]``, on every rank.
-    Then the cache cannot be cut back to less than `reach` slots, unless to none.
+    Then the cache cannot be cut back to less than `reach` slots, unless to none. Nor can it to what was there before
+    sequences were compressed again.
     """
 
     is_compileable = False
@@ -75,6 +79,7 @@ class ShardedCache(Cache):
         new_store: Callable[[int, int], KVStore] = lambda layer, batch: DenseStore(batch),
         compresses: bool = False,
         shares_heads: bool = False,
+        rotate: Callable[[int, Tensor, int], Tensor] | None = None,
     ):
         super().__init__(layers=[_LayerView(self) for _ in range(layers)])
         self.size = size
@@ -84,9 +89,12 @@ class ShardedCache(Cache):
         self.windows: list[int | None] = [None] * layers
         self.gone, self.reach = [0] * layers, 0
         self.compresses = compresses
-        self._new_store, self._shares_heads = new_store, shares_heads
+        self._new_store, self._shares_heads, self._rotate = new_store, shares_heads, rotate
         self.table = TokenTable(size, 0)
         self._stores: list[KVStore | None] = [None] * layers
+        # By layer and sequence; and those of a pass under way.
+        self._notes: list[dict[int, Notes]] = [{} for _ in range(layers)]
+        self._new_notes: dict[int, dict[int, Notes]] = {}
 
     @property
     def batch_size(self) -> int:
@@ -103,12 +111,30 @@ class ShardedCache(Cache):
             self.compressed = [[] for _ in range(batch)]
             self.gone, self.reach = [0] * len(self._stores), 0
             self._stores = [None] * len(self._stores)
+            self._notes = [{} for _ in self._stores]
         elif batch != self.table.batch:
             raise ValueError(
                 f"input_ids has {batch} rows but the cache holds {self.table.batch} sequences; "
                 "start a new session or pass as many rows"
             )
         self.table.extend(layout)
+
+    def evicts(self, slots: int) -> None:
+        """The pass that has begun, and ends at a slot, compresses sequences again: there is no way back once it has."""
+        self.reach = slots
+
+    def evicted(self, sequences: Sequence[int]) -> None:
+        """It has ended."""
+        for sequence in sequences:
+            self.compressed[sequence] = [(0, self.length)]
+
+    def notes(self, layer: int) -> Mapping[int, Notes]:
+        """What was noted of a layer's attention, by sequence."""
+        return self._new_notes.get(layer, self._notes[layer])
+
+    def note(self, layer: int, notes: Mapping[int, Notes]) -> None:
+        """Put that in the place of what was noted before; it holds when the pass has succeeded."""
+        self._new_notes[layer] = dict(notes)
 
     def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
         """End a pass, after which the cache spans so many slots.
@@ -119,6 +145,9 @@ class ShardedCache(Cache):
         for sequence in compressed:
             self.compressed[sequence].append((self.length if first is None else first, slots))
         self.length = slots
+        for layer, notes in self._new_notes.items():
+            self._notes[layer] = notes
+        self._new_notes.clear()
         # What comes of a turn may be compressed together with what came.
         for layer in range(len(self._stores)):
             self._leave_behind(layer, slots if compressed or first is None else first)
@@ -152,13 +181,13 @@ class ShardedCache(Cache):
         if store is None:
             store = self._new_store(layer, self.table.batch)
             if self.compresses:
-                store = self._compressing(store)
+                store = self._compressing(store, None if self._rotate is None else partial(self._rotate, layer))
             self._stores[layer] = store
         return store
 
-    def _compressing(self, store: KVStore) -> KVStore:
+    def _compressing(self, store: KVStore, rotate: Rotate | None) -> KVStore:
         """The store of a layer that may be compressed, around that of all other rows."""
-        return RaggedStore(self.table.batch, store)
+        return RaggedStore(self.table.batch, store, rotate)
 
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory until either grows."""
@@ -167,6 +196,7 @@ class ShardedCache(Cache):
         twin.windows, twin.gone, twin.reach = list(self.windows), list(self.gone), self.reach
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
+        twin._notes = [dict(notes) for notes in self._notes]
         return twin
 
     def _empty(self) -> ShardedCache:
@@ -177,6 +207,7 @@ class ShardedCache(Cache):
             new_store=self._new_store,
             compresses=self.compresses,
             shares_heads=self._shares_heads,
+            rotate=self._rotate,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
@@ -184,8 +215,10 @@ class ShardedCache(Cache):
         return self.fork()
 
     def nbytes(self) -> int:
-        """Bytes of keys and values held on this rank."""
-        return sum(store.nbytes() for store in self._stores if store is not None)
+        """Bytes of keys and values held on this rank, and of what was noted of their attention."""
+        notes = {id(note): note for layer in self._notes for note in layer.values()}
+        stores = sum(store.nbytes() for store in self._stores if store is not None)
+        return stores + sum(note.nbytes() for note in notes.values())
 
     def head_tokens(self) -> list[list[int]]:
         """``[layer][KV head]`` tokens that this rank's heads hold, over all sequences; empty if it is all of them."""
@@ -208,8 +241,9 @@ class ShardedCache(Cache):
     def cut_back(self, slots: int) -> None:
         """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way.
 
-        All are forgotten where what would stay sees some that a window has left behind.
+        All are forgotten where what would stay sees some that a window has left behind, or that were evicted.
         """
+        self._new_notes.clear()
         if slots < self.reach:
             slots = 0
         if slots == 0:
@@ -218,6 +252,7 @@ class ShardedCache(Cache):
         self.compressed = [
             [(first, min(last, slots)) for first, last in ranges if first < slots] for ranges in self.compressed
         ]
+        self._notes = [{row: found.below(slots) for row, found in notes.items() if slots} for notes in self._notes]
         self.table.crop(slots)
         lengths = self.table.counts()[self.rank].tolist()
         for store in filter(None, self._stores):
@@ -229,8 +264,8 @@ class ShardedCache(Cache):
         slots = self.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
         if 0 < slots < self.reach:
             raise MegaKVError(
-                f"the cache cannot be cut back to {slots} tokens: sliding windows see earlier ones, which were freed; "
-                f"keep {self.reach} or more, or none"
+                f"the cache cannot be cut back to {slots} tokens: sliding windows see earlier ones, which were freed, "
+                f"or some were evicted later; keep {self.reach} or more, or none"
             )
         self.cut_back(slots)
 
@@ -240,6 +275,9 @@ class ShardedCache(Cache):
     def _reindex(self, index: list[int]) -> None:
         self.table.reorder(index)
         self.compressed = [list(self.compressed[source]) for source in index]
+        self._notes = [
+            {row: notes[source] for row, source in enumerate(index) if source in notes} for notes in self._notes
+        ]
         for store in self._stores:
             if store is not None:
                 store.reorder(index)

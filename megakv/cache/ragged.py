@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megakv.attention.partial import Part
 from megakv.cache.saved import SavedLayer
-from megakv.cache.store import KVStore, Pair
+from megakv.cache.store import KVStore, Move, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import RaggedPart
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall, PartElsewhere
     from megakv.distributed.sharding import TokenBlock
 
+Rotate = Callable[[Tensor, int], Tensor]
+"""Keys ``[n, D]`` of tokens so many positions further on."""
+
+
+class Moved(NamedTuple):
+    """A `Move` that took place, and the `keys` ``[n, D]`` of its tokens as they were, head after head."""
+
+    shift: int
+    before: int
+    slot: int
+    keys: Tensor
+
 
 @dataclass(frozen=True)
 class Span:
@@ -30,22 +43,56 @@ class Span:
     start: int
     stop: int
     body: Body | None
+    moved: Moved | None = None
 
     def below(self, row: int) -> Span:
         """The rows before one that lies behind the start."""
-        return Span(self.start, min(self.stop, row), self.body and self.body.below(row))
+        if row >= self.stop:
+            return self
+        # What lay before a gap is whole where the cut is behind it, as it must be.
+        return Span(self.start, row, self.body and self.body.below(row), self.moved)
+
+    def original(self, body: RaggedBody) -> tuple[Tensor, Tensor, IntArray]:
+        """Of its body, on the accelerator, what `RaggedBody.flat` gives, with keys as they were."""
+        keys, values, rows = body.flat()
+        if self.moved is not None:
+            keys[upload(np.flatnonzero(rows < self.moved.before), keys.device)] = self.moved.keys
+        return keys, values, rows
+
+    def moved_on(self, move: Move, rotate: Rotate) -> Span:
+        """With original keys moved on."""
+        if self.body is None or not move.shift:
+            return self
+        keys, values, rows = self.body.here().flat()
+        where = upload(np.flatnonzero(rows < move.before), keys.device)
+        was = keys[where]
+        keys[where] = rotate(was, move.shift)
+        body = RaggedBody.packed(keys, values, self.body.counts, rows)
+        return Span(self.start, self.stop, body, Moved(*move, was))
+
+    def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
+        """What a file holds of it, given the slots of all rows: keys as they were."""
+        if (body := self.body) is None:
+            return {}
+        tensors = body.saved(slots)
+        if self.moved is not None:
+            tensors["k"] = replace(tensors["k"], pieces=lambda: iter(self.original(body.here())[:1]))
+        return tensors
+
+    def nbytes(self) -> int:
+        return (self.body.nbytes() if self.body else 0) + (self.moved.keys.nbytes if self.moved else 0)
 
 
 class RaggedStore(KVStore):
     """Compressed tokens in pages, and all others, of any turn, in a store of their own.
 
     Tokens that were not compressed belong to all heads alike, so they need no pages. Their rows in the inner store
-    count nothing that was compressed.
+    count nothing that was compressed. `rotate` moves keys of this layer on.
     """
 
-    def __init__(self, batch: int, inner: KVStore):
+    def __init__(self, batch: int, inner: KVStore, rotate: Rotate | None = None):
         self._spans: list[tuple[Span, ...]] = [()] * batch
-        self._inner = inner
+        self._inner, self._rotate = inner, rotate
 
     def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
         self._inner.begin(complete=complete, turn=turn, ends=ends)
@@ -64,8 +111,10 @@ class RaggedStore(KVStore):
         return self._inner.part(sequence)
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
-        for body in self.bodies(sequence):
-            yield RaggedPart(sequence, self._here(body), slots, positions)
+        for span in self._spans[sequence]:
+            if span.body is not None:
+                moved = (span.moved.shift, span.moved.before) if span.moved else (0, 0)
+                yield RaggedPart(sequence, self._here(span.body), slots, positions, moved)
         if self._inner.rows(sequence):
             uncompressed = (self._uncompressed(sequence, each) for each in (slots, positions))
             yield from self._inner.parts(sequence, *uncompressed)
@@ -92,12 +141,37 @@ class RaggedStore(KVStore):
         last = slice(keys.shape[1] - count, None)
         body = RaggedBody.kept(keys[:, last], values[:, last], keep_KS, np.arange(start, start + count))
         del keys, values
-        self.add_span(sequence, Span(start, start + count, body and self._keep(body)))
+        self.add_span(sequence, Span(start, start + count, body))
         self._inner.release(sequence, count)
 
-    def add_span(self, sequence: int, span: Span) -> None:
-        """Put compressed tokens behind those that are there."""
-        self._spans[sequence] += (span,)
+    def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]:
+        for span in self._spans[sequence]:
+            if span.body is not None:
+                bounds = np.cumsum(span.body.counts)[:-1].tolist()
+                keys, values, rows = span.original(self._here(span.body))
+                heads = (*(each.tensor_split(bounds) for each in (keys, values)), np.split(rows, bounds))
+                yield from zip(range(len(bounds) + 1), *heads, strict=True)
+        places = self._uncompressed(sequence, np.arange(self.rows(sequence)))
+        for head, keys, values, rows in self._inner.pieces(sequence):
+            yield head, keys, values, places[rows]
+
+    def replace(
+        self, sequence: int, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray, move: Move | None = None
+    ) -> None:
+        stop = self.rows(sequence)
+        body = RaggedBody.packed(keys, values, counts, rows)
+        self._spans[sequence] = ()
+        self._inner.release(sequence, self._inner.rows(sequence))
+        if stop:
+            self.add_span(sequence, Span(0, stop, body), move)
+
+    def add_span(self, sequence: int, span: Span, move: Move | None = None) -> None:
+        """Put compressed tokens behind those that are there; of its keys, as they were, some may move."""
+        if move is not None:
+            if self._rotate is None:
+                raise ValueError("its tokens count by their place in the cache, which this engine cannot do")
+            span = span.moved_on(move, self._rotate)
+        self._spans[sequence] += (replace(span, body=span.body and self._keep(span.body)),)
 
     def _keep(self, body: Body) -> Body:
         """The body that stays in the place of one that may just have been made."""
@@ -132,7 +206,7 @@ class RaggedStore(KVStore):
         self._inner.reorder(index)
 
     def fork(self) -> RaggedStore:
-        twin = type(self)(0, self._inner.fork())
+        twin = type(self)(0, self._inner.fork(), self._rotate)
         twin._spans = list(self._spans)
         return twin
 
@@ -140,12 +214,14 @@ class RaggedStore(KVStore):
         """Beside what is not compressed, the tokens kept by each head, span by span."""
         tensors = self._inner.save(sequence, self._uncompressed(sequence, slots))
         for number, span in enumerate(self._spans[sequence]):
-            if span.body is not None:
-                tensors |= {f"kept{number}.{name}": tensor for name, tensor in span.body.saved(slots).items()}
+            tensors |= {f"kept{number}.{name}": tensor for name, tensor in span.saved(slots).items()}
+            if span.moved is not None:
+                tensors["moved"] = StreamedTensor.of(torch.tensor([span.moved.shift, span.moved.slot]))
         return tensors
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
-        slots, found = saved.tokens.slots, saved.kept()
+        slots, found, moved = saved.tokens.slots, saved.kept(), saved.moved()
+        move = None if moved is None else Move(moved[0], int(np.searchsorted(slots, moved[1])), moved[1])
         for span in saved.tokens.compressed:
             start, stop = map(int, np.searchsorted(slots, span))
             if stop == start:
@@ -156,7 +232,7 @@ class RaggedStore(KVStore):
                 counts = np.bincount(found.head[inside], minlength=len(saved.own)).astype(np.int64)
                 index, rows = upload(inside, found.keys.device), np.searchsorted(slots, found.slot[inside])
                 body = RaggedBody.packed(found.keys[index], found.values[index], counts, rows)
-            self.add_span(sequence, Span(start, stop, body and self._keep(body)))
+            self.add_span(sequence, Span(start, stop, body), move)
         self._inner.load(sequence, saved.uncompressed())
 
     def _compressed(self, sequence: int) -> int:
@@ -173,5 +249,5 @@ class RaggedStore(KVStore):
 
     def nbytes(self) -> int:
         """Bodies that several sequences share count once."""
-        bodies = {id(body): body for sequence in range(len(self._spans)) for body in self.bodies(sequence)}
-        return self._inner.nbytes() + sum(body.nbytes() for body in bodies.values())
+        spans = {id(span.body): span for spans in self._spans for span in spans if span.body is not None}
+        return self._inner.nbytes() + sum(span.nbytes() for span in spans.values())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megakv.distributed.sharding import IntArray
+from megakv.fairkv.notes import Notes
 from megakv.fairkv.splitting import HeadShares
 from megakv.tensor_files import read_where_present
 
@@ -98,6 +99,8 @@ class SavedLayer:
     own: Sequence[int]
     alike: int | None = None
     shares: HeadShares | None = None
+    noted: bool = True
+    """Whether what was noted of attention can be told apart by heads."""
 
     def uncompressed(self) -> SavedLayer:
         """The same of the other tokens alone."""
@@ -199,6 +202,63 @@ class SavedLayer:
         keys = torch.cat([part[2] for part in parts])[rows].to(self.device)
         values = torch.cat([part[3] for part in parts])[rows].to(self.device)
         return KeptTokens(head[first], slot[first], keys, values)
+
+    def moved(self) -> tuple[int, int] | None:
+        """By how many positions the tokens before a slot count as further on, and that slot; None where none do."""
+        for files in self.files:
+            for found in read_where_present(files, [f"{self.prefix}moved"]):
+                shift, slot = found[f"{self.prefix}moved"].tolist()
+                if shift < 0:
+                    raise ValueError(f"its tokens are moved by {shift} positions")
+                return shift, slot
+        return None
+
+    def notes(self, rank: int, size: int) -> Notes:
+        """What was noted of attention to tokens of this rank's heads; of queries, its share of all ranks'."""
+        notes = Notes()
+        if not self.noted:
+            return notes
+        for at in self._sources():
+            index = np.array([self.own.index(head) if head in self.own else -1 for head in self.heads[at]])
+            names = [f"{self.prefix}noted.{name}" for name in ("heads", "held", "mass")]
+            for found in read_where_present(self.files[at], names):
+                local, slots, mass = found.values()
+                if not local.shape == slots.shape == mass.shape or local.dim() != 1:
+                    raise ValueError("heads, slots and masses differ in length")
+                heads = index[local.numpy()]
+                mine = np.flatnonzero(heads >= 0)
+                given = mass[torch.from_numpy(mine)].to(self.device)
+                notes = notes.with_mass(heads[mine], slots.numpy()[mine], given)
+        # Of each KV head, where it lies first.
+        first = {head: at for at in reversed(self._sources()) for head in self.heads[at]}
+        held = {at: self._queries(at) for at in {first[head] for head in self.own if head in first}}
+        every = [held[first[head]] for head in self.own if head in first]
+        if any(not np.array_equal(slots, every[0][0]) for slots, _ in every):
+            raise ValueError("ranks differ in the queries that were noted")
+        if len(every) < len(self.own) or not every or not len(every[0][0]):
+            return notes
+        rows = np.arange(rank, len(every[0][0]), size)
+        index = torch.from_numpy(rows)
+        groups = [
+            queries[index, list(self.heads[first[head]]).index(head)]
+            for head, (_, queries) in zip(self.own, every, strict=True)
+        ]
+        return notes.joined(every[0][0][rows], torch.cat(groups, dim=1).to(self.device))
+
+    def _queries(self, at: int) -> tuple[IntArray, Tensor]:
+        """Slots ``[n]`` and noted queries ``[n, K, G, D + 1]`` of a tensor-parallel rank's heads, over all files."""
+        slots, parts = [np.empty(0, dtype=np.int64)], []
+        for found in read_where_present(
+            self.files[at], [f"{self.prefix}noted.{name}" for name in ("slots", "queries")]
+        ):
+            own, queries = found.values()
+            if queries.dim() != 3 or len(queries) != len(own) or queries.shape[1] % len(self.heads[at]):
+                raise ValueError(f"noted queries have the shape {list(queries.shape)}")
+            slots.append(own.numpy())
+            parts.append(queries.unflatten(1, (len(self.heads[at]), -1)))
+        order = np.argsort(np.concatenate(slots), kind="stable")
+        every = torch.cat(parts)[torch.from_numpy(order)] if parts else torch.empty(0)
+        return np.concatenate(slots)[order], every
 
     def _sources(self) -> Sequence[int]:
         """The tensor-parallel ranks whose files have what this one's heads keep."""

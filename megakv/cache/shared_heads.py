@@ -152,6 +152,13 @@ class SharedHeadsStore(KVStore):
             rows = held if index == 0 else self._kept_rows[index - 1][sequence].view()[held]
             yield KVPart(sequence, *store.part(sequence), slots[rows], positions[rows])
 
+    def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]:
+        yield from self._kept[0].pieces(sequence)
+        for index, store in enumerate(self._kept[1:]):
+            numbers = self._kept_rows[index][sequence].view()
+            for _, keys, values, rows in store.pieces(sequence):
+                yield self._shares.alone + index, keys, values, numbers[rows]
+
     def finish(self) -> None:
         for sequence in list(self._new if self._ends else ()):
             keys, values = self._new.pop(sequence)

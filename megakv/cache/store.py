@@ -9,6 +9,7 @@ A cache makes a store for each layer at its first use, for a batch of sequences.
   sequences, where they lie in one buffer. `attend_elsewhere` begins attention to rows where they lie.
 - `compress` keeps of a sequence's latest tokens only some in each head.
 - `finish` says that the pass has attended: what was read may be moved or freed.
+- `pieces` are what each head holds then, and `replace` puts some of it in the place of everything.
 
 Between passes `forget` frees what a sliding window has left behind, and `crop`, `reorder` and `fork` follow the
 conversation. `save` says what a session's file holds of a
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -39,6 +40,16 @@ if TYPE_CHECKING:
 
 Pair = tuple[Tensor, Tensor]
 """Keys ``[K, n, D]`` and values ``[K, n, Dv]``."""
+
+
+class Move(NamedTuple):
+    """Tokens before the row `before`, all at slots before `slot`, count as if they stood `shift` positions further on,
+    where what lay between them and the others is gone.
+    """
+
+    shift: int
+    before: int
+    slot: int
 
 
 class KVStore(ABC):
@@ -99,6 +110,22 @@ class KVStore(ABC):
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
         """Of a sequence's latest tokens keep what ``[K, n]`` says of the last n, and free the others."""
+        raise MegaKVError("this layer's keys and values cannot be compressed")
+
+    def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]:
+        """Between passes, what each head holds of a sequence: the head, keys ``[n, D]``, values ``[n, Dv]`` and rows
+        ``[n]``, ascending; in one piece or several.
+        """
+        if self.rows(sequence) > self.gone(sequence):
+            keys, values = self.part(sequence)
+            rows = np.arange(self.rows(sequence) - keys.shape[1], self.rows(sequence))
+            for head in range(len(keys)):
+                yield head, keys[head], values[head], rows
+
+    def replace(
+        self, sequence: int, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray, move: Move | None = None
+    ) -> None:
+        """Of all rows so far hold these ``[n]`` alone, head after head of ``[K]`` counts, in ``[n, D]`` and so on."""
         raise MegaKVError("this layer's keys and values cannot be compressed")
 
     def finish(self) -> None:  # noqa: B027

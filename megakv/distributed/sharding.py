@@ -223,6 +223,20 @@ class TokenTable:
         """``[B]`` tokens at `slot` and beyond, on all ranks together."""
         return self._each(lambda column: column.length - int(np.searchsorted(column.view()[0], slot))).sum(0)
 
+    def between(self, sequence: int, slot: int, stop: int) -> int:
+        """Tokens of a sequence at `slot` and beyond, before `stop`, on all ranks together."""
+        ends = (np.searchsorted(self.slots(rank, sequence), (slot, stop)) for rank in range(self.size))
+        return sum(int(last - first) for first, last in ends)
+
+    def last(self, sequence: int, count: int) -> int:
+        """The slot from which on a sequence has its last `count` tokens; of all of them where it has no more."""
+        slots = np.sort(np.concatenate([self.slots(rank, sequence)[-count:] for rank in range(self.size)]))
+        return int(slots[-count:][0]) if len(slots) else 0
+
+    def all_slots(self, sequence: int) -> IntArray:
+        """Those of all ranks, ascending."""
+        return np.sort(np.concatenate([self.slots(rank, sequence) for rank in range(self.size)]))
+
     def _each(self, number: Callable[[TokenColumn], int]) -> IntArray:
         found = [[number(column) for column in row] for row in self._columns]
         return np.array(found, dtype=np.int64).reshape(self.size, self.batch)

@@ -30,6 +30,8 @@ class RaggedPart:
     body: RaggedBody
     slots: IntArray
     positions: IntArray
+    moved: tuple[int, int] = (0, 0)
+    """So many positions further on count the tokens before a row: keys that have such in them were rotated."""
 
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to all heads' tokens and merge."""
@@ -50,8 +52,9 @@ class RaggedPart:
             attend_by_heads(partial, range(len(self.body.counts) + 1), self._add)
 
     def _add(self, head: int, part: PartialAttention) -> None:
+        shift, before = self.moved
         for keys, values, rows in self.body.pieces(head):
-            part.add(keys, values, self.slots[rows], self.positions[rows])
+            part.add(keys, values, self.slots[rows], self.positions[rows] + shift * (rows < before))
 
 
 def attend_by_heads(

@@ -15,9 +15,10 @@ from megakv.attention.method import AttentionCall
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
-from megakv.fairkv.budgets import is_compressed, tokens_per_head
+from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.method import EVERYTHING, Segment
+from megakv.fairkv.notes import Notes
 from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.selection import HEADS, SLOTS, choose
@@ -32,21 +33,28 @@ class Compressor:
         self, config: FairKVConfig, head_map: HeadMap, comm: Communicator, replicas: HeadReplicas | None = None
     ):
         assert config.budget is not None
-        self._budget = config.budget
+        self.budget = config.budget
+        self.interval = config.decode_interval
         self._min_tokens = config.min_tokens
         self._heads = head_map
-        self._comm = comm
-        self._replicas = replicas
+        self.comm = comm
+        self.replicas = replicas
         self._layers = len(head_map.layers)
+        self.kv_heads = head_map.n_kv_heads
         self.method = config.make_method(self._layers, head_map.n_kv_heads)
         if head_map.n_kv_heads > HEADS:
             raise CombinationError(
                 "room", f"megakv.fairkv is not supported for {head_map.n_kv_heads} KV heads: no more than {HEADS} are"
             )
 
+    @property
+    def moves(self) -> bool:
+        """Whether tokens come to count by their place in the cache."""
+        return self.interval is not None and self.method.moved > 0
+
     def rows(self, lengths: IntArray) -> tuple[int, ...]:
         """The sequences that are compressed of those with ``[B]`` new tokens: each is judged by itself."""
-        return tuple(np.flatnonzero(is_compressed(self._budget, self._min_tokens, lengths)).tolist())
+        return tuple(np.flatnonzero(is_compressed(self.budget, self._min_tokens, lengths)).tolist())
 
     def kept(self, length: int) -> int | None:
         """Tokens that a head keeps on average of a turn of so many; None where it is not compressed."""
@@ -70,36 +78,54 @@ class Compressor:
             # Keys that come later are not seen by them, but what they saw is compared with what later queries see.
             turn.seen[call.layer] = Observation(self._queries(call, lse_HL, turn))
 
-    def compress(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> None:
+    def compress(self, call: AttentionCall, lse_HL: Tensor, turn: Turn, rows: Sequence[int]) -> dict[int, Notes]:
         """Compress what a turn, which ends with this pass, added to some sequences of a layer's store.
 
-        Every rank must call it. However tokens and heads are spread over ranks and passes, the same is kept.
+        Every rank must call it. However tokens and heads are spread over ranks and passes, the same is kept. Returned
+        is, where it will matter, what that was given: by sequence.
         """
         segments = [self._segment(call, turn, sequence) for sequence in rows]
-        of_layer = partial(self.method.budgets, call.layer, self._layers, self._heads.n_kv_heads)
-        budgets = [of_layer(tokens=self._tokens(segment.length), length=segment.length) for segment in segments]
         masses: Sequence[Tensor | None] = [None] * len(segments)
+        given: list[Tensor] = []
         if self.method.observed:
-            masses = self._masses(call, self._observed(call, lse_HL, turn, segments), segments)
-            turn.seen.pop(call.layer, None)
-        own, counted, _ = self._own_heads(call.layer)
+            observed = self._observed(call, lse_HL, turn, segments)
+            if self.interval is not None and self.method.observed == EVERYTHING:
+                given = [mass.clone() for mass in observed]
+            masses = self._masses(call, observed, segments)
+            # Of the sequences that are kept whole it is known what they were given.
+            others = turn.seen.pop(call.layer, Observation()).masses
+            turn.seen[call.layer] = Observation(masses={row: mass for row, mass in others.items() if row not in rows})
+        own, counted, _ = self.own_heads(call.layer)
         with call.comm.ledger.compute("compression", call.layer):
-            scores = [self._scores(*pair) for pair in zip(segments, masses, strict=True)]
+            scores = [self.scores(*pair) for pair in zip(segments, masses, strict=True)]
         keep = choose(
             scores,
             [segment.slots for segment in segments],
-            budgets,
+            [self.budgets_of(call.layer, segment) for segment in segments],
             np.array(own),
             counted=np.array(counted, dtype=np.int64),
-            over_tokens=partial(self._comm.all_reduce, over="cp", operation="compression", layer=call.layer),
-            over_all=partial(self._comm.all_reduce, over="world", operation="compression", layer=call.layer),
+            over_tokens=partial(self.comm.all_reduce, over="cp", operation="compression", layer=call.layer),
+            over_all=partial(self.comm.all_reduce, over="world", operation="compression", layer=call.layer),
         )
-        if self._replicas is not None:
-            keep = self._replicas.split(call.layer, keep)
+        if self.replicas is not None:
+            keep = self.replicas.split(call.layer, keep)
+        slots = [segment.slots for segment in segments]
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):
             for sequence, mask in zip(rows, keep, strict=True):
                 call.store.compress(sequence, mask)
+        if not given:
+            return {}
+        notes = {}
+        for sequence, mask, mass, column in zip(rows, keep, given, slots, strict=True):
+            heads, places = np.nonzero(mask.cpu().numpy())
+            notes[sequence] = Notes().with_mass(heads, column[places], mass[mask])
+        return notes
+
+    def budgets_of(self, layer: int, segment: Segment) -> HeadBudgets:
+        """Those of a layer's heads for what of a segment is kept."""
+        tokens = self._tokens(segment.length)
+        return self.method.budgets(layer, self._layers, self.kv_heads, tokens=tokens, length=segment.length)
 
     def _queries(self, call: AttentionCall, lse_HL: Tensor, turn: Turn) -> Queries:
         """Those that are observed: the window's, also where it began in an earlier pass, or all of the pass."""
@@ -140,42 +166,44 @@ class Compressor:
         return Segment(sequence, keys, values, slots[call.rank], positions, orders, call.rank, sorted_slots)
 
     def _tokens(self, length: int) -> int:
-        return tokens_per_head(self._budget, length, self.method.least)
+        return tokens_per_head(self.budget, length, self.method.least)
 
     def _masses(self, call: AttentionCall, masses: list[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
         """What was observed of whole segments, made ready to be compared."""
-        if self._own_heads(call.layer)[2]:
+        if self.own_heads(call.layer)[2]:
             # Also where every replica has seen it all: they must agree to the last bit on what is kept.
-            masses = [self._over_copies(call.layer, mass) for mass in masses]
+            masses = [self.over_copies(call.layer, mass) for mass in masses]
         # What is kept anyway lends nothing to its neighbours.
         for segment, mass in zip(segments, masses, strict=True):
-            mass[:, self._protected(segment)] = 0.0
+            mass[:, self.protected(segment)] = 0.0
         if self.method.peaks:
             masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
             masses = pooled_mass(call, masses, segments, self.method.pool_radius)
         return masses
 
-    def _protected(self, segment: Segment) -> Tensor:
+    def protected(self, segment: Segment) -> Tensor:
+        """The most recent tokens, which are kept anyway."""
         return segment.recent(self.method.protected(self._tokens(segment.length)))
 
-    def _scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
-        return self.method.scores(segment, mass_KS).masked_fill(self._protected(segment), torch.inf)
+    def scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
+        """``[K, n]`` by which a segment's tokens are chosen."""
+        return self.method.scores(segment, mass_KS).masked_fill(self.protected(segment), torch.inf)
 
-    def _own_heads(self, layer: int) -> tuple[list[int], list[int], list[int]]:
+    def own_heads(self, layer: int) -> tuple[list[int], list[int], list[int]]:
         """This rank's KV heads; local indices of those that no earlier rank holds; and the heads, of the whole layer,
         that several ranks hold.
         """
-        rank, shards = self._comm.mesh.tp_rank, self._heads.layers[layer]
+        rank, shards = self.comm.mesh.tp_rank, self._heads.layers[layer]
         own = list(shards[rank].kv_heads)
         earlier = {head for shard in shards[:rank] for head in shard.kv_heads}
         held = Counter(head for shard in shards for head in shard.kv_heads)
         counted = [index for index, head in enumerate(own) if head not in earlier]
         return own, counted, sorted(head for head, number in held.items() if number > 1)
 
-    def _over_copies(self, layer: int, mass_KS: Tensor) -> Tensor:
+    def over_copies(self, layer: int, mass_KS: Tensor) -> Tensor:
         """Put together what the query heads of a KV head saw on all the ranks that hold it."""
-        own, counted, copied = self._own_heads(layer)
+        own, counted, copied = self.own_heads(layer)
         same = self._heads.whole_copies(layer)
         here = [(index, copied.index(head)) for index, head in enumerate(own) if head in copied]
         everyone = mass_KS.new_zeros((len(copied), mass_KS.shape[1]))
@@ -184,7 +212,7 @@ class Compressor:
             if index in counted or own[index] not in same:
                 everyone[place] = mass_KS[index]
         how: Literal["sum", "max"] = "max" if self.method.peaks else "sum"
-        everyone = self._comm.all_reduce(everyone, "tp", how, operation="compression", layer=layer)
+        everyone = self.comm.all_reduce(everyone, "tp", how, operation="compression", layer=layer)
         mass_KS = mass_KS.clone()
         for index, place in here:
             mass_KS[index] = everyone[place]

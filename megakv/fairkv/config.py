@@ -32,6 +32,11 @@ class FairKVConfig(Section):
     min_tokens: int = Field(128, ge=2)
     """A row is compressed from this many new tokens on. A shorter one, such as a question, is kept whole."""
 
+    decode_interval: int | None = Field(None, ge=1)
+    """After so many further tokens everything that a sequence's heads hold comes back within the ``budget``, a number
+    of tokens, however long the answer: no head ever holds more than its budget and this. ``null`` keeps all that comes
+    after a prompt: docs/fairkv.md#eviction-while-decoding."""
+
     mapping: str | None = None
     """File that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. Ranks that
     share a head divide its tokens. Works with and without a ``budget``."""
@@ -62,6 +67,12 @@ class FairKVConfig(Section):
                 "needs",
                 f"megakv.fairkv.{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it "
                 "to a fraction such as 0.25, or a number of tokens such as 1024",
+            )
+        if self.decode_interval is not None and self.budget is not None and self.budget <= 1:
+            raise ValueError(
+                f"megakv.fairkv.decode_interval = {self.decode_interval} with megakv.fairkv.budget = {self.budget:g}: "
+                "what holds for an answer of any length is a number of tokens, not a fraction; set the budget to one, "
+                "such as 1024"
             )
         method = self._make_method()
         if self.budget is not None and 1 < self.budget < method.least:

@@ -60,6 +60,13 @@ class CompressionMethod(Section, ABC):
     """Whether the heads of a layer keep different numbers of tokens."""
 
     @property
+    def moved(self) -> int:
+        """First tokens that count, where caches are compressed while decoding, as if they stood right before the recent
+        ones; 0 for none.
+        """
+        return 0
+
+    @property
     def observed(self) -> int:
         """Last tokens of a prompt whose queries' attention is measured; 0 for none, `EVERYTHING` for all."""
         return 0

@@ -26,6 +26,11 @@ class StreamingLLM(CompressionMethod):
     def least(self) -> int:
         return self.sinks + 1
 
+    @property
+    def moved(self) -> int:
+        # Positions within the cache, as the paper has them.
+        return self.sinks
+
     def scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
         score = segment.order.float()
         score[segment.order < self.sinks] = torch.inf

@@ -28,12 +28,15 @@ AddUp = Callable[[Tensor], Tensor]
 """Sums a tensor of counts over some ranks."""
 
 
-def ranking_keys(scores_KS: Tensor, slots_S: Tensor, heads_K: Tensor) -> Tensor:
-    """``[K, S]`` numbers that order tokens by score (0 or more; NaN counts as 0), then by lower slot, then head."""
+def ranking_keys(scores_KS: Tensor, slots: Tensor, heads_K: Tensor) -> Tensor:
+    """``[K, S]`` numbers that order tokens by score (0 or more; NaN counts as 0), then by lower slot, then head.
+
+    Slots are ``[S]``, or ``[K, S]`` where each head has other tokens.
+    """
     scores = scores_KS.float().nan_to_num(0.0, posinf=torch.inf).abs()
     # Floats that are not negative order as their bits do.
     bits = scores.contiguous().view(torch.int32).long()
-    key = (bits << SLOT_BITS) + (SLOTS - 1 - slots_S)[None, :]
+    key = (bits << SLOT_BITS) + (SLOTS - 1 - slots)
     return (key << HEAD_BITS) + (HEADS - 1 - heads_K)[:, None]
 
 
@@ -70,32 +73,43 @@ def choose(
     counted: IntArray,
     over_tokens: AddUp,
     over_all: AddUp,
+    there: Sequence[Tensor] | None = None,
+    divided: bool = False,
 ) -> list[Tensor]:
     """Which tokens of a layer are kept: per sequence ``[K, n]``.
 
     Scores ``[K, n]`` and slots ``[n]`` are those of this rank's tokens and KV heads; budgets those of all heads of the
     layer. `counted` are local indices of the heads that this rank counts, of its copies only one does. `over_tokens`
     sums counts over the ranks that hold other tokens of the same heads, `over_all` over all ranks.
+
+    Where each head has other tokens, slots are ``[K, n]``, and masks `there` say where there is one. `divided` says
+    that ranks which hold the same head have other tokens of it, too.
     """
     device = scores[0].device
     local = upload(heads, device)
     keys = [ranking_keys(score, upload(slot, device), local) for score, slot in zip(scores, slots, strict=True)]
-    count = len(heads)
-    floors = np.concatenate([budget.floors[heads] for budget in budgets])
-    groups = [torch.arange(count, device=device)[:, None].expand_as(key) + row * count for row, key in enumerate(keys)]
+    # Heads are counted by their number on this rank, or in the layer.
+    index = local if divided else torch.arange(len(heads), device=device)
+    floors = [budget.floors if divided else budget.floors[heads] for budget in budgets]
+    count = len(floors[0])
+    groups = [index[:, None].expand_as(key) + row * count for row, key in enumerate(keys)]
     least = thresholds(
         torch.cat([key.reshape(-1) for key in keys]),
         torch.cat([group.reshape(-1) for group in groups]),
-        upload(floors, device),
-        over_tokens,
-    ).view(len(keys), count, 1)
-    kept = [key >= bound for key, bound in zip(keys, least, strict=True)]
+        upload(np.concatenate(floors), device),
+        over_all if divided else over_tokens,
+        None if there is None else torch.cat([mask.reshape(-1) for mask in there]),
+    ).view(len(keys), count)
+    kept = [key >= bound[index, None] for key, bound in zip(keys, least, strict=True)]
+    if there is not None:
+        kept = [mask & present for mask, present in zip(kept, there, strict=True)]
     pools = [budget.total - int(budget.floors.sum()) for budget in budgets]
     if not any(pools):
         return kept
     own = upload(counted, device)
     rest = [key[own].reshape(-1) for key in keys]
     rows = [torch.full_like(key, row) for row, key in enumerate(rest)]
-    free = torch.cat([~mask[own].reshape(-1) for mask in kept])
-    pooled = thresholds(torch.cat(rest), torch.cat(rows), upload(np.array(pools), device), over_all, free)
-    return [mask | (key >= bound) for mask, key, bound in zip(kept, keys, pooled, strict=True)]
+    free = [~mask for mask in kept] if there is None else [a & ~mask for a, mask in zip(there, kept, strict=True)]
+    free_here = torch.cat([mask[own].reshape(-1) for mask in free])
+    pooled = thresholds(torch.cat(rest), torch.cat(rows), upload(np.array(pools), device), over_all, free_here)
+    return [mask | ((key >= bound) & others) for mask, key, bound, others in zip(kept, keys, pooled, free, strict=True)]

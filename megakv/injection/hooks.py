@@ -76,6 +76,8 @@ class ForwardHooks:
         step = self._runtime.plan(new, cache, past + length, wanted)
         self._runtime.current = step
         cache.begin(step.layout, batch, stays=step.stays, turn=step.turn is not None)
+        if step.evict:
+            cache.evicts(step.slots)
         step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))
         self._fill(inputs, step, source, past, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.
@@ -169,6 +171,7 @@ class ForwardHooks:
             raise
         self._runtime.comm.ledger.leave_dense()
         step.cache.commit(step.slots, compressed=step.compress, first=None if step.turn is None else step.turn.first)
+        step.cache.evicted(step.evict)
         self._runtime.comm.failures.inside = False
         # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
         values = {**output, "logits": logits, "past_key_values": step.cache if step.use_cache else None}

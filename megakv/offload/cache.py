@@ -7,16 +7,18 @@ tokens (`LayerColumns`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
+from megakv.cache.ragged import Rotate
 from megakv.cache.store import KVStore
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.offload.bodies import TieredBody
@@ -36,20 +38,36 @@ class CacheEngine(StoreEngine, Protocol):
 class OffloadedCache(ShardedCache):
     """Tells the engine of passes, so that it can bring layers before they are asked for."""
 
-    def __init__(self, layers: int, *, size: int, rank: int, engine: CacheEngine, compresses: bool = False):
+    def __init__(
+        self,
+        layers: int,
+        *,
+        size: int,
+        rank: int,
+        engine: CacheEngine,
+        compresses: bool = False,
+        rotate: Callable[[int, Tensor, int], Tensor] | None = None,
+    ):
         def new_store(layer: int, batch: int) -> KVStore:
             return TieredStore(layer, batch, engine)
 
-        super().__init__(layers, size=size, rank=rank, new_store=new_store, compresses=compresses)
+        super().__init__(layers, size=size, rank=rank, new_store=new_store, compresses=compresses, rotate=rotate)
         self._engine = engine
 
     def _empty(self) -> OffloadedCache:
-        sizes = {"size": self.size, "rank": self.rank}
-        return OffloadedCache(len(self._stores), **sizes, engine=self._engine, compresses=self.compresses)
+        return OffloadedCache(
+            len(self._stores),
+            size=self.size,
+            rank=self.rank,
+            engine=self._engine,
+            compresses=self.compresses,
+            rotate=self._rotate,
+        )
 
-    def _compressing(self, store: Any) -> CompressedStore:
+    def _compressing(self, store: Any, rotate: Rotate | None) -> CompressedStore:
         # Beside what heads keep, unused capacity of a turn's rows counts.
-        return CompressedStore(self.table.batch, TurnStore(store, DenseStore(self.table.batch, least_growth=2)))
+        batch = self.table.batch
+        return CompressedStore(batch, TurnStore(store, DenseStore(batch, least_growth=2)), rotate)
 
     def begin(self, layout: Layout, batch: int, *, stays: bool = True, turn: bool = False) -> None:
         super().begin(layout, batch)

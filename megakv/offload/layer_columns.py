@@ -75,7 +75,9 @@ class LayerColumns:
         """The pass over each group, and its rows; none where layers compute them all at once."""
         groups, tokens = self._groups(), step.tokens
         bounds = [int(tokens.bounds[group.start]) for group in groups] + [len(tokens)]
-        if len(groups) == 1 or step.layout.size > 1 or step.turn is not None or tokens.single or 0 in np.diff(bounds):
+        # What compression looks at is the whole batch's.
+        whole = step.turn is not None or step.watched or bool(step.evict)
+        if len(groups) == 1 or step.layout.size > 1 or whole or tokens.single or 0 in np.diff(bounds):
             return []
         found = []
         for index, (group, ends) in enumerate(zip(groups, pairwise(bounds), strict=True)):

@@ -135,9 +135,16 @@ class Offloader:
 
     def new_cache(self, layers: int) -> OffloadedCache:
         """An empty cache of the engine."""
-        mesh = self._runtime.comm.mesh
-        compresses = self._runtime.compressor is not None
-        return OffloadedCache(layers, size=mesh.cp_size, rank=mesh.cp_rank, engine=self, compresses=compresses)
+        runtime, mesh = self._runtime, self._runtime.comm.mesh
+        compresses = runtime.compressor is not None
+        return OffloadedCache(
+            layers,
+            size=mesh.cp_size,
+            rank=mesh.cp_rank,
+            engine=self,
+            compresses=compresses,
+            rotate=runtime.rotate,
+        )
 
     def new_run(self, new_tokens: int, prompt: int) -> Planner:
         """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""
@@ -324,6 +331,9 @@ class Offloader:
             parts, counts = staged.host_parts, staged.counts()
         self._log.current.attended(store.layer, parts, counts)
         store.staged = None
-        self._prefetch.follow(store.layer, index, beyond=self._decoding and self._planner.ahead)
+        step = self._runtime.current
+        # What is evicted now is not what the next step needs.
+        beyond = self._decoding and self._planner.ahead and not (step is not None and step.evict)
+        self._prefetch.follow(store.layer, index, beyond=beyond)
         if self.weights is not None:
             self.weights.next_piece()

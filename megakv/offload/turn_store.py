@@ -11,7 +11,7 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.attention.partial import KVPart, Part
 from megakv.cache.dense import DenseStore
-from megakv.cache.ragged import RaggedStore
+from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, TokenBlock
@@ -72,7 +72,10 @@ class TurnStore(KVStore):
         return self.tier.attend_elsewhere(call, q_HLD, tokens)
 
     def release(self, sequence: int, rows: int) -> None:
-        self._turn.release(sequence, rows)
+        of_turn = min(rows, self._turn.rows(sequence))
+        self._turn.release(sequence, of_turn)
+        if rows > of_turn:
+            self.tier.release(sequence, rows - of_turn)
 
     def finish(self) -> None:
         self.tier.finish()
@@ -123,8 +126,8 @@ class TurnStore(KVStore):
 class CompressedStore(RaggedStore):
     """What compression keeps of a turn goes into the tiers, and all other rows into those of a `TurnStore`."""
 
-    def __init__(self, batch: int, inner: TurnStore):
-        super().__init__(batch, inner)
+    def __init__(self, batch: int, inner: TurnStore, rotate: Rotate | None = None):
+        super().__init__(batch, inner, rotate)
         self.tier = inner.tier
 
     def _keep(self, body: Body) -> TieredBody:

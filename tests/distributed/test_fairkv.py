@@ -92,6 +92,39 @@ def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: s
     assert after["plain"]["first"]
 
 
+DECODING = Path(__file__).parent / "ranks" / "fairkv_decoding.py"
+
+
+def decode(folder: Path, meshes: str, ranks: int, cases: str, steps: int) -> dict[str, Any]:
+    out = folder / f"decoding-{ranks}.json"
+    run_ranks(DECODING, out, folder, meshes, cases, str(steps), ranks=ranks, timeout=500).check()
+    return json.loads(out.read_text())
+
+
+def test_eviction_while_decoding(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Against float64 attention under what was kept, against the methods' formulas, and against one rank."""
+    full = pytestconfig.getoption("--full")
+    conversed, others = ["h2o", "streaming_llm", "ada_snapkv"], ["snapkv", "snapkv_long", "snapkv_peak", "pyramidkv"]
+    asked = ",".join(conversed + others if full else [random.choice(conversed), random.choice(others)])
+    steps = 45 if full else 24
+    alone = decode(tmp_path, "1x1", 1, asked, steps)
+    meshes = ["2x1", "1x2", "1x2:mapped"]
+    several = decode(tmp_path, ",".join(meshes if full else random.sample(meshes, 1)), 2, asked, steps)
+    if full:
+        several |= decode(tmp_path, "2x2,2x2:mapped,4x1:last,1x4:mapped", 4, asked, steps)
+        several |= decode(tmp_path, "1x8", 8, asked, steps)
+    for name, result in (alone | several).items():
+        first = alone[f"1x1 {name.split()[1]}"]
+        assert result["error"] <= 1e-5 and not result["problems"], (name, result["problems"])
+        assert result["kept"] == first["kept"] and result["evictions"] >= 14, name
+        # Before it is compressed again, a head holds its budget and the interval.
+        assert result["most"] < 24 + 10, name
+        for key in ("pieces", "fork", "restored", "cut", "failed"):
+            assert result.get(key, True), (name, key)
+        for key in ("tokens", "beams"):
+            assert result.get(key) == first.get(key), (name, key)
+
+
 PASSKEY = Path(__file__).parent / "ranks" / "fairkv_passkey.py"
 
 

@@ -218,6 +218,10 @@ def test_every_method_is_registered_under_its_name() -> None:
             {"method": "ada_snapkv", "safeguard": 1.5},
             "megakv.fairkv.safeguard = 1.5: allowed: less than or equal to 1",
         ),
+        (
+            {"method": "h2o", "decode_interval": 16},
+            "megakv.fairkv.decode_interval = 16 with megakv.fairkv.budget = 0.25: what holds for an answer",
+        ),
         ({"method": "h2o", "recent": -0.1}, "megakv.fairkv.recent = -0.1: allowed: greater than or equal to 0"),
         (
             {"method": "pyramidkv", "decay": 0.5},

@@ -1,0 +1,123 @@
+"""Caches that are compressed again while decoding: bounded, never corrupt, and refused where positions cannot move."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import megakv
+from megakv.attention.partial import PartialAttention, Scoring
+from megakv.attention.reference import dense_attention
+from megakv.errors import MegaKVError
+from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.notes import Notes
+from megakv.fairkv.pages import RaggedBody
+from tests.families import FAMILIES, VOCAB
+
+BUDGET, INTERVAL = 40, 9
+UNMOVABLE = {"opt", "gpt2"}
+"""Families whose positions are part of what is cached, at least."""
+
+
+@pytest.fixture
+def compressing(alone: None) -> Iterator[Callable[..., Any]]:
+    """A function that makes an engine of a family, by settings of ``fairkv``."""
+    engines = []
+
+    def make(family: str, **settings: Any) -> Any:
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+        section = {"budget": BUDGET, "decode_interval": INTERVAL, "min_tokens": 50, **settings}
+        engine = megakv.init_inference(model, {"dtype": "fp32", "megakv": {"fairkv": section}})
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.destroy()
+
+
+Rows = dict[tuple[int, int, int], torch.Tensor]
+"""Key and value of each layer's heads' tokens, by layer, head and row."""
+
+
+def check(cache: Any, known: Rows) -> None:
+    """What is held is what was first there; new rows are noted."""
+    for layer in range(len(cache)):
+        counts = cache.store(layer).kept(0)
+        assert counts.sum() < len(counts) * (BUDGET + INTERVAL)
+        for head, keys, values, rows in cache.store(layer).pieces(0):
+            both = torch.cat([keys, values], dim=1)
+            for row, found in zip(rows.tolist(), both, strict=True):
+                first = known.setdefault((layer, head, row), found.clone())
+                assert torch.equal(first, found), (layer, head, row)
+
+
+@pytest.mark.parametrize("steps", [120, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
+def test_no_row_is_corrupt(compressing: Callable[..., Any], method: str, steps: int) -> None:
+    """Over forks, copies of copies and cuts, each of which goes on by itself."""
+    window = {"window": 8} if method == "ada_snapkv" else {}
+    engine = compressing("llama", method=method, **window)
+    ids = torch.randint(3, VOCAB, (1, 70))
+    branches: list[tuple[Any, Rows]] = [(engine(ids).past_key_values, {})]
+    for _ in range(steps):
+        index = random.randrange(len(branches))
+        cache, known = branches[index]
+        check(cache, known)
+        kind = random.random()
+        if kind < 0.05:
+            branches = [*branches[-3:], (copy.deepcopy(cache), dict(known))]
+        elif kind < 0.1 and cache.length > cache.reach + 2:
+            cut = random.randint(max(cache.reach, 70), cache.length - 1)
+            cache.cut_back(cut)
+            branches[index] = cache, {at: row for at, row in known.items() if at[2] < cut}
+        new = torch.randint(3, VOCAB, (1, random.choice((1, 1, 1, 1, 5))))
+        assert engine(new, past_key_values=cache).logits.isfinite().all()
+    for cache, known in branches:
+        check(cache, known)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_positions_within_the_cache_or_a_refusal(compressing: Callable[..., Any], family: str) -> None:
+    """That keys are rotated as the family does it is looked at when an engine starts."""
+    try:
+        engine = compressing(family, method="streaming_llm")
+    except (MegaKVError, ValueError) as error:
+        assert "tokens count by their place in the cache" in str(error)
+        return
+    assert family not in UNMOVABLE
+    ids = torch.randint(3, VOCAB, (1, 60))
+    out = engine.generate(ids, max_new_tokens=INTERVAL + 3, do_sample=False, pad_token_id=0)
+    assert out.shape[1] == 60 + INTERVAL + 3
+
+
+def test_sinks_stand_right_before_the_window_with_alibi() -> None:
+    k, v = torch.randn(2, 100, 16), torch.randn(2, 100, 16)
+    mask = torch.zeros(2, 100, dtype=torch.bool)
+    mask[:, :4] = mask[:, 80:] = True
+    body = RaggedBody.kept(k, v, mask, np.arange(100))
+    assert body is not None
+    q, slopes = torch.randn(4, 1, 16), torch.rand(4)
+    partial = PartialAttention(q, np.array([100]), Scoring(0.3, alibi_slopes=slopes), 16)
+    RaggedPart(0, body, np.arange(100), np.arange(100), (76, 4)).add_to(partial)
+    bias = slopes.double()[:, None, None] * (torch.arange(24) - 24.0)
+    held = mask[0].nonzero().squeeze(1)
+    out, _ = dense_attention(q, k[:, held], v[:, held], 0.3, bias_HLS=bias)
+    assert torch.allclose(partial.out.double(), out, atol=1e-5, rtol=0)
+
+
+def test_notes_follow_heads_and_slots() -> None:
+    heads, slots = np.array([1, 0, 0]), np.array([7, 9, 2])
+    notes = Notes().with_mass(heads, slots, torch.tensor([1.0, 2.0, 3.0]))
+    notes = notes.with_mass(np.array([1]), np.array([3]), torch.tensor([4.0]))
+    asked = np.array([[2, 7, 9, -1], [3, 7, 9, 30]])
+    assert notes.mass_of(asked, torch.zeros(0)).tolist() == [[3, 0, 2, 0], [4, 1, 0, 0]]
+    assert notes.below(7).mass_of(asked, torch.zeros(0)).tolist() == [[3, 0, 0, 0], [4, 0, 0, 0]]
+    queries = notes.joined(np.array([5, 6]), torch.ones(2, 4, 3)).joined(np.array([8]), torch.zeros(1, 4, 3))
+    assert queries.since(6).slots.tolist() == [6, 8] and queries.below(6).queries.shape[0] == 1
+    assert queries.below(0).mass_of(asked, torch.zeros(0)).sum() == 0
