@@ -240,8 +240,8 @@ class SavedLayer:
         rows = np.arange(rank, len(every[0][0]), size)
         index = torch.from_numpy(rows)
         groups = [
-            queries[index, list(self.heads[first[head]]).index(head)]
-            for head, (_, queries) in zip(self.own, every, strict=True)
+            found_queries[index, list(self.heads[first[head]]).index(head)]
+            for head, (_, found_queries) in zip(self.own, every, strict=True)
         ]
         return notes.joined(every[0][0][rows], torch.cat(groups, dim=1).to(self.device))
 

@@ -48,8 +48,8 @@ class HeldTokens:
             found[head].append((keys, values, numbers))
         counts = [sum(len(numbers) for _, _, numbers in parts) for parts in found]
         rows = np.full((len(found), max(least, *counts)), -1)
-        some = next((parts[0] for parts in found if parts), (call.k_KLD[0], call.v_KLD[0], rows))
-        k_KMD, v_KMD = (part.new_zeros((*rows.shape, part.shape[-1])) for part in some[:2])
+        some = next((parts[0][:2] for parts in found if parts), (call.k_KLD[0], call.v_KLD[0]))
+        k_KMD, v_KMD = (part.new_zeros((*rows.shape, part.shape[-1])) for part in some)
         for head, (parts, count) in enumerate(zip(found, counts, strict=True)):
             if not parts:
                 continue

@@ -121,3 +121,19 @@ def test_notes_follow_heads_and_slots() -> None:
     queries = notes.joined(np.array([5, 6]), torch.ones(2, 4, 3)).joined(np.array([8]), torch.zeros(1, 4, 3))
     assert queries.since(6).slots.tolist() == [6, 8] and queries.below(6).queries.shape[0] == 1
     assert queries.below(0).mass_of(asked, torch.zeros(0)).sum() == 0
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_all_attention_is_counted(compressing: Callable[..., Any], family: str) -> None:
+    """Windows, caps, biases and latents included: what a query gives sums to 1, but for what it gives to sinks."""
+    engine = compressing(family, method="h2o")
+    cache = engine(torch.randint(3, VOCAB, (1, 30))).past_key_values
+    for layer in range(len(cache)):
+        given = cache.notes(layer)[0].mass.sum() / (30 * engine.module.config.num_attention_heads)
+        assert given < 1 if family == "gpt_oss" else abs(given - 1) < 1e-4, (layer, given)
+    known: Rows = {}
+    for _ in range(3 * INTERVAL):
+        engine(torch.randint(3, VOCAB, (1, 1)), past_key_values=cache)
+        check(cache, known)
+    assert cache.compressed[0][0][0] == 0 and cache.length - cache.reach < INTERVAL
