@@ -109,7 +109,9 @@ def test_eviction_while_decoding(tmp_path: Path, pytestconfig: pytest.Config) ->
     steps = 45 if full else 24
     alone = decode(tmp_path, "1x1", 1, asked, steps)
     meshes = ["2x1", "1x2", "1x2:mapped"]
-    several = decode(tmp_path, ",".join(meshes if full else random.sample(meshes, 1)), 2, asked, steps)
+    # Several ranks do what one does: one of each kind is enough.
+    some = asked if full else random.choice(asked.split(","))
+    several = decode(tmp_path, ",".join(meshes if full else random.sample(meshes, 1)), 2, some, steps)
     if full:
         several |= decode(tmp_path, "2x2,2x2:mapped,4x1:last,1x4:mapped", 4, asked, steps)
         several |= decode(tmp_path, "1x8", 8, asked, steps)
