@@ -132,7 +132,10 @@ def dry_run(
     LengthLimits(whole.model, parsed).check(context, {"max_new_tokens": new_tokens})
     tokens, kept = token_counts(parsed, context, batch)
     shape = ModelShape.from_config(described, dtype=dtype)
-    share_kept = kept_share(parsed, shape, context)
+    share_kept, fairkv, held_tokens = kept_share(parsed, shape, context), parsed.megakv.fairkv, new_tokens
+    if fairkv.decode_interval is not None and fairkv.budget is not None:
+        # What is evicted makes room.
+        held_tokens = min(new_tokens, int(fairkv.budget) + fairkv.decode_interval)
     # Shorter shards differ in nothing but their length.
     shares = whole.shares(max(tokens), fp8=parsed.megakv.feed_forward == "fp8")
     ranks = [
@@ -144,7 +147,7 @@ def dry_run(
             tokens=tokens[cp_rank],
             kept=kept[cp_rank],
             # Generated tokens are kept where the prompt is, in about the same shares.
-            answer=batch * -(-new_tokens * kept[cp_rank] // (context * batch)),
+            answer=batch * -(-held_tokens * kept[cp_rank] // (context * batch)),
             batch=batch,
             kept_share=share_kept,
         )

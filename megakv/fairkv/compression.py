@@ -52,6 +52,11 @@ class Compressor:
         """Whether tokens come to count by their place in the cache."""
         return self.interval is not None and self.method.moved > 0
 
+    @property
+    def most(self) -> int | None:
+        """Tokens of a sequence that a head holds at most, on average, while decoding; None where there is no bound."""
+        return None if self.interval is None else int(self.budget) + self.interval
+
     def rows(self, lengths: IntArray) -> tuple[int, ...]:
         """The sequences that are compressed of those with ``[B]`` new tokens: each is judged by itself."""
         return tuple(np.flatnonzero(is_compressed(self.budget, self._min_tokens, lengths)).tolist())

@@ -69,10 +69,11 @@ class FairKVConfig(Section):
                 "to a fraction such as 0.25, or a number of tokens such as 1024",
             )
         if self.decode_interval is not None and self.budget is not None and self.budget <= 1:
-            raise ValueError(
+            raise CombinationError(
+                "needs",
                 f"megakv.fairkv.decode_interval = {self.decode_interval} with megakv.fairkv.budget = {self.budget:g}: "
                 "what holds for an answer of any length is a number of tokens, not a fraction; set the budget to one, "
-                "such as 1024"
+                "such as 1024",
             )
         method = self._make_method()
         if self.budget is not None and 1 < self.budget < method.least:

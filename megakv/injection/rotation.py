@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.errors import MegaKVError
 from megakv.injection.families import SubstitutedForward
 from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask
 from megakv.injection.policy import depends_on_length
+from megakv.laws import CombinationError
 
 FUNCTION = "apply_rotary_pos_emb"
 POSITIONS = (5, 11)
@@ -49,7 +49,7 @@ class KeyRotation:
         self._modules: dict[int, Any] | None = None
 
     def check(self) -> None:
-        """A MegaKVError where positions of cached keys cannot be moved. Every tensor-parallel rank must call it."""
+        """A ValueError where positions of cached keys cannot be moved. Every tensor-parallel rank must call it."""
         if self._modules is None:
             every: list[Any] = [each for each in self._model.modules() if hasattr(each, ATTEND_ATTRIBUTE)]
             with torch.no_grad():
@@ -63,7 +63,7 @@ class KeyRotation:
         return keys if module is None or not len(keys) else self._rotated(module, keys, shift)
 
     def _understood(self, module: Any) -> bool:
-        """Whether an attention module rotates its keys; a MegaKVError where that cannot be told."""
+        """Whether an attention module rotates its keys; a ValueError where that cannot be told."""
         forward = vars(module).get("forward")
         if isinstance(forward, SubstitutedForward) and forward.slopes is not None:
             return False
@@ -83,11 +83,12 @@ class KeyRotation:
             raise self._refusal("its rotary embeddings are not understood")
         return True
 
-    def _refusal(self, reason: str) -> MegaKVError:
-        return MegaKVError(
+    def _refusal(self, reason: str) -> CombinationError:
+        return CombinationError(
+            "inputs",
             f"megakv.fairkv.method = 'streaming_llm' with megakv.fairkv.decode_interval is not supported for "
             f"{self._model.config.model_type!r}: tokens count by their place in the cache, and {reason}; use another "
-            "method, or leave decode_interval out"
+            "method, or leave decode_interval out",
         )
 
     def _rotary(self) -> Any:
@@ -117,12 +118,19 @@ class KeyRotation:
         given = {name: value for name, value in known.items() if name in names or "inputs" in names}
         attend = getattr(module, ATTEND_ATTRIBUTE)
         setattr(module, ATTEND_ATTRIBUTE, _stop)
+        # Weights that lie on the host have no memory here; others of their shape do as well.
+        away = [(each, each.data) for each in module.parameters() if each.data.untyped_storage().nbytes() < each.nbytes]
         try:
+            for parameter, _ in away:
+                values = torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.5
+                parameter.data = values.to(parameter.device, parameter.dtype)
             module.forward(hidden, **given)
         except _Reached as reached:
             return reached.keys
         finally:
             setattr(module, ATTEND_ATTRIBUTE, attend)
+            for parameter, data in away:
+                parameter.data = data
         raise ValueError("no attention was called")
 
     def _rotated(self, module: nn.Module, keys: Tensor, shift: int) -> Tensor:

@@ -35,6 +35,7 @@ def check_room(
     new_tokens: int,
     ranks: int,
     turn: CompressedTurn | None = None,
+    most: int | None = None,
 ) -> None:
     """Refuse a generation, with a MegaKVError, if not all that will be held has room.
 
@@ -42,9 +43,10 @@ def check_room(
     are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows. Budgets
     are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that none is refused
     while others wait for it. What is still to come is spread over so many `ranks`, and what a `turn` keeps, too: which
-    rank and head keep how much is known when it ends. Until then its tokens are on the accelerator.
+    rank and head keep how much is known when it ends. Until then its tokens are on the accelerator. Where
+    heads hold no more than `most` tokens while decoding, what is evicted makes room for what comes.
     """
-    table = cache.table
+    table, new_tokens = cache.table, new_tokens if most is None else min(new_tokens, most)
     ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
     pieces = max(0, prompt - 1 - int(max(ends)))
     to_come = -(-(new_tokens + pieces) // ranks)

@@ -176,8 +176,8 @@ class Offloader:
             to_come = self._announced[1] if self._announced else 0
             memory = self.pool.free_bytes(self.pool.tiers[0]) / self._layers
             self._keeps = self._planner.keeps_inputs(cache.tier(0), [count + to_come for count in new], memory)
-        # Where nothing can be brought ahead, each step is like the others all the same.
-        ready = len(self._prefetch) > 0 or not self._planner.ahead
+        # Where nothing can be brought ahead, each step is like the others all the same, unless it evicts.
+        ready = (len(self._prefetch) > 0 or not self._planner.ahead) and not self._evicts
         self._log.begin(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits, ready=ready)
         if self.weights is not None:
             self.weights.waited.clear()
@@ -235,12 +235,12 @@ class Offloader:
         if shape is not None and len(shape.layers) == len(windows):
             # Known before any layer has shown its own.
             windows = [layer.window for layer in shape.layers]
-        ranks, compressed = 1 if self._runtime.planner.gathers else cache.size, None
-        if current is not None and current.cache is cache and current.turn is not None:
-            assert self._runtime.compressor is not None
-            compressed = CompressedTurn(current.turn.first, self._runtime.compressor.kept)
+        ranks, compressor, compressed = 1 if self._runtime.planner.gathers else cache.size, None, None
+        if current is not None and current.cache is cache and (compressor := self._runtime.compressor) is not None:
+            compressed = None if current.turn is None else CompressedTurn(current.turn.first, compressor.kept)
         given = {"prompt": prompt, "new_tokens": new_tokens, "ranks": ranks}
-        check_room(self.pool, cache, layout, store, windows, turn=compressed, **given)
+        most = None if compressor is None else compressor.most
+        check_room(self.pool, cache, layout, store, windows, turn=compressed, most=most, **given)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one."""
@@ -303,6 +303,12 @@ class Offloader:
 
     # Inside
 
+    @property
+    def _evicts(self) -> bool:
+        """Whether the pass under way compresses sequences again."""
+        step = self._runtime.current
+        return step is not None and bool(step.evict)
+
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)
         self._planner.observe(record)
@@ -331,9 +337,8 @@ class Offloader:
             parts, counts = staged.host_parts, staged.counts()
         self._log.current.attended(store.layer, parts, counts)
         store.staged = None
-        step = self._runtime.current
-        # What is evicted now is not what the next step needs.
-        beyond = self._decoding and self._planner.ahead and not (step is not None and step.evict)
+        # A layer that has yet to evict is not what the next step needs.
+        beyond = self._decoding and self._planner.ahead and not self._evicts
         self._prefetch.follow(store.layer, index, beyond=beyond)
         if self.weights is not None:
             self.weights.next_piece()

@@ -10,11 +10,14 @@ from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.offload.methods import AUTO, METHODS
 
 MISSING = (
-    r"megakv\.fairkv\.(budget|mapping) = .* is not supported with megakv\.offload\.enabled = true",
+    r"megakv\.fairkv\.mapping = .* is not supported with megakv\.offload\.enabled = true",
+    r"megakv\.fairkv\.budget = .* is not supported with megakv\.offload\.kv_bits = ",
     r"megakv\.feed_forward = 'fp8' is not supported with megakv\.offload\.weights = true",
     r"megakv\.feed_forward = 'fp8' is not supported for model type .* holds the weights of several experts",
 )
 """What is refused by no law: features that are missing. A line goes when its feature comes."""
+UNBOUND = 4096
+"""A budget that no conversation comes up to."""
 DRAWN = "drawn"
 """Stands for a file that is written where the section is used."""
 
@@ -22,7 +25,7 @@ DRAWN = "drawn"
 def is_lossy(section: dict[str, Any]) -> bool:
     """Whether answers are others than the plain model's."""
     budget, offload = section.get("fairkv", {}).get("budget", 1.0), section.get("offload", {})
-    return budget != 1.0 or "kv_bits" in offload or section.get("feed_forward") == "fp8"
+    return budget not in (1.0, UNBOUND) or "kv_bits" in offload or section.get("feed_forward") == "fp8"
 
 
 def lossy_part(section: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +82,9 @@ def draw_compression(rng: Random, *, lossy: bool) -> dict[str, Any]:
     }
     fairkv = {"method": method, "budget": rng.choice((0.25, 0.5, 12, 30)) if lossy else 1.0}
     fairkv |= {name: rng.choice(own[name]) for name in COMPRESSION[method].model_fields if name in own}
+    if rng.random() < 0.4:
+        # Of an answer of any length no fraction can be kept.
+        fairkv |= {"budget": rng.choice((12, 30)) if lossy else UNBOUND, "decode_interval": rng.choice((1, 3, 10, 40))}
     return fairkv | {"min_tokens": rng.choice((2, 20, 60))}
 
 

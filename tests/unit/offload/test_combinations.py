@@ -30,7 +30,7 @@ def converse(engine: Any, folder: Path, **options: Any) -> list[Tensor]:
         ids = torch.randint(3, 120, (2, length), generator=torch.Generator().manual_seed(length))
         mask = torch.ones_like(ids)
         mask[1, : length - 20] = 0
-        found.append(of.generate(ids, mask, max_new_tokens=5, **{**options, **more}))
+        found.append(of.generate(ids, mask, **{"max_new_tokens": 5, **options, **more}))
 
     for length, beams in ((90, 1), (7, 1), (50, 3), (3, 1)):
         turn(session, length, num_beams=beams)
@@ -66,6 +66,44 @@ def test_compressed_and_offloaded(
                 ids = torch.full((2, 3), 7)
                 session = engine.restore_session(saved)
                 again.append(session.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
+    assert all(map(torch.equal, *found))
+    assert all(torch.equal(each, again[0]) for each in again) and len(again) == 3
+
+
+EVICTING: dict[str, dict[str, Any]] = {
+    "streaming_llm": {"method": "streaming_llm"},
+    "h2o": {"method": "h2o"},
+    "ada_snapkv": {"method": "ada_snapkv", "window": 4},
+}
+
+
+@pytest.mark.drawn(5)
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("fairkv", EVICTING.values(), ids=EVICTING)
+@pytest.mark.parametrize(
+    "offload",
+    [*({"method": name} for name in (*METHODS, AUTO)), {"disk": True}, {"num_gpu_batches": 2}, {"weights": True}],
+    ids=str,
+)
+def test_evicted_while_decoding_and_offloaded(
+    offload: dict[str, Any], fairkv: dict[str, Any], offloaded: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The same tokens as on the accelerator, also from what the other has saved."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["qwen3"](), dtype=torch.float32).eval()
+    away = {**SETTINGS, **offload}
+    if away.pop("disk", False):
+        away |= {"host_gb": 8 * 10 / (1 << 20), "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    found, again = [], []
+    for name, section in (("here", {"enabled": False}), ("away", away)):
+        evicting = {"budget": 16, "min_tokens": 24, "decode_interval": 9, **fairkv}
+        settings = {"dtype": "fp32", "megakv": {"fairkv": evicting, "offload": section}}
+        with megakv.init_inference(copy.deepcopy(model), settings) as engine:
+            found.append(converse(engine, tmp_path / name, max_new_tokens=24))
+            for saved in (tmp_path / each for each in ("here", "away") if (tmp_path / each).exists()):
+                session, ids = engine.restore_session(saved), torch.full((2, 3), 7)
+                again.append(session.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0))
+                session.close()
     assert all(map(torch.equal, *found))
     assert all(torch.equal(each, again[0]) for each in again) and len(again) == 3
 

@@ -154,6 +154,30 @@ def test_what_compression_leaves_out_needs_no_room(chunk: int | None, tmp_path: 
         assert engine._offloader.link.traffic["out"].nbytes == 0
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("prompt", [5, 60])
+def test_an_answer_of_any_length_has_room_where_it_is_evicted(prompt: int) -> None:
+    """That of a budget twice, of the interval, and of pages that are partly empty."""
+    model = plain_model("llama")
+    layers, budget, interval = model.config.num_hidden_layers, 16, 15
+    row = 2 * 4 * model.config.num_key_value_heads * model.config.head_dim
+    pages = layers * (-(-(2 * budget + interval) * row // 4096) + 2)
+    offload = {"enabled": True, "method": "stream", "host_gb": pages / (1 << 18), "page_kib": 4}
+    fairkv = {"method": "streaming_llm", "budget": budget, "min_tokens": 20}
+    ids = torch.randint(3, 190, (1, prompt), generator=torch.Generator().manual_seed(3))
+    for interval_or_none in (interval, None):
+        section = {"fairkv": {**fairkv, "decode_interval": interval_or_none}, "offload": offload}
+        with megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32", "megakv": section}) as engine:
+            pool, used = engine._offloader.pool, list[int]()
+            if interval_or_none is None:
+                with pytest.raises(MegaKVError, match="raise megakv.offload.host_gb"):
+                    generate(engine, ids, torch.ones_like(ids), max_new_tokens=150)
+                continue
+            engine.module.register_forward_hook(lambda *_, pool=pool, used=used: used.append(pool.used()["host"]))
+            generate(engine, ids, torch.ones_like(ids), max_new_tokens=150, min_new_tokens=150)
+            assert 0 < max(used) == max(used[-interval:]) <= pages * 4096
+
+
 def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(
     offloaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
