@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from megakv.config import MegaKVConfig
-from megakv.costmodel.shape import positions as positions_of
+from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.injection.policy import depends_on_length, policy_for
 
 REFUSED_OPTIONS = {

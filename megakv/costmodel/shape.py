@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,13 +16,19 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from megakv.attention.latent import expanding_pays
+from megakv.costmodel.config_sizes import (
+    biased,
+    experts,
+    feed_forward_width,
+    head_dims,
+    kept_rotary,
+    positions,
+    windows,
+)
 from megakv.errors import MegaKVError
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import head_counts
 
-FEED_FORWARD_NAMES = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
-EXPANSION = 4
-"""The feed-forward's width over the hidden one where a config does not say: BLOOM, GPT-2, GPT-J, MPT."""
 LOG_SUM_EXP_COLUMNS = 1
 """A partial output travels with its log-sum-exp: one more column beside the head dimension."""
 
@@ -140,7 +146,7 @@ class ModelShape:
         """Sizes of the model that a config describes, in its own type unless given; or a ValueError."""
         n_layers, heads, kv_heads = head_counts(config)
         text = config.get_text_config()
-        key_dim, value_dim = _head_dims(text, heads)
+        key_dim, value_dim = head_dims(text, heads)
         latent = getattr(text, "kv_lora_rank", None)
         if latent:
             kv_heads = heads
@@ -148,7 +154,7 @@ class ModelShape:
         layers, total = _layer_shapes(config, n_layers)
         return cls(
             hidden=text.hidden_size,
-            intermediate=_feed_forward_width(text, experts=any(layer.experts for layer in layers)),
+            intermediate=feed_forward_width(text, experts=any(layer.experts for layer in layers)),
             vocab=text.vocab_size,
             heads=heads,
             kv_heads=kv_heads,
@@ -157,11 +163,11 @@ class ModelShape:
             layers=layers,
             embedding=total - sum(layer.dense + layer.experts for layer in layers),
             dtype=chosen,
-            kernel="math" if _biased(text) else "flash",
+            kernel="math" if biased(text) else "flash",
             positions=positions(text),
             row_dim=latent + text.qk_rope_head_dim if latent else None,
             latent=latent or None,
-            rotary=_kept_rotary(text, key_dim),
+            rotary=kept_rotary(text, key_dim),
         )
 
     @classmethod
@@ -251,67 +257,12 @@ def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerS
     if not lists:
         raise ValueError(f"model type {config.model_type!r} has no list of {n_layers} decoder layers")
     text = config.get_text_config()
-    n_experts, active = _experts(text)
+    n_experts, active = experts(text)
     layers = []
-    for layer, window in zip(lists[0], _windows(text, n_layers), strict=True):
+    for layer, window in zip(lists[0], windows(text, n_layers), strict=True):
         routed = sum(p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}")
         dense = sum(p.numel() for p in layer.parameters()) - routed
         layers.append(
             LayerShape(dense, routed, n_experts, active, window) if routed else LayerShape(dense, window=window)
         )
     return tuple(layers), sum(p.numel() for p in model.parameters())
-
-
-# What a config says, whatever its family calls it
-
-
-def _head_dims(text: Any, heads: int) -> tuple[int, int]:
-    if getattr(text, "qk_nope_head_dim", None) is not None:
-        return text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return dim, dim
-
-
-def _kept_rotary(text: Any, key_dim: int) -> int:
-    """Sines and cosines of a token where their frequencies follow the length."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [each.get("rope_type", "") for each in (rope, *rope.values()) if isinstance(each, dict)]
-    width = getattr(text, "qk_rope_head_dim", None) or int(key_dim * (rope.get("partial_rotary_factor") or 1))
-    return 2 * width if any("dynamic" in kind or kind == "longrope" for kind in kinds) else 0
-
-
-def _feed_forward_width(text: Any, *, experts: bool) -> int:
-    """Width of the feed-forward; of one of its experts where it has several."""
-    names = ("moe_intermediate_size", *FEED_FORWARD_NAMES) if experts else FEED_FORWARD_NAMES
-    for name in names:
-        found = getattr(text, name, None)
-        if found:
-            return int(max(found) if isinstance(found, list | tuple) else found)
-    return EXPANSION * int(text.hidden_size)
-
-
-def _biased(text: Any) -> bool:
-    """Whether scores are changed before the softmax, which keeps fused kernels out."""
-    alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
-    return bool(alibi or getattr(text, "attn_logit_softcapping", None))
-
-
-def _windows(text: Any, n_layers: int) -> list[int | None]:
-    window = getattr(text, "sliding_window", None)
-    if not isinstance(window, int) or getattr(text, "use_sliding_window", True) is False:
-        return [None] * n_layers
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * n_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _experts(text: Any) -> tuple[int, int]:
-    """Routed experts of a layer, and how many a token uses; 1 and 1 without any."""
-    count = getattr(text, "num_local_experts", None) or getattr(text, "n_routed_experts", None)
-    count = count or getattr(text, "num_experts", None) or 1
-    return count, getattr(text, "num_experts_per_tok", None) or 1
-
-
-def positions(text: Any) -> int | None:
-    """Tokens that a sequence may have, the answer included; None where the config does not say."""
-    found = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
-    return None if found is None else int(found)

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from megakv.attention.methods import is_contiguous
 from megakv.config import MegaKVConfig, load_config
+from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.shape import positions as positions_of
 from megakv.distributed.sharding import TokenBlock, balanced
 from megakv.dry_run.memory import GB, VirtualRank, kept_share, virtual_rank
 from megakv.dry_run.share import WholeModel

@@ -190,6 +190,9 @@ def test_dense_part_of_decoding() -> None:
     touched = 8_000_000 * (1 - 0.75**6)
     per_weight = 1e-9 * (1 + (12e6 / touched - 1) / 100)
     assert dense_seconds(profile, routed, 6) == pytest.approx(touched * per_weight)
+    eight = profile.model_copy(update={"matmul_fp8": Curve(sizes=(1, 101), seconds=(5e-10, 1e-9))})
+    mixed = LayerShape(1_000_000, experts=8_000_000, n_experts=8, active_experts=2, fp8=500_000, fp8_experts=True)
+    assert dense_seconds(eight, mixed, 1) == pytest.approx(0.5e-3 + 0.25e-3 + 1e-3)
 
 
 def test_predictions_are_finite_and_positive_everywhere() -> None:

@@ -72,6 +72,11 @@ def test_experts() -> None:
     assert layer.touched(1) == pytest.approx(layer.dense + layer.experts / 4)
     assert layer.touched(2) == pytest.approx(layer.dense + layer.experts * (1 - 0.75**2))
     assert layer.touched(1000) == pytest.approx(layer.dense + layer.experts)
+    # Half the bytes of experts; the router, which stays, is too small to tell.
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    wanted = (attention + 2 * 32_000 * 4096) * 2 + 32 * layer.experts
+    half = ModelShape.from_config(MixtralConfig(), dtype=torch.bfloat16).with_fp8_feed_forward()
+    assert half.weight_bytes == pytest.approx(wanted, rel=1e-4)
 
 
 def test_latent_attention_and_mixed_layers() -> None:
