@@ -111,13 +111,18 @@ class RaggedStore(KVStore):
         return self._inner.part(sequence)
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
-        for span in self._spans[sequence]:
-            if span.body is not None:
-                moved = (span.moved.shift, span.moved.before) if span.moved else (0, 0)
-                yield RaggedPart(sequence, self._here(span.body), slots, positions, moved)
+        yield from self._kept_parts(sequence, slots, positions, self._here)
         if self._inner.rows(sequence):
             uncompressed = (self._uncompressed(sequence, each) for each in (slots, positions))
             yield from self._inner.parts(sequence, *uncompressed)
+
+    def _kept_parts(
+        self, sequence: int, slots: IntArray, positions: IntArray, here: Callable[[Body], RaggedBody | None]
+    ) -> Iterator[RaggedPart]:
+        for span in self._spans[sequence]:
+            if span.body is not None and (found := here(span.body)) is not None:
+                moved = (span.moved.shift, span.moved.before) if span.moved else (0, 0)
+                yield RaggedPart(sequence, found, slots, positions, moved)
 
     def _uncompressed(self, sequence: int, values: IntArray) -> IntArray:
         """Of values for all rows, those of the rows that are not compressed."""
@@ -148,7 +153,7 @@ class RaggedStore(KVStore):
         for span in self._spans[sequence]:
             if span.body is not None:
                 bounds = np.cumsum(span.body.counts)[:-1].tolist()
-                keys, values, rows = span.original(self._here(span.body))
+                keys, values, rows = span.original(self._here(span.body) or span.body.here())
                 heads = (*(each.tensor_split(bounds) for each in (keys, values)), np.split(rows, bounds))
                 yield from zip(range(len(bounds) + 1), *heads, strict=True)
         places = self._uncompressed(sequence, np.arange(self.rows(sequence)))
@@ -177,8 +182,8 @@ class RaggedStore(KVStore):
         """The body that stays in the place of one that may just have been made."""
         return body
 
-    def _here(self, body: Body) -> RaggedBody:
-        """A body's tokens, for attention."""
+    def _here(self, body: Body) -> RaggedBody | None:
+        """A body's tokens, for attention; None where `attend_elsewhere` attends to them."""
         return body.here()
 
     def bodies(self, sequence: int) -> tuple[Body, ...]:

@@ -101,7 +101,7 @@ class GroupCosts:
     Of `tokens`, s', `inputs` have activations, the host may attend to `host`, and `resident` never leave the
     accelerator. `chunk` is the number of tokens of a chunk of activations; `placements` say where sequences' rows lie,
     if some do on disk. Beside them compression has `kept` as much as so many tokens, `kept_on_disk` of that on disk:
-    all of it is always sent, so its time is a constant, as that of weights.
+    it is sent, so its time is a constant, as that of weights, unless the host attends to all of it (`kept_on_host`).
     """
 
     layer: LayerCosts
@@ -113,11 +113,19 @@ class GroupCosts:
     placements: tuple[Placement, ...] = ()
     kept: float = 0.0
     kept_on_disk: float = 0.0
+    kept_on_host: bool = False
 
     @property
     def kept_s(self) -> float:
         """Seconds of the link for what compression has kept."""
+        if self.kept_on_host:
+            return 0.0
         return self.layer.kv_s * (self.kept - self.kept_on_disk) + self.layer.disk_kv_s * self.kept_on_disk
+
+    @property
+    def kept_here(self) -> float:
+        """Of what compression has kept, what the accelerator attends to."""
+        return 0.0 if self.kept_on_host else self.kept
 
     @property
     def away(self) -> int:
@@ -148,9 +156,9 @@ class GroupCosts:
         """A layer's work on the link, and on the accelerator."""
         costs, chunks = self.layer, -(-recomputed // self.chunk)
         inputs_s, rows_s = self.sent_seconds(recomputed, on_host)
-        transfers = chunks + ((recomputed + on_host < self.away) | (self.kept > 0))
+        transfers = chunks + ((recomputed + on_host < self.away) | (self.kept_here > 0))
         sent = costs.head_s + costs.tail_s + costs.transfer_s * transfers + inputs_s + rows_s
-        attended = costs.attend_s * (self.tokens + self.kept - on_host)
+        attended = costs.attend_s * (self.tokens + self.kept_here - on_host)
         return sent, costs.device_s + costs.launch_s * chunks + costs.recompute_s * recomputed + attended
 
     def others_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
@@ -159,7 +167,7 @@ class GroupCosts:
 
     def host_seconds(self, on_host: Counts) -> Any:
         """Until the host's part of attention is there: its queries come from the same layer, so nothing runs ahead."""
-        costs = self.layer
+        costs, on_host = self.layer, on_host + self.kept - self.kept_here
         return (on_host > 0) * (costs.device_s + costs.host_fixed_s + costs.host_attend_s * on_host)
 
     def steady_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:

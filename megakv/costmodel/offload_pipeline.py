@@ -38,21 +38,21 @@ class StepTimes:
 
 def layer_times(group: GroupCosts, split: Split, *, outside_s: float = 0.0) -> StepTimes:
     """What a layer takes for a group whose tokens are split so; all chunks land at their mean rate."""
-    costs, chunks = group.layer, split.chunks
+    costs, chunks, on_host = group.layer, split.chunks, split.on_host + group.kept - group.kept_here
     inputs_s, rows_s = map(float, group.sent_seconds(split.recomputed, split.on_host))
     landed = inputs_s + chunks * costs.transfer_s
     last = split.recomputed - split.chunk * (chunks - 1)
     first_s = inputs_s / split.recomputed * min(split.chunk, split.recomputed) if chunks else 0.0
     return StepTimes(
-        sent_s=landed + rows_s + (costs.transfer_s if split.streamed or group.kept else 0.0),
+        sent_s=landed + rows_s + (costs.transfer_s if split.streamed or group.kept_here else 0.0),
         landed_s=landed,
         recompute_s=costs.recompute_s * split.recomputed + chunks * costs.launch_s,
         last_s=costs.launch_s + costs.recompute_s * last if chunks else 0.0,
         layer_s=costs.device_s,
-        host_s=costs.host_fixed_s + costs.host_attend_s * split.on_host if split.on_host else 0.0,
+        host_s=costs.host_fixed_s + costs.host_attend_s * on_host if on_host else 0.0,
         outside_s=outside_s,
         first_s=costs.transfer_s + first_s if chunks else 0.0,
-        attend_s=costs.attend_s * (split.tokens + group.kept - split.on_host),
+        attend_s=costs.attend_s * (split.tokens + group.kept_here - split.on_host),
     )
 
 

@@ -78,9 +78,10 @@ class TieredBody(Body):
 
     def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
         """From where it lies, without the accelerator."""
-        return streamed(self.index, slots, (self.key_dim, self.value_dim), self.dtype, self._on_host)
+        return streamed(self.index, slots, (self.key_dim, self.value_dim), self.dtype, self.on_host)
 
-    def _on_host(self) -> RaggedBody:
+    def on_host(self) -> RaggedBody:
+        """Where it lies; copied where that is on disk, or not in one piece."""
         runs = [run for _, run in self._rows.runs_in_memory(self.tokens)]
         return self.within(runs[0] if len(runs) == 1 else torch.cat(runs))
 

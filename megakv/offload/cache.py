@@ -21,6 +21,7 @@ from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import Rotate
 from megakv.cache.store import KVStore
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, chunk_bounds
+from megakv.fairkv.attention import RaggedPart
 from megakv.offload.bodies import TieredBody
 from megakv.offload.store import StoreEngine, TieredStore
 from megakv.offload.turn_store import CompressedStore, TurnStore
@@ -89,6 +90,16 @@ class OffloadedCache(ShardedCache):
             return []
         store: Any = self.store(layer)
         return list(dict.fromkeys(body for sequence in group for body in store.bodies(sequence)))
+
+    def left(self, layer: int, group: range) -> list[RaggedPart]:
+        """What compression has kept of some sequences in a layer and the host attends to."""
+        store: Any = self.store(layer)
+        columns = (self.table.slots, self.table.positions)
+        return [
+            part
+            for sequence in group
+            for part in store.left(sequence, *(column(self.rank, sequence) for column in columns))
+        ]
 
     def kept(self, group: range) -> tuple[float, float]:
         """As much as how many tokens of all heads that is, in the mean of all layers; how much of it lies on disk."""

@@ -209,10 +209,11 @@ class OffloadCosts:
         profile, measured, split = self.profile, self.measured, record.split
         assert profile is not None and measured is not None
         found: dict[str, Any] = {}
-        if split.on_host >= FEW * split.tokens and record.host_s:
-            calls = layers * sum(each.on_host > 0 for each in record.plan.splits)
+        hosted = split.on_host + record.kept_on_host
+        if hosted >= FEW * (split.tokens + record.kept + record.kept_on_host) and record.host_s:
+            calls = layers * sum(record.plan.kept_on_host or each.on_host > 0 for each in record.plan.splits)
             fixed = calls * (measured.host_call_s + measured.host_fixed_s * record.sequences)
-            by_token, whatever = shown_parts(record.host_s, layers * split.on_host * measured.host_attend_s, fixed)
+            by_token, whatever = shown_parts(record.host_s, layers * hosted * measured.host_attend_s, fixed)
             found["host_attend_s"] = by_token * measured.host_attend_s
             found |= {name: whatever * getattr(measured, name) for name in ("host_fixed_s", "host_call_s")}
         if split.recomputed >= FEW * split.tokens and record.recompute_s:

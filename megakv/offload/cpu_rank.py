@@ -12,7 +12,7 @@ class CPURank:
     recomputes, attends_on_host = False, True
 
     def split(self, costs: GroupCosts) -> Split | None:
-        return steady_split(costs, recompute=False, host=True) if costs.host else None
+        return steady_split(costs, recompute=False, host=True) if costs.host or costs.kept_on_host else None
 
 
 class All:
@@ -22,4 +22,5 @@ class All:
 
     def split(self, costs: GroupCosts) -> Split | None:
         # Also of what has no activations, as where they cannot pay.
-        return steady_split(costs, recompute=True, host=True) if costs.host else None
+        hosted = costs.host or costs.kept_on_host
+        return steady_split(costs, recompute=True, host=True) if hosted else None

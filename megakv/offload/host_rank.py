@@ -20,7 +20,7 @@ from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.latent import LatentHeads
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
-from megakv.attention.partial import Scoring
+from megakv.attention.partial import Part, Scoring
 from megakv.attention.visibility import sees_all
 from megakv.device import Clock, HostClock, upload
 from megakv.distributed.sharding import IntArray, TokenBlock, TokenTable
@@ -97,14 +97,21 @@ class HostRank:
         tokens: TokenBlock,
         store: RowFormat,
         rows: HostRows,
+        parts: Sequence[Part] = (),
     ) -> HostPart:
-        """Begin to attend from queries of whichever rank, and their tokens, to rows of a layer's store."""
+        """Begin to attend from queries of whichever rank, and their tokens, to rows of a layer, and to `parts`."""
         slots, positions = (
             [column(call.rank, sequence) for sequence in range(table.batch)]
             for column in (table.slots, table.positions)
         )
-        job = _job(q_HLD.cpu(), tokens, call.scoring, store, _Rows(rows, slots, positions))
-        return HostPart(self._pool.submit(_timed, job), q_HLD.device, self._clock)
+        q_HLD, device = q_HLD.cpu(), q_HLD.device
+        own = partial(_job, q_HLD, tokens, call.scoring, store, _Rows(rows, slots, positions))
+        if parts:
+            attention = PackedAttention(q_HLD, tokens, call.scoring, _value_dim(call.scoring, store))
+            job: Job = partial(_with_parts, attention, parts, own() if any(rows) else None)
+        else:
+            job = own()
+        return HostPart(self._pool.submit(_timed, job), device, self._clock)
 
     def measure(self, store: RowFormat, runs: Runs, sequences: int = 1) -> float:
         """Seconds of attending to runs of rows of a store's shape with one query, for so many sequences alike."""
@@ -144,6 +151,16 @@ def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, 
     """What the thread does."""
     together = _together(q_HLD, tokens, scoring, store, rows)
     return together or partial(_one_by_one, q_HLD, tokens, scoring, store, rows)
+
+
+@torch.no_grad()
+def _with_parts(attention: PackedAttention, parts: Sequence[Part], rows: Job | None) -> tuple[Tensor, Tensor]:
+    for part in parts:
+        attention.add(part)
+    out, lse = attention.result()
+    if rows is not None:
+        merge_(out, lse, *rows())
+    return out, lse
 
 
 def _value_dim(scoring: Scoring, store: RowFormat) -> int:

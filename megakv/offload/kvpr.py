@@ -23,7 +23,7 @@ from megakv.offload.method import Split, lowest
 
 def split_seconds(costs: GroupCosts, recomputed: Counts) -> Any:
     """Equation 10, with what each transfer and each recomputation costs at all, and weights where they are sent."""
-    layer, recomputing, streaming = costs.layer, recomputed > 0, (recomputed < costs.away) | (costs.kept > 0)
+    layer, recomputing, streaming = costs.layer, recomputed > 0, (recomputed < costs.away) | (costs.kept_here > 0)
     inputs_s, rows_s = costs.sent_seconds(recomputed)
     landed = layer.head_s + recomputing * layer.transfer_s + inputs_s
     recompute_s = recomputing * layer.launch_s + layer.recompute_s * recomputed

@@ -62,6 +62,8 @@ class Plan(NamedTuple):
     splits: tuple[Split, ...]
     seconds: float
     predicted_s: float
+    kept_on_host: bool = False
+    """Whether the host attends to what compression kept, where it lies."""
 
     def differs(self, other: Plan) -> bool:
         """Whether it treats tokens otherwise than another plan.
@@ -75,9 +77,11 @@ class Plan(NamedTuple):
 
         def ways(plan: Plan) -> tuple[bool, bool, bool]:
             recomputes = any(each.recomputed for each in plan.splits)
-            return recomputes, any(each.on_host for each in plan.splits), recomputes and plan.name == "kvpr"
+            hosted = plan.kept_on_host or any(each.on_host for each in plan.splits)
+            return recomputes, hosted, recomputes and plan.name == "kvpr"
 
-        return counts(self) != counts(other) and ways(self) != ways(other)
+        alike = counts(self) == counts(other) and self.kept_on_host == other.kept_on_host
+        return not alike and ways(self) != ways(other)
 
 
 def spread(total: int, limits: Sequence[int]) -> list[int]:
@@ -138,7 +142,10 @@ def steady_split(costs: GroupCosts, *, recompute: bool, host: bool) -> Split:
         if not costs.placements:
             # Straight lines all of them.
             layer = costs.layer
-            fixed, rates = layer.device_s + layer.host_fixed_s, (layer.kv_s, layer.attend_s)
+            fixed, rates = (
+                float(costs.host_seconds(0)) or layer.device_s + layer.host_fixed_s,
+                (layer.kv_s, layer.attend_s),
+            )
             sides = zip(costs.side_seconds(points), rates, strict=True)
             meeting = [(side - fixed) / (rate + layer.host_attend_s + TINY) for side, rate in sides]
             low = np.clip(np.maximum(*meeting), 0, last).astype(np.int64)

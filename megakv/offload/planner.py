@@ -56,6 +56,8 @@ class Planner:
         self._leads = leads
         self._auto = Auto(explore=leads is not False)
         self._latest: tuple[object, Plan] | None = None
+        # Whether the host may attend to what compression kept.
+        self._in_reach = False
 
     def new_run(self, new_tokens: int) -> None:
         """A generation begins that may add so many tokens to each sequence; 0 if that is not known."""
@@ -95,7 +97,7 @@ class Planner:
                 Placement(length - kept, given, min(length, rows), min(given, own))
                 for length, kept, given, rows, own in zip(lengths, resident, inputs, memory, held, strict=True)
             ]
-            attends = self._host_rank is not None and stays
+            attends = self._in_reach = self._host_rank is not None and stays
             costs = LayerCosts(0.0, 0.0, 0.0)
             if any(lengths) or (store.known and any(map(any, kept))):
                 host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
@@ -121,7 +123,7 @@ class Planner:
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
         if self._costs.warmed_up and record.usual:
-            plan, tokens = record.plan, record.split.tokens + record.kept
+            plan, tokens = record.plan, record.split.tokens + record.kept + record.kept_on_host
             times = {"predicted_s": plan.seconds, "measured_s": record.measured_s}
             self._auto.observe(plan.name, tokens=tokens, steady=record.steady, **times)
 
@@ -207,7 +209,14 @@ class Planner:
         """A plan by its method; None where what is cached allows none."""
         costs = self._costs.of_plan(name, groups[0].layer)
         costs = replace(costs, device_s=costs.device_s / len(groups))
-        own = [replace(group, layer=costs) for group in groups]
+        ways = [[replace(group, layer=costs) for group in groups]]
+        kept, on_disk = (sum(getattr(group, each) for group in groups) for each in ("kept", "kept_on_disk"))
+        if kept and not on_disk and self._in_reach and METHODS[name].attends_on_host:
+            ways.append([replace(group, kept_on_host=True) for group in ways[0]])
+        plans = [plan for own in ways if (plan := self._divided(name, own)) is not None]
+        return min(plans, key=lambda plan: plan.seconds, default=None)
+
+    def _divided(self, name: str, own: Sequence[GroupCosts]) -> Plan | None:
         # Groups of one size are split alike.
         known = {group: METHODS[name].split(group) for group in set(own)}
         if not any(known.values()):
@@ -215,7 +224,7 @@ class Planner:
         # Groups that a method does not fit, as without any cached token, are streamed.
         splits = tuple(known[group] or Split(group.tokens, 0, 0, group.resident, group.chunk) for group in own)
         seconds = self._costs.predict(own, splits, self._layers, self._weight_times(), ahead=self.ahead)
-        return Plan(name, splits, seconds, 0.0)
+        return Plan(name, splits, seconds, 0.0, own[0].kept_on_host)
 
     def _may_recompute_more(
         self, plans: Mapping[str, Plan], times: Mapping[str, float], groups: Sequence[GroupCosts], batch: int

@@ -118,7 +118,7 @@ class Prefetch:
         capacity, group, new = staged.capacity, staged.group, self.new
         fits = len(new) == len(capacity) and all(new[sequence] <= capacity[sequence] for sequence in group)
         fits = fits and group in self.groups and (self._stays or not staged.host_attends)
-        fits = fits and list(staged.bodies) == cache.bodies(layer, group)
+        fits = fits and [*staged.bodies, *staged.left] == cache.bodies(layer, group)
         return fits and staged.version == store.version and staged.cached == _within(group, store.lengths())
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
@@ -161,7 +161,10 @@ class Prefetch:
         staged = _placed(store, group, self._free.pop(), plan.splits[index], new, out_of_window)
         self._staged[layer, index] = staged
         _bring_inputs(store, staged, self._link, plan.splits[index].chunk)
-        _bring_rows(store, staged, self._cache.bodies(layer, group), self._link)
+        bodies = self._cache.bodies(layer, group)
+        if plan.kept_on_host:
+            staged.left, bodies = bodies, []
+        _bring_rows(store, staged, bodies, self._link)
 
     def _cached(self, layer: int, index: int) -> bool:
         """Whether there is anything to bring of a group in a layer."""

@@ -59,7 +59,7 @@ class StepRecord:
     def attended(self, layer: int, parts: Sequence[HostPart], tokens: dict[str, int]) -> None:
         """A layer, or a group in it, was attended to: parts on the host, and what became of its cached tokens."""
         self._layers.add(layer)
-        self._done.update(tokens if parts else {**tokens, "on_host": 0})
+        self._done.update(tokens if parts else {**tokens, "on_host": 0, "kept_on_host": 0})
         waits = [part.waited for part in parts if part.waited is not None]
         self.host_s += sum(part.seconds for part in parts)
         self.waited(waits)
@@ -90,8 +90,13 @@ class StepRecord:
 
     @property
     def kept(self) -> int:
-        """Beside them, tokens of all heads that as much memory has as compression kept: it came, whatever the plan."""
+        """Beside them, tokens of all heads that as much memory has as came of what compression kept."""
         return self._mean("kept")
+
+    @property
+    def kept_on_host(self) -> int:
+        """The same of what the host attended to."""
+        return self._mean("kept_on_host")
 
     def _mean(self, kind: str) -> int:
         """Tokens of a kind in a layer."""
@@ -128,7 +133,10 @@ class StepRecord:
         link, disk = (nbytes / most if (most := rate * self.measured_s) else 0.0 for nbytes, rate in carried)
         alike = ("cached", "predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "kv_bits")
         found: dict[str, Any] = {name: getattr(self, name) for name in (*alike, "disk_bytes", "profiled")}
-        found |= {name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window", "kept")}
+        found |= {
+            name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window", "kept_on_host")
+        }
+        found["kept"] = self.kept + self.kept_on_host
         return OffloadStep(plan=self.plan.name, **found, link_utilisation=link, disk_utilisation=disk)
 
 
@@ -183,7 +191,7 @@ class StepLog:
             record.weight_bytes = weights.step_bytes
         record.decoding, record.profiled, record.rates = decoding, profiled, rates
         self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
-        if record.cached or record.kept:
+        if record.cached or record.kept or record.kept_on_host:
             self._steps.append(record)
             self._unread.append(record)
         self.read()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
+from megakv.fairkv.attention import RaggedPart
 from megakv.forward_pass import ForwardPass
 from megakv.injection.recomputation import Recomputation
 from megakv.laws import CombinationError
@@ -292,7 +293,7 @@ class Offloader:
             firsts = [max(first, store.gone(row)) for row, first in enumerate(staged.out_of_window)]
             spans = enumerate(zip(firsts, staged.away, strict=True))
             staged.on_host = [store.rows_in_memory(row, end, min(first, end)) for row, (first, end) in spans]
-        part = host.start(call, self._table, q_HLD, tokens, store, staged.on_host)
+        part = host.start(call, self._table, q_HLD, tokens, store, staged.on_host, self._left(store))
         staged.host_parts.append(part)
         return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))
 
@@ -308,6 +309,11 @@ class Offloader:
         """Whether the pass under way compresses sequences again."""
         step = self._runtime.current
         return step is not None and bool(step.evict)
+
+    def _left(self, store: TieredStore) -> list[RaggedPart]:
+        """What compression kept of the group of sequences that is attended to, where it is left to the host."""
+        cache, staged = self._cache, store.staged
+        return [] if cache is None or staged is None or not staged.left else cache.left(store.layer, staged.group)
 
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)

@@ -96,6 +96,8 @@ class StagedLayer:
     """Where rows are quantised: what comes, and the rows that it stands for."""
     bodies: dict[Body, RaggedBody] = field(default_factory=dict)
     """What compression kept of the sequences, in its place; it comes with the streamed rows."""
+    left: Sequence[Body] = ()
+    """Or it is left to the host."""
     resident: int = 0
     """Tokens of all sequences that were on the accelerator already."""
     on_host: list[Runs] | None = None
@@ -108,14 +110,15 @@ class StagedLayer:
     @property
     def host_attends(self) -> bool:
         """Whether the host attends to any token."""
-        return self.away != self.out_of_window
+        return self.away != self.out_of_window or len(self.left) > 0
 
     def counts(self) -> dict[str, int]:
         """What becomes of its cached tokens, by the names in the report."""
         hidden = sum(self.out_of_window)
         found = {"recomputed": sum(self.splits), "on_host": sum(self.away) - hidden, "resident": self.resident}
-        kept = sum(len(body.block) for body in self.bodies.values())
-        return {**found, "out_of_window": hidden, "kept": round(kept / self.store.head_shape.heads)}
+        for name, bodies in (("kept", self.bodies), ("kept_on_host", self.left)):
+            found[name] = round(sum(body.index.tokens for body in bodies) / self.store.head_shape.heads)
+        return {**found, "out_of_window": hidden}
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""

@@ -259,6 +259,10 @@ class TieredStore(RowFormat, KVStore):
         self.set_format(k_KSD, v_KSD)
         self.engine.expect(self)
 
+    def leaves(self, body: Body) -> bool:
+        """Whether a body is left to the host while the layer is at work."""
+        return self.staged is not None and body in self.staged.left
+
     def brought(self, body: Body) -> RaggedBody | None:
         """A body on the accelerator while the layer is at work; None where it was not brought for it."""
         staged = self.staged

@@ -116,8 +116,10 @@ class OffloadStep:
     # was not predicted.
     profiled: bool = False
     out_of_window: Count = 0
-    # What compression kept came beside the cached tokens: as much as so many tokens of all heads.
+    # Beside the cached tokens what compression kept, as many as so many tokens of all heads; of it, what the host
+    # attended to: the rest was sent.
     kept: Count = 0
+    kept_on_host: Count = 0
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property

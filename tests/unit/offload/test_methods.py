@@ -45,9 +45,11 @@ def group(costs: LayerCosts, tokens: int, **counts: Any) -> GroupCosts:
     return GroupCosts(costs, tokens, **{"inputs": tokens, "host": tokens, **counts})
 
 
-def some_kept(generator: random.Random) -> dict[str, float]:
-    """What compression has kept beside them, if anything."""
+def some_kept(generator: random.Random, *, host: bool = False) -> dict[str, float]:
+    """What compression has kept beside them, if anything; some of it on disk, or, if `host`, all left to the host."""
     kept = generator.choice([0, 0, generator.randrange(0, 100)])
+    if host and kept and generator.random() < 0.5:
+        return {"kept": kept, "kept_on_host": True}
     return {"kept": kept, "kept_on_disk": generator.choice([0, generator.randrange(0, kept + 1)])}
 
 
@@ -77,7 +79,9 @@ def test_division_equals_brute_force(seed: int) -> None:
         most = generator.choice([None, generator.randrange(0, 45)])
         kept = min(resident, tokens)
         limit = min(tokens - kept, tokens if most is None else most) if recompute else 0
-        given = group(costs, tokens, inputs=limit, host=host, resident=kept, chunk=chunk, **some_kept(generator))
+        given = group(
+            costs, tokens, inputs=limit, host=host, resident=kept, chunk=chunk, **some_kept(generator, host=True)
+        )
         found = steady_split(given, recompute=recompute, host=True)
         times = [
             float(given.steady_seconds(split, a))
