@@ -72,8 +72,8 @@ def test_no_row_is_corrupt(compressing: Callable[..., Any], method: str, steps: 
         kind = random.random()
         if kind < 0.05:
             branches = [*branches[-3:], (copy.deepcopy(cache), dict(known))]
-        elif kind < 0.1 and cache.length > cache.reach + 2:
-            cut = random.randint(max(cache.reach, 70), cache.length - 1)
+        elif kind < 0.1 and cache.length > (least := max(cache.reach, 70)):
+            cut = random.randint(least, cache.length - 1)
             cache.cut_back(cut)
             branches[index] = cache, {at: row for at, row in known.items() if at[2] < cut}
         new = torch.randint(3, VOCAB, (1, random.choice((1, 1, 1, 1, 5))))
