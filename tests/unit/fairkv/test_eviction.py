@@ -57,15 +57,15 @@ def check(cache: Any, known: Rows) -> None:
                 assert torch.equal(first, found), (layer, head, row)
 
 
-@pytest.mark.parametrize("steps", [120, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
-def test_no_row_is_corrupt(compressing: Callable[..., Any], method: str, steps: int) -> None:
-    """Over forks, copies of copies and cuts, each of which goes on by itself."""
+def test_no_row_is_corrupt(compressing: Callable[..., Any], pytestconfig: pytest.Config, method: str) -> None:
+    """Over forks, copies of copies and cuts, each of which goes on by itself; a thousand steps with --full."""
     window = {"window": 8} if method == "ada_snapkv" else {}
     engine = compressing("llama", method=method, **window)
     ids = torch.randint(3, VOCAB, (1, 70))
     branches: list[tuple[Any, Rows]] = [(engine(ids).past_key_values, {})]
-    for _ in range(steps):
+    for _ in range(1000 if pytestconfig.getoption("--full") else 120):
         index = random.randrange(len(branches))
         cache, known = branches[index]
         check(cache, known)
@@ -82,6 +82,7 @@ def test_no_row_is_corrupt(compressing: Callable[..., Any], method: str, steps: 
         check(cache, known)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_positions_within_the_cache_or_a_refusal(compressing: Callable[..., Any], family: str) -> None:
     """That keys are rotated as the family does it is looked at when an engine starts."""
