@@ -238,9 +238,9 @@ class SavedLayer:
         if len(every) < len(self.own) or not every or not len(every[0][0]):
             return notes
         rows = np.arange(rank, len(every[0][0]), size)
-        index = torch.from_numpy(rows)
+        chosen = torch.from_numpy(rows)
         groups = [
-            found_queries[index, list(self.heads[first[head]]).index(head)]
+            found_queries[chosen, list(self.heads[first[head]]).index(head)]
             for head, (_, found_queries) in zip(self.own, every, strict=True)
         ]
         return notes.joined(every[0][0][rows], torch.cat(groups, dim=1).to(self.device))

@@ -57,8 +57,8 @@ class HeldTokens:
             order = np.argsort(numbers, kind="stable")
             index = upload(order, k_KMD.device)
             rows[head, :count] = numbers[order]
-            for padded, which in ((k_KMD, 0), (v_KMD, 1)):
-                padded[head, :count] = torch.cat([part[which] for part in parts])[index]
+            k_KMD[head, :count] = torch.cat([keys for keys, _, _ in parts])[index]
+            v_KMD[head, :count] = torch.cat([values for _, values, _ in parts])[index]
         there, table = rows >= 0, call.table
         slots, positions = (
             np.where(there, np.append(column, -1)[rows], -1)
