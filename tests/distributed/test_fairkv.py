@@ -119,8 +119,8 @@ def test_eviction_while_decoding(tmp_path: Path, pytestconfig: pytest.Config) ->
         first = alone[f"1x1 {name.split()[1]}"]
         assert result["error"] <= 1e-5 and not result["problems"], (name, result["problems"])
         assert result["kept"] == first["kept"] and result["evictions"] >= 14, name
-        # Before it is compressed again, a head holds its budget and the interval.
-        assert result["most"] < 24 + 10, name
+        # Before it is compressed again, a head of the first layer holds its budget and the interval.
+        assert result["most"] < (39 if "pyramidkv" in name else 24) + 10, name
         for key in ("pieces", "fork", "restored", "cut", "failed"):
             assert result.get(key, True), (name, key)
         for key in ("tokens", "beams"):
