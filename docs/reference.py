@@ -84,7 +84,11 @@ def settings_table() -> str:
     lines = ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
     for key, field in keys_of(MegaKVSection, "megakv").items():
         values = _values(field)
-        kinds = [type(values[0])] if values else [typing.get_origin(kind) or kind for kind in options(field.annotation)]
+        kinds = (
+            [*dict.fromkeys(map(type, values))]
+            if values
+            else [typing.get_origin(kind) or kind for kind in options(field.annotation)]
+        )
         allowed = ", ".join(f"`{json.dumps(value)}`" for value in values) or _bounds(field)
         name = key.rpartition(".")[2]
         owners = [f"`{method}`" for method, kind in COMPRESSION.items() if name in kind.model_fields]

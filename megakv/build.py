@@ -137,11 +137,11 @@ def _make_engine(
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,
-            host_bytes=section.offload.host_bytes if section.offload.weights else None,
+            offload=section.offload,
             progress=mesh.rank == 0,
         )
-        if loaded.host_weights is not None:
-            owned.callback(loaded.host_weights.close)
+        if loaded.layer_weights is not None:
+            owned.callback(loaded.layer_weights.close)
         return loaded
 
     loaded = agreement.together(load)

@@ -213,7 +213,7 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | Com
 def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError]:
     offload = section.offload
     if not offload.enabled:
-        switches = {"weights": offload.weights, "num_gpu_batches": offload.num_gpu_batches > 1}
+        switches = {"weights": bool(offload.weights), "num_gpu_batches": offload.num_gpu_batches > 1}
         switches["kv_bits"] = offload.kv_bits is not None
         if "enabled" not in offload.model_fields_set:
             # Switched off by name, the others may stay for later; without it they were meant.
@@ -221,6 +221,12 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError
         for key in (key for key, given in switches.items() if given):
             yield CombinationError("needs", f"megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
+    if offload.weights == "disk" and not offload.disk_gb:
+        yield CombinationError(
+            "needs",
+            "megakv.offload.weights = 'disk' needs megakv.offload.disk_gb, disk space of each rank in GiB; allowed: as "
+            "much as its decoder layers have, or more, or megakv.offload.weights = true",
+        )
     recomputes = offload.method != AUTO and METHODS[offload.method].recomputes
     if recomputes and section.runahead.kv == "last" and section.context_parallel.size > 1:
         yield CombinationError(

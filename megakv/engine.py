@@ -75,7 +75,7 @@ class MegaKVEngine(InferenceEngine):
         runtime.rotate = rotation = KeyRotation(model)
         if runtime.compressor is not None and runtime.compressor.moves:
             rotation.check()
-        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.host_weights)
+        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache
@@ -187,7 +187,7 @@ class MegaKVEngine(InferenceEngine):
             self._record.finish(ids, mask, cache, output, self._runtime.planner.choice)
             if self._offloader is not None:
                 self._record.offload = [step.report() for step in self._offloader.steps]
-                self._record.disk_io = self._offloader.pool.disk_io
+                self._record.disk_io = self._offloader.disk_io
             return output
 
     def session(self) -> Session:

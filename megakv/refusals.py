@@ -30,7 +30,8 @@ def _allowed(error: Any, config: type[BaseModel]) -> str:
     if kind in TYPES:
         return f"allowed: {TYPES[kind]}"
     if "expected" in context:
-        return f"allowed: {context['expected']}"
+        # As in a JSON.
+        return f"allowed: {context['expected'].replace('True', 'true').replace('False', 'false')}"
     return str(error["msg"]).removeprefix("Value error, ").replace("Input should be ", "allowed: ")
 
 

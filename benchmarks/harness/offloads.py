@@ -217,7 +217,7 @@ class Decoder:
         tokens, notes = self._run(self._engine, ids, options, lambda: offloader.staging_bytes)
         # A prompt's later pieces are passes over cached tokens, too.
         steps = [step for step in offloader.steps if step.decoding][WARM:]
-        sample = Sample(tokens, notes.seconds(), steps, disk_io=offloader.pool.disk_io)
+        sample = Sample(tokens, notes.seconds(), steps, disk_io=offloader.disk_io)
         if ids.device.type == "cpu":
             sample.waited_s = statistics.mean(step.waited_s for step in steps)
         stay = self._weight_bytes - (offloader.weights.step_bytes if self._case.weights else 0)

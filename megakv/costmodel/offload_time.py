@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
@@ -77,7 +78,7 @@ def offloaded_step(
     *,
     tp_size: int = 1,
     plan: str = "auto",
-    weights: bool = False,
+    weights: bool | Literal["disk"] = False,
     groups: int = 1,
     sharers: int = 1,
     memory_bytes: int | None = None,
@@ -85,14 +86,15 @@ def offloaded_step(
     """One decoding step, as of `ttit_seconds`, whose layers split their tokens as the engine would.
 
     plan, groups: as ``megakv.offload.method`` and ``num_gpu_batches``.
-    weights: whether the layers' weights come over the link, too.
+    weights: as ``megakv.offload.weights``: whether the layers' weights come over the link too, and from where.
     memory_bytes: of the host, for a rank's rows: those beyond lie on disk. None: there is room for all.
-    Raises ValueError where rows would lie on a disk that the profile does not know.
+    Raises ValueError where rows, or weights, would lie on a disk that the profile does not know.
     """
     layers, groups = len(model.layers), min(groups, len(workload.new))
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
     costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s, sharers=sharers)
-    sent = weight_times(link, model, tp_size=tp_size) if weights else RESIDENT
+    disk = (profile.disk_bandwidth or 0.0) / sharers if weights == "disk" else None
+    sent = weight_times(link, model, tp_size=tp_size, disk_bytes_s=disk) if weights else RESIDENT
     planned = costs.with_weights(sent, groups)
     # With a disk, windows are not looked at: the first tokens, which they leave out, are those in memory.
     seen = seen_tokens(model, workload) if memory_bytes is None else workload.total
@@ -153,12 +155,18 @@ def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     return (model.weight_bytes - model.embedding * model.element_bytes) // (len(model.layers) * tp_size)
 
 
-def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1) -> WeightTimes:
-    """Seconds of sending a layer's weights: those of keys and values, and the others."""
+def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1, disk_bytes_s: float | None = None) -> WeightTimes:
+    """Seconds of sending a layer's weights, those of keys and values, and the others: from host memory, or a disk.
+
+    Raises ValueError where the disk's bandwidth is not known, 0.
+    """
     shape = model.attention(tp_size=tp_size)
     # Those of latents are expanded by further weights.
     keys = model.hidden * shape.kv_row_bytes + shape.expansion * model.element_bytes
-    return WeightTimes(link.at(keys), link.at(layer_weight_bytes(model, tp_size=tp_size) - keys))
+    if disk_bytes_s == 0:
+        raise ValueError("megakv.offload.weights = 'disk': the profile has no disk_bandwidth; add it to the profile")
+    parts = keys, layer_weight_bytes(model, tp_size=tp_size) - keys
+    return WeightTimes(*(max(link.at(part), part / disk_bytes_s if disk_bytes_s else 0.0) for part in parts))
 
 
 def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int = 1, weights: bool = False) -> float:

@@ -32,9 +32,11 @@ class VirtualRank:
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
-    # Off the accelerator: the pages of keys, values and activations, and weights; the latter by themselves.
+    # Off the accelerator: the pages of keys, values and activations, and weights; the latter by themselves, which lie
+    # all in host memory or all on disk.
     host_bytes: int = 0
     host_weight_bytes: int = 0
+    disk_weight_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -95,5 +97,6 @@ def virtual_rank(
         kv_bytes=kv,
         activation_bytes=working + waiting,
         host_bytes=host,
-        host_weight_bytes=held,
+        host_weight_bytes=0 if offload.weights == "disk" else held,
+        disk_weight_bytes=held if offload.weights == "disk" else 0,
     )

@@ -62,15 +62,19 @@ class DryRun:
                 f"accelerator has {self.memory_bytes / GB:.1f} GB; {self._remedy(worst)}"
             )
         fullest = max(self.ranks, key=lambda rank: rank.host_bytes)
-        if fullest.host_weight_bytes > self.host_taken:
-            return (
-                f"rank {fullest.rank} offloads {in_units(fullest.host_weight_bytes)} of weights, which lie in host "
-                f"memory alone, but megakv.offload.host_gb allows {in_units(self.host_taken)}; raise it, or "
-                "tensor_parallel.tp_size"
-            )
+        disk = (self.host_budget or 0) - self.host_taken
+        for held, room, where, name in (
+            (fullest.host_weight_bytes, self.host_taken, "in host memory", "host_gb"),
+            (fullest.disk_weight_bytes, disk, "on disk", "disk_gb"),
+        ):
+            if held > room:
+                return (
+                    f"rank {fullest.rank} offloads {in_units(held)} of weights, which lie {where} alone, but "
+                    f"megakv.offload.{name} allows {in_units(room)}; raise it, or tensor_parallel.tp_size"
+                )
         if self.host_budget is not None:
-            held = fullest.host_weight_bytes
-            tiers = self.host_taken - held, self.host_budget - self.host_taken
+            tiers = self.host_taken - fullest.host_weight_bytes, disk - fullest.disk_weight_bytes
+            held = fullest.host_weight_bytes + fullest.disk_weight_bytes
             room = held + sum(tier // self.page_bytes * self.page_bytes for tier in tiers)
             if fullest.host_bytes > room:
                 return (

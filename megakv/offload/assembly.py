@@ -21,7 +21,7 @@ from megakv.offload.methods import AUTO
 from megakv.offload.pages import PagePool
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
-from megakv.offload.weights import HostWeights
+from megakv.offload.weights import LayerWeights
 from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import NormOverHeads
 
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_offloader(
-    model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: HostWeights | None = None
+    model: PreTrainedModel, config: OffloadConfig, runtime: Runtime, layers: int, weights: LayerWeights | None = None
 ) -> Offloader | None:
     """The offload engine that the JSON asks for, or None, of a model with MegaKV's attention attached.
 
-    `weights` of the decoder layers, where they are offloaded, have taken their part of the host's budget. A ValueError
+    `weights` of the decoder layers, where they are offloaded, have taken their part of a budget. A ValueError
     if a budget cannot be had, or the method cannot work with the model; a MegaKVError if that is so on another rank.
     """
     if not config.enabled:
@@ -45,13 +45,13 @@ def make_offloader(
 
         def build() -> Offloader:
             _check_settings(config)
-            held = 0 if weights is None else weights.nbytes
+            held = 0 if weights is None else weights.host_bytes
             check_host_budget(config.host_bytes - held, free, ranks=runtime.comm.watch.neighbours)
             # Keys and values that go down a chain come without activations.
             recomputes = _recomputes(config, model) and not runtime.planner.gathers
             # One of another machine is refused before any work.
             read_profile(config, model.dtype)
-            offloader = Offloader(config, runtime, model, layers=layers, recomputes=recomputes, host_weights=weights)
+            offloader = Offloader(config, runtime, model, layers=layers, recomputes=recomputes, weights=weights)
             made.callback(offloader.close)
             _check_pages(config, offloader.pool, layers)
             return offloader

@@ -25,8 +25,9 @@ class OffloadConfig(Section):
     """What becomes of offloaded tokens: docs/offload.md#how-tokens-are-divided. ``auto`` takes what is predicted
     to be fastest."""
 
-    weights: bool = False
-    """Whether the decoder layers' weights lie in host memory too, and come layer by layer."""
+    weights: Literal[False, True, "disk"] = False
+    """Whether the decoder layers' weights lie in host memory too (``true``), or on disk, and come layer by layer: what
+    DeepSpeed's ``offload_param`` calls ``cpu`` and ``nvme``. They come out of ``host_gb``, or ``disk_gb``, first."""
 
     num_gpu_batches: int = Field(1, ge=1)
     """Groups in which the sequences of a batch go through each layer: keys and values are brought for one group at a
@@ -76,6 +77,11 @@ class OffloadConfig(Section):
     def host_bytes(self) -> int:
         """Host memory of each rank, in bytes."""
         return int(self.host_gb * GIB)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk space of each rank, in bytes."""
+        return int(self.disk_gb * GIB)
 
     @property
     def host_attends(self) -> bool:

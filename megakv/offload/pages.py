@@ -93,11 +93,6 @@ class PagePool:
     def disk(self) -> DiskTier | None:
         return next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
 
-    @property
-    def disk_io(self) -> str | None:
-        """How the disk is read; None without one."""
-        return None if self.disk is None else self.disk.io
-
     def free_bytes(self, only: Tier | None = None) -> int:
         """Bytes of the pages that nobody uses, of all tiers or of one."""
         free = (each.capacity - sum(each.held) for each in self._pages if only is None or each.tier is only)

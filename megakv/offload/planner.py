@@ -6,7 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, Placement, WeightTimes, placed
+from megakv.costmodel.offload import (
+    RESIDENT,
+    GroupCosts,
+    LayerCosts,
+    Placement,
+    WeightTimes,
+    disk_seconds,
+    placed,
+)
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.auto import Auto
 from megakv.offload.config import OffloadConfig
@@ -247,4 +255,5 @@ class Planner:
         """Seconds of the link for a layer's weights."""
         if self._weights is None:
             return RESIDENT
-        return WeightTimes(*(nbytes / self._costs.link_bytes_s for nbytes in self._weights.layer_bytes))
+        link, disk = self._costs.link_bytes_s, self._costs.disk_bytes_s if self._weights.on_disk else 0.0
+        return WeightTimes(*(disk_seconds(nbytes, link, disk) for nbytes in self._weights.layer_bytes))

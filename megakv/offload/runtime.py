@@ -36,7 +36,7 @@ from megakv.offload.residents import ResidentBudget
 from megakv.offload.room import CompressedTurn, check_room
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
-from megakv.offload.weights import HostWeights
+from megakv.offload.weights import LayerWeights
 from megakv.runtime import Runtime
 
 
@@ -54,7 +54,7 @@ def make_link(device: torch.device, emulated_gb_s: float | None) -> Link:
 class Offloader:
     """One engine's offloaded keys and values, and its decoder layers' weights where they come over the link too.
 
-    `host_weights` have taken their part of the host's budget; `recomputes` says whether activations are kept.
+    `weights` have taken their part of a budget; `recomputes` says whether activations are kept.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Offloader:
         *,
         layers: int,
         recomputes: bool,
-        host_weights: HostWeights | None = None,
+        weights: LayerWeights | None = None,
     ):
         comm = runtime.comm
         self.config, self.device = config, comm.mesh.device
@@ -86,32 +86,33 @@ class Offloader:
             return runtime.current
 
         with ExitStack() as made:
-            held = 0 if host_weights is None else host_weights.nbytes
+            held, disk = (0, None) if weights is None else (weights.host_bytes, weights.disk)
             memory = HostTier(config.host_bytes - held, pin=self.device.type == "cuda")
             made.callback(memory.close)
             tiers: list[Tier] = [memory]
-            if config.disk_gb:
-                tiers.append(DiskTier(int(config.disk_gb * GIB), config.disk_path, io=config.disk_io))
+            if (left := config.disk_bytes - (0 if disk is None else disk.budget)) >= config.page_kib << 10:
+                tiers.append(DiskTier(left, config.disk_path, io=config.disk_io))
                 made.callback(tiers[1].close)
             self.pool = PagePool(tiers, config.page_kib << 10, layers=layers)
+            self._disk = self.pool.disk or disk
             self.link = make_link(self.device, config.emulated_link_gb_s)
             made.callback(self.link.close)
-            self.link.seams = sorted([*memory.seams, *([] if host_weights is None else host_weights.tier.seams)])
+            self.link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
             if config.host_attends:
                 self._host_rank = HostRank(config.cpu_threads, self.link.clock)
                 made.callback(self._host_rank.close)
             self._recomputation = Recomputation(model, entered=self.enter, current=current)
             made.callback(self._recomputation.remove)
-            if host_weights is not None:
+            if weights is not None:
                 groups = config.num_gpu_batches
-                self.weights = WeightStream(model, host_weights, link=self.link, device=self.device, groups=groups)
+                self.weights = WeightStream(model, weights, link=self.link, device=self.device, groups=groups)
                 made.callback(self.weights.close)
             if config.num_gpu_batches > 1:
                 # Behind the hooks of the weights: those are there when a layer's first group is computed.
                 made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
             self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
             sharers = comm.watch.neighbours
-            self.costs = OffloadCosts(Profiler(config, self.link, self.pool.disk, self.device, sharers=sharers))
+            self.costs = OffloadCosts(Profiler(config, self.link, self._disk, self.device, sharers=sharers))
             self._log = StepLog(self.link, comm.ledger, self._learn)
             # A last rank that keeps everything waits for nobody, unless its heads are on several.
             alone = comm.mesh.tp_size == 1 and (comm.mesh.cp_size == 1 or runtime.planner.gathers)
@@ -296,6 +297,11 @@ class Offloader:
         part = host.start(call, self._table, q_HLD, tokens, store, staged.on_host, self._left(store))
         staged.host_parts.append(part)
         return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))
+
+    @property
+    def disk_io(self) -> str | None:
+        """How the disk is read, where keys and values or weights lie on one."""
+        return None if self._disk is None else self._disk.io
 
     @property
     def staging_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from megakv.errors import MegaKVError
 from megakv.offload.link import Link, Move, Transfer
-from megakv.offload.weights import ALIGNMENT, HostWeights, LayerPlaces
+from megakv.offload.weights import ALIGNMENT, LayerPlaces, LayerWeights
 from megakv.weights.placement.plan import decoder_layers
 
 BUFFERS = 2
@@ -46,12 +48,12 @@ class WeightStream:
 
     A layer passes through one of two buffers. What keys and values are computed with may be overwritten as soon as the
     layer has attended, all else when it has ended; only then does the layer after the next come into its place.
-    `HostWeights.withdraw` left the parameters without memory; `groups` of sequences share a layer's weights
+    `LayerWeights.withdraw` left the parameters without memory; `groups` of sequences share a layer's weights
     (``num_gpu_batches``). Where pieces are `spread` they are asked for one by one, by `next_piece`; what is left when a
     layer begins then comes at once. `waited` are moments between which modules waited for their weights.
     """
 
-    def __init__(self, model: PreTrainedModel, weights: HostWeights, *, link: Link, device: torch.device, groups: int):
+    def __init__(self, model: PreTrainedModel, weights: LayerWeights, *, link: Link, device: torch.device, groups: int):
         self.spread = False
         self.waited: list[tuple[Any, Any]] = []
         self._weights, self._link, self._device = weights, link, device
@@ -72,6 +74,11 @@ class WeightStream:
     def nbytes(self) -> int:
         """Bytes of the buffers on the accelerator."""
         return sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the weights are read from a file."""
+        return self._weights.disk is not None
 
     @property
     def step_bytes(self) -> int:
@@ -99,13 +106,14 @@ class WeightStream:
             self._start_piece(coming)
 
     def close(self) -> None:
-        """End all transfers, take the hooks off, and leave the weights on the host."""
+        """End all transfers, take the hooks off, and leave the weights in the host's memory."""
         for handle in self._handles:
             handle.remove()
         self._settle()
-        for memory, pairs in zip(self._weights.memory, self._parameters, strict=True):
-            for parameter, place in pairs:
-                parameter.data = place.within(memory).clone()
+        for parameter, place in (pair for pairs in self._parameters for pair in pairs):
+            value = self._weights.read(place.name)
+            assert value is not None
+            parameter.data = value.clone()
         self._weights.close()
 
     # Hooks
@@ -162,7 +170,9 @@ class WeightStream:
     def _settle(self) -> None:
         for each in (*self._queue, *([] if self._active is None else [self._active])):
             for transfer in each.transfers:
-                transfer.settle()
+                # What a disk did not give is known to whoever waited for it.
+                with suppress(MegaKVError):
+                    transfer.settle()
         self._leave()
         self._queue.clear()
 
@@ -187,6 +197,6 @@ class WeightStream:
 
     def _start_piece(self, coming: _BufferedLayer) -> None:
         first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]
-        host = self._weights.memory[coming.layer][first:last]
+        host = self._weights.rows(coming.layer, first, last)
         device = self._buffers[coming.buffer][first:last]
         coming.transfers.append(self._link.start("in", [Move(host, device)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,9 @@ class _Part:
     """What a rank holds of a parameter or buffer, which may be a slice of the whole one."""
 
     def __init__(self, name: str, tensor: Tensor, loaded: LoadedModel):
-        home = None if loaded.host_weights is None else loaded.host_weights.home(name)
-        self.tensor = torch.atleast_1d((tensor if home is None else home).detach())
+        # Of weights that are offloaded the shape and the type alone.
+        self.tensor = torch.atleast_1d(tensor.detach())
+        self._values = partial(_values, name, tensor, loaded)
         self._spec = loaded.placement[name]
 
     @property
@@ -107,7 +109,7 @@ class _Part:
 
     def samples(self, whole: Sequence[int]) -> list[int | None]:
         """Bits of a few elements of the whole parameter; None for those that are not here."""
-        tensor, spec = self.tensor, self._spec
+        spec = self._spec
         count = int(np.prod(whole))
         if spec.zero or not count:
             return [None] * min(count, FEW)
@@ -121,6 +123,7 @@ class _Part:
                 offset += stop - start
             held = local >= 0
             places = (*places[: spec.dim], np.maximum(local, 0), *places[spec.dim + 1 :])
+        tensor = torch.atleast_1d(self._values())
         found = tensor[tuple(torch.from_numpy(each[held]).to(tensor.device) for each in places)].reshape(-1)
         bits = iter(found.contiguous().view(BITS[tensor.dtype.itemsize]).tolist())
         return [next(bits) if here else None for here in held]
@@ -130,9 +133,14 @@ def _digests(loaded: LoadedModel) -> dict[str, str]:
     """Of every parameter and every buffer that a checkpoint holds, where it lies."""
     found = {}
     for name, tensor in loaded.module.state_dict().items():
-        home = None if loaded.host_weights is None else loaded.host_weights.home(name)
-        found[name] = _digest(tensor if home is None else home)
+        found[name] = _digest(_values(name, tensor, loaded))
     return found
+
+
+def _values(name: str, tensor: Tensor, loaded: LoadedModel) -> Tensor:
+    """A parameter or buffer where it lies; one that lies on disk is read for it."""
+    away = None if loaded.layer_weights is None else loaded.layer_weights.read(name)
+    return (tensor if away is None else away).detach()
 
 
 def _digest(tensor: Tensor) -> str:

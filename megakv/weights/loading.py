@@ -19,7 +19,8 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
-from megakv.offload.weights import HostWeights
+from megakv.offload.config import OffloadConfig
+from megakv.offload.weights import LayerWeights, layer_weights
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.fp8 import FP8, SCALE, check_device, quantise, use_fp8
@@ -42,8 +43,8 @@ class LoadedModel:
     """Bytes of the checkpoint that this rank has read."""
     bytes_kept: int
     """Bytes of parameters and buffers on this rank."""
-    host_weights: HostWeights | None = None
-    """Those of the decoder layers, where they lie in host memory; the module's parameters have none then."""
+    layer_weights: LayerWeights | None = None
+    """Those of the decoder layers, where they lie off the accelerator; the module's parameters have no memory then."""
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -97,7 +98,7 @@ def build_model(
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    host_bytes: int | None = None,
+    offload: OffloadConfig | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Load this rank's share of a causal language model; no more than one parameter beyond it is ever in memory.
@@ -106,9 +107,9 @@ def build_model(
     ``random``, only config.json is read, and values come from `seed`. `dtype` is what the config or the module says
     where None; with `feed_forward` ``fp8`` the weights of feed-forward layers become row-wise FP8
     (`megakv.weights.fp8`). `head_map` says which heads live on which rank, or tells it from the model's config;
-    contiguous runs by default. `all_reduce` sums a tensor over the tensor-parallel ranks and returns the sum. Where
-    the weights of decoder layers are to lie in host memory, `host_bytes` is how much there is of it. `progress`, for
-    one rank, shows a progress bar, and says so when the checkpoint holds more than the model takes.
+    contiguous runs by default. `all_reduce` sums a tensor over the tensor-parallel ranks and returns the sum. `offload`
+    says whether the weights of decoder layers are to lie in host memory or on disk. `progress`, for one rank,
+    shows a progress bar, and says so when the checkpoint holds more than the model takes.
     """
     device = torch.device(device)
     if feed_forward == "fp8":
@@ -143,17 +144,15 @@ def build_model(
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
     kept_dtypes = dtypes | use_fp8(model) if feed_forward == "fp8" else dtypes
-    host = None
-    if host_bytes is not None:
-        host = HostWeights(model, kept_dtypes, budget=host_bytes, pin=device.type == "cuda")
-    _materialise(model, source, placement, dtypes, device, host, progress=progress)
-    if host is not None:
-        host.withdraw(model, device)
+    away = None if offload is None else layer_weights(model, kept_dtypes, offload, pin=device.type == "cuda")
+    _materialise(model, source, placement, dtypes, device, away, progress=progress)
+    if away is not None:
+        away.withdraw(model, device)
     if directory is not None and (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     model.eval()
     kept = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return LoadedModel(model, heads, placement, source.bytes_read, kept, host)
+    return LoadedModel(model, heads, placement, source.bytes_read, kept, away)
 
 
 def _materialise(
@@ -162,7 +161,7 @@ def _materialise(
     placement: dict[str, SliceSpec],
     dtypes: dict[str, torch.dtype],
     device: torch.device,
-    host: HostWeights | None,
+    away: LayerWeights | None,
     *,
     progress: bool,
 ) -> None:
@@ -190,21 +189,24 @@ def _materialise(
         for tied in names.values():
             stored = next((name for name in tied if source.has(name)), tied[0])
             empty = parameters[tied[0]]
-            homes = [None if host is None else host.home(tied[0] + end) for end in ("", SCALE)]
+            keys = [tied[0], tied[0] + SCALE] if empty.dtype == FP8 else [tied[0]]
+            rooms = [None if away is None else away.room(key) for key in keys]
             if empty.dtype == FP8:
                 part = source.read(stored, placement.get(stored, WHOLE)).to(device, dtypes[stored])
-                module, leaf = get_module_from_name(model, tied[0])
-                quantise(module, leaf, part, homes)
+                quantise(*get_module_from_name(model, tied[0]), part, rooms)
             else:
-                part = local(stored, empty.shape, homes[0])
+                part = local(stored, empty.shape, rooms[0])
                 filled = nn.Parameter(part, requires_grad=False)
                 for name in tied:
                     module, leaf = get_module_from_name(model, name)
                     setattr(module, leaf, filled)
                 del filled
             bar.update(empty.numel() * dtypes[tied[0]].itemsize)
-            # What was quantised goes before the next is read.
-            del part
+            for key, room in zip(keys, rooms, strict=True):
+                if away is not None and room is not None:
+                    model.get_parameter(key).data = away.put(key, room)
+            # What was quantised, or written to disk, goes before the next is read.
+            del part, rooms, room
     for name, buffer in model.named_buffers():
         module, leaf = get_module_from_name(model, name)
         stored_too = name in dtypes and source.has(name)

@@ -97,7 +97,7 @@ def _prefills(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: M
     least = 0.0
     if section.offload.enabled and profile.host_link is not None:
         tokens = -(-run.context * run.batch // size)
-        weights = section.offload.weights
+        weights = bool(section.offload.weights)
         least = moved_seconds(profile.host_link, model, tokens, tp_size=config.tp_size, weights=weights)
     return {name: max(least, times.seconds(name, partitions if is_contiguous(name) else None)) for name in names}
 

@@ -86,7 +86,7 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"megakv": {"offload": {"host_gb": "auto"}}}, "offload.host_gb = 'auto': allowed: a number"),
         ({"megakv": {"offload": {"host_gb": True}}}, "offload.host_gb = True: allowed: a number"),
         ({"megakv": {"offload": {"cpu_threads": "2"}}}, "offload.cpu_threads = '2': allowed: a whole number"),
-        ({"megakv": {"offload": {"weights": "yes"}}}, "offload.weights = 'yes': allowed: true or false"),
+        ({"megakv": {"offload": {"weights": "yes"}}}, "offload.weights = 'yes': allowed: false, true or 'disk'"),
         ({"megakv": {"offload": {"enabled": 1}}}, "offload.enabled = 1: allowed: true or false"),
         ({"megakv": {"runahead": {"kv": "last"}}}, "kv = 'last' needs .*prefill = 'runahead', which is 'auto'"),
         (

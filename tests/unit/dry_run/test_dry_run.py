@@ -264,3 +264,5 @@ def test_buffers_and_rows_of_an_offloaded_cache(tmp_path: Path) -> None:
     # With fewer KV heads activations are as large as keys and values: none are kept.
     folder, row = saved(llama(), tmp_path), row // 2
     assert first(method="kvpr").host_bytes == pages(row)
+    settled = settings(offload={"enabled": True, "weights": "disk", "disk_gb": 1e-5})
+    assert "of weights, which lie on disk alone" in str(dry_run(folder, settled, context=9).problem)

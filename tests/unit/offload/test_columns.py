@@ -1,6 +1,7 @@
 """Offloaded weights, and sequences decoded in groups layer by layer: the plain model's tokens."""
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.errors import MegaKVError
 from megakv.offload.weight_stream import WeightStream, _BufferedLayer
 from megakv.offload.weights import ALIGNMENT, HostWeights
 from tests.families import CONFIGS, FAMILIES
@@ -89,13 +91,16 @@ def test_sessions_go_on_in_groups(offloaded: Any) -> None:
         assert torch.equal(session.generate(turn, max_new_tokens=5, do_sample=False, pad_token_id=0), history)
 
 
-@pytest.mark.parametrize(("groups", "weights"), [(1, True), (3, True), (3, False)])
-def test_weights_come_once_a_step_and_only_layers_are_buffered(groups: int, weights: bool, offloaded: Any) -> None:
+@pytest.mark.parametrize(("groups", "weights"), [(1, True), (3, True), (3, False), (2, "disk")])
+def test_weights_come_once_a_step_and_only_layers_are_buffered(
+    groups: int, weights: Any, offloaded: Any, tmp_path: Any
+) -> None:
     model = deep_model("opt", layers=6)
     ids, mask = ragged(6)
     resident = offloaded(copy.deepcopy(model), method="stream")
     expected = generate(resident, ids, mask)
-    engine = offloaded(copy.deepcopy(model), method="stream", weights=weights, num_gpu_batches=groups)
+    disk = {"disk_gb": 0.02, "disk_path": str(tmp_path)} if weights == "disk" else {}
+    engine = offloaded(copy.deepcopy(model), method="stream", weights=weights, num_gpu_batches=groups, **disk)
     assert torch.equal(generate(engine, ids, mask), expected)
     offloader = engine._offloader
     whole = 0
@@ -110,25 +115,31 @@ def test_weights_come_once_a_step_and_only_layers_are_buffered(groups: int, weig
     cached = sum(step.bytes_in for step in plain) / len(plain)
     assert brought == pytest.approx(cached + whole, rel=0.08)
     assert [step.report().weight_bytes for step in steps] == [whole] * len(steps)
-    if groups > 1:
+    if groups > 2:
         held = offloader.staging_bytes - (offloader.weights.nbytes if weights else 0)
         assert held < 0.6 * resident._offloader.staging_bytes
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
-def test_fp8_weights_come_with_their_scales(name: str, offloaded: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"), [("llama", True), ("gpt_oss", True), ("deepseek_v3", True), ("gpt_oss", "disk")]
+)
+def test_fp8_weights_come_with_their_scales(name: str, weights: Any, offloaded: Any, tmp_path: Any) -> None:
     model = plain_model(name)
     ids, mask = ragged(4)
     resident = offloaded(copy.deepcopy(model), enabled=False, feed_forward="fp8")
     expected = generate(resident, ids, mask, max_new_tokens=4)
     held = [p.nbytes for p in resident.module.model.layers.parameters() if p.ndim > 1]
-    engine = offloaded(model, "fp8", method="stream", weights=True, num_gpu_batches=2, emulated_link_gb_s=SLOW_GB_S)
+    places = {"disk_gb": 0.02, "disk_path": str(tmp_path), "emulated_link_gb_s": SLOW_GB_S}
+    engine = offloaded(model, "fp8", method="stream", weights=weights, num_gpu_batches=2, **places)
     assert torch.equal(generate(engine, ids, mask, max_new_tokens=4), expected)
     assert any(p.dtype == torch.float8_e4m3fn for p in engine.module.model.layers.parameters())
     brought = engine._offloader.weights.step_bytes
     assert sum(held) <= brought <= sum(held) + ALIGNMENT * len(held)
     assert {step.report().weight_bytes for step in engine._offloader.steps} == {brought}
+    engine.destroy()
+    left = dict(engine.module.named_parameters())
+    assert all(torch.equal(left[key].float(), value.float()) for key, value in resident.module.named_parameters())
 
 
 def test_prompts_go_group_by_group_through_each_layer(offloaded: Any) -> None:
@@ -173,10 +184,34 @@ def test_an_error_in_a_layer_leaves_the_weights_in_order(offloaded: Any) -> None
     assert torch.equal(engine.module.model.layers[3].mlp.up_proj.weight, model.model.layers[3].mlp.up_proj.weight)
 
 
-def test_weights_beyond_the_budget_are_refused_with_the_numbers(offloaded: Any) -> None:
+def test_weights_on_disk_that_fails_once(offloaded: Any, tmp_path: Any) -> None:
+    """They are read beside rows that lie there too; what the disk does not give back ends one generation."""
+    model = deep_model("llama")
+    ids, mask = ragged(4)
+    expected = generate(model, ids, mask)
+    disk = {"host_gb": 8 * 8192 / (1 << 30), "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    engine = offloaded(copy.deepcopy(model), method="stream", weights="disk", num_gpu_batches=2, **disk)
+    assert torch.equal(generate(engine, ids, mask), expected)
+    weights, steps = engine._offloader.weights, engine._offloader.steps
+    assert sum(step.disk_bytes for step in steps) > 0.9 * len(steps) * weights.step_bytes
+    assert engine._offloader.pool.used()["disk"] and engine.report().ranks[0].disk_io
+    file = weights._weights.tier.fileno
+    content = os.pread(file, size := os.fstat(file).st_size, 0)
+    os.ftruncate(file, 0)
+    with pytest.raises(MegaKVError, match="transfer of .* failed: the file in megakv.offload.disk_path"):
+        generate(engine, ids, mask)
+    assert os.pwrite(file, content, 0) == size
+    assert torch.equal(generate(engine, ids, mask), expected)
+    engine.destroy()
+    assert torch.equal(engine.module.model.layers[3].mlp.up_proj.weight, model.model.layers[3].mlp.up_proj.weight)
+
+
+def test_weights_beyond_the_budget_are_refused_with_the_numbers(offloaded: Any, tmp_path: Any) -> None:
     model = deep_model("llama")
     with pytest.raises(ValueError, match=r"weights = true needs \d.*KiB of host memory.*host_gb holds 512.00 KiB"):
         offloaded(model, weights=True, host_gb=512 / (1 << 20))
+    with pytest.raises(ValueError, match=r"weights = 'disk' needs \d.*KiB of disk space.*disk_gb holds 512.00 KiB"):
+        offloaded(model, weights="disk", disk_gb=512 / (1 << 20), disk_path=str(tmp_path))
 
 
 @pytest.mark.usefixtures("alone")
@@ -186,6 +221,7 @@ def test_weights_beyond_the_budget_are_refused_with_the_numbers(offloaded: Any) 
         ({"offload": {"weights": True}}, r"offload.weights is set: that needs megakv.offload.enabled = true"),
         ({"offload": {"num_gpu_batches": 2}}, r"num_gpu_batches is set: that needs megakv.offload.enabled = true"),
         ({"offload": {"host_gb": 2.5}}, r"offload.host_gb is set: that needs megakv.offload.enabled = true"),
+        ({"offload": {"enabled": True, "weights": "disk"}}, r"weights = 'disk' needs megakv.offload.disk_gb"),
         ({"offload": {"enabled": True, "num_gpu_batches": 0}}, r"num_gpu_batches"),
     ],
 )

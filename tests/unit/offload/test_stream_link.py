@@ -186,9 +186,9 @@ def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: T
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["stream", "auto"])
+@pytest.mark.parametrize(("method", "weights"), [("stream", False), ("auto", False), ("stream", "disk")])
 def test_tokens_are_the_plain_model_s_over_both_tiers(
-    method: str, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, weights: Any, offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "make_link", lambda *_: StreamLink(ThreadStreams()))
     monkeypatch.setattr(cuda_link, "PINNED_BYTES", 3000)
@@ -196,7 +196,7 @@ def test_tokens_are_the_plain_model_s_over_both_tiers(
     ids, mask = ragged(4)
     expected = generate(model, ids, mask)
     places = {"host_gb": 12 * 8192 / (1 << 30), "disk_gb": 0.01, "disk_path": str(tmp_path)}
-    engine = offloaded(copy.deepcopy(model), method=method, **places)
+    engine = offloaded(copy.deepcopy(model), method=method, weights=weights, num_gpu_batches=2, **places)
     for _ in range(2):
         assert torch.equal(generate(engine, ids, mask), expected)
     assert engine._offloader.pool.used()["disk"]
