@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, required=True, help="accelerators there are")
     parser.add_argument("--hardware", required=True, help="a known machine, or a JSON that megakv profile wrote")
     parser.add_argument(
+        "--objective",
+        choices=("latency", "throughput"),
+        default="latency",
+        help="what is best: the first token soonest, or most tokens per second over all replicas, generated ones with "
+        "--new-tokens (default latency)",
+    )
+    parser.add_argument(
         "--slo-ttft", type=float, help="longest time to first token in seconds; what serves most within it is best"
     )
     parser.add_argument(
@@ -63,6 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         new_tokens=arguments.new_tokens,
         slo_ttft_s=arguments.slo_ttft,
         lossy=arguments.allow_lossy,
+        objective=arguments.objective,
     )
     model = model_shape(arguments.model, dtype=getattr(torch, machine.spec.dtype))
     with tqdm(desc="plan", unit="mesh", leave=False, delay=1.0) as bar:

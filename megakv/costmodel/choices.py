@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megakv.costmodel.memory import GIB, RankMemory
 from megakv.costmodel.offload_time import recomputes
@@ -30,6 +30,8 @@ class Demand:
     new_tokens: int = 0  # Tokens generated for every sequence, which memory must hold.
     slo_ttft_s: float | None = None  # Longest time to first token.
     lossy: bool = False  # Whether FP8 weights may be chosen, and compressed caches where nothing else fits.
+    # What is best: the first token soonest, or most tokens per second of all replicas, generated ones if there are any.
+    objective: Literal["latency", "throughput"] = "latency"
 
     def __post_init__(self) -> None:
         allowed = {
@@ -76,6 +78,8 @@ class Fit:
 
     fp8: bool = False  # Row-wise FP8 weights in feed-forward layers.
     offload: bool = False  # Keys and values in host memory.
+    weights: bool = False  # With it: weights of decoder layers in host memory, too.
+    groups: int = 1  # With it: those of a batch that each layer takes one behind the other.
     kept_share: float = 1.0  # What part of a prompt's keys and values compression keeps.
 
     @property
@@ -83,7 +87,8 @@ class Fit:
         return not self.fp8 and self.kept_share == 1.0
 
     def __str__(self) -> str:
-        words = ["FP8 feed-forward"] * self.fp8 + ["offloaded KV"] * self.offload
+        words = ["FP8 feed-forward"] * self.fp8 + ["offloaded KV"] * self.offload + ["offloaded weights"] * self.weights
+        words += [f"{self.groups} groups"] * (self.groups > 1)
         if self.kept_share < 1:
             words.append(f"KV budget {self.kept_share:g}")
         return ", ".join(words)
@@ -110,6 +115,11 @@ class Choice:
 
     def new_tokens_per_s(self, demand: Demand) -> float:
         return self.mesh.replicas * demand.batch / self.ttit_s
+
+    def tokens_per_s(self, demand: Demand) -> float:
+        """What a demand's objective of throughput counts."""
+        generated = demand.objective == "throughput" and demand.new_tokens > 0
+        return self.new_tokens_per_s(demand) if generated else self.prompt_tokens_per_s(demand)
 
     def __str__(self) -> str:
         fit = str(self.fit)
@@ -164,6 +174,10 @@ def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[
         section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if divided else "stream"}
         if choice.memory.disk:
             section["offload"]["disk_gb"] = float(round(choice.memory.disk / GIB + 0.5))
+        if choice.fit.weights:
+            section["offload"]["weights"] = True
+        if choice.fit.groups > 1:
+            section["offload"]["num_gpu_batches"] = choice.fit.groups
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     dtype = names[machine.spec.dtype]
     return {"dtype": dtype, "tensor_parallel": {"tp_size": choice.mesh.tp_size}, "megakv": section}

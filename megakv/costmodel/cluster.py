@@ -168,7 +168,9 @@ class ClusterPlanner:
                     sharers=_sharers(mesh, profile),
                     # What compression keeps is always sent.
                     plan=AUTO if fit.kept_share == 1 else "stream",
-                    memory_bytes=memory.host if memory.disk else None,
+                    weights=fit.weights,
+                    groups=fit.groups,
+                    memory_bytes=memory.host - memory.host_weights if memory.disk else None,
                 ).seconds
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
 
@@ -181,7 +183,8 @@ class ClusterPlanner:
         if not choice.fit.offload or profile.host_link is None:
             return choice
         tokens = -(-round(demand.total * choice.fit.kept_share) * demand.batch // choice.mesh.cp_size)
-        moved_s = moved_seconds(profile.host_link, self._model, tokens, tp_size=choice.mesh.tp_size)
+        tp_size, weights = choice.mesh.tp_size, choice.fit.weights
+        moved_s = moved_seconds(profile.host_link, self._model, tokens, tp_size=tp_size, weights=weights)
         if choice.memory.disk and profile.disk_bandwidth is not None:
             disk_s = choice.memory.disk * _sharers(choice.mesh, profile) / profile.disk_bandwidth
             moved_s = max(moved_s, disk_s)
@@ -194,9 +197,10 @@ class ClusterPlanner:
     def _order(self, demand: Demand, choice: Choice) -> tuple[float, ...]:
         """Lower is better."""
         if demand.slo_ttft_s is None:
-            return choice.ttft_s, choice.mesh.ranks
+            fastest = choice.ttft_s, choice.mesh.ranks
+            return fastest if demand.objective == "latency" else (-choice.tokens_per_s(demand), *fastest)
         late = choice.ttft_s > demand.slo_ttft_s
-        return late, choice.ttft_s if late else -choice.prompt_tokens_per_s(demand), choice.ttit_s
+        return late, choice.ttft_s if late else -choice.tokens_per_s(demand), choice.ttit_s
 
     def _ranked(self, demand: Demand, choices: list[Choice], rejected: list[Rejection], evaluated: int) -> Plan:
         choices = sorted(choices, key=lambda choice: self._order(demand, choice))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -47,6 +47,8 @@ class Fitting:
             tp_size=mesh.tp_size,
             kept_share=fit.kept_share,
             offloaded=fit.offload,
+            weights_away=fit.weights,
+            groups=fit.groups,
         )
         if not fit.offload:
             return memory
@@ -54,12 +56,17 @@ class Fitting:
         # Without an accelerator there is no room in memory: what it works with and what it offloads are in the same.
         if room is None or self._spec.disk_bandwidth is None or self._spec.accelerator == "cpu":
             return memory
+        if memory.host_weights >= room:
+            return memory
         return replace(memory, host=min(memory.host, room), disk=max(0, memory.host - room))
 
     def candidates(self, demand: Demand) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
         """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps."""
         fp8 = [Fit(fp8=True)] if self._spec.fp8_flops is not None else []
         found, rejected = self._those(demand, [Fit(), *fp8, Fit(offload=True)])
+        if not found or demand.objective == "throughput":
+            columns, more = self._columns(demand, {mesh for mesh, _, _ in found})
+            found, rejected = found + columns, rejected + more
         if found:
             return found, rejected
         budgets = [Fit(kept_share=share) for share in BUDGETS]
@@ -129,6 +136,28 @@ class Fitting:
                 else:
                     found.append((mesh, fit, memory))
                 cached_fits |= reason is None and not fit.fp8
+        return found, rejected
+
+    def _columns(
+        self, demand: Demand, fitting: Collection[Mesh]
+    ) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
+        """The fewest groups of a batch that fit a mesh on which nothing else does; if none, weights are offloaded."""
+        found: list[tuple[Mesh, Fit, RankMemory]] = []
+        rejected: list[Rejection] = []
+        counts = sorted({demand.batch, *(1 << level for level in range(demand.batch.bit_length()))})
+        # Without an accelerator weights that are offloaded stay in the same memory.
+        for mesh in [] if self._spec.accelerator == "cpu" else meshes(self._model, demand):
+            if mesh in fitting:
+                continue
+            for weights in (False, True):
+                fits = [Fit(offload=True, weights=weights, groups=groups) for groups in counts]
+                tried = [(fit, self.memory(demand, mesh, fit)) for fit in fits]
+                least = next((each for each in tried if self.too_large(demand, each[1]) is None), None)
+                if least is not None:
+                    found.append((mesh, *least))
+                    break
+                fit, memory = tried[-1]
+                rejected.append(Rejection(f"{mesh} {fit}", self.too_large(demand, memory) or ""))
         return found, rejected
 
     def _too_large(self, memory: RankMemory) -> str:

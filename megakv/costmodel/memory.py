@@ -19,6 +19,8 @@ STAGING_SLACK = 16
 """A staging buffer that is too small grows by this fraction more than needed."""
 STAGED_LAYERS = 2
 """Layers whose keys and values are on the accelerator at a time: the one at work, and the next."""
+WEIGHT_BUFFERS = 2
+"""Layers whose weights are on the accelerator at a time, where weights are offloaded."""
 RING_SHARDS = 2
 """Shards of one layer that a ring keeps on their way."""
 GIB = 1 << 30
@@ -43,6 +45,17 @@ def activation_bytes(
     """Bytes at a layer's peak: tensors of the tokens that a rank computes, and a ring's shards of those held."""
     ring = RING_SHARDS * held * row_bytes if cp_size > 1 else 0
     return computed * working_bytes(model, tp_size=tp_size) + ring
+
+
+def grouped_tokens(tokens: int, batch: int, groups: int) -> tuple[int, int]:
+    """Of a batch's tokens that go through layers in groups: those that a layer works with at a time, and all others."""
+    computed = -(-tokens // min(groups, batch))
+    return computed, tokens - computed
+
+
+def waiting_bytes(model: ModelShape, tokens: int) -> int:
+    """Bytes of tokens that wait while a layer works with others: what comes in, and what has come out."""
+    return 2 * model.hidden * model.element_bytes * tokens
 
 
 def token_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
@@ -125,9 +138,10 @@ class RankMemory:
     weights: int  # On the accelerator.
     cache: int
     working: int
-    # In host memory: keys and values that are offloaded, and activations that they may be recomputed from.
+    # In host memory: keys and values that are offloaded, activations that they may be recomputed from, and weights.
     host: int = 0
     disk: int = 0  # On disk: what of those has no room there.
+    host_weights: int = 0  # Of what is in host memory, weights.
 
     @property
     def total(self) -> int:
@@ -145,6 +159,8 @@ def rank_memory(
     tp_size: int = 1,
     kept_share: float = 1.0,
     offloaded: bool = False,
+    weights_away: bool = False,
+    groups: int = 1,
 ) -> RankMemory:
     """Memory of a rank of a mesh, whose ranks hold equal shares of heads and tokens.
 
@@ -153,6 +169,8 @@ def rank_memory(
     context: tokens of a sequence at the end.
     new: tokens of a sequence that are computed at a time; None: all.
     kept_share: what part of keys and values compression keeps.
+    offloaded, weights_away: whether keys and values, and weights of layers, are off the accelerator.
+    groups: those of a batch that layers take one behind the other, where keys and values are offloaded.
     """
     row = model.attention(tp_size=tp_size).kv_row_bytes
     rows = [row] * len(model.layers)
@@ -160,18 +178,25 @@ def rank_memory(
     piece = None if new is None or new >= context else -(-new // cp_size)
     held = held_tokens(model, kept, batch=batch, new=piece)
     cache, host = round(cached_bytes(rows, held, kept if piece is None else 0) * kept_share), 0
+    waiting, offload = 0, OffloadConfig(num_gpu_batches=groups)
     if offloaded and kept_share < 1:
         compressed = round(kept * kept_share)
-        staged, host = offloaded_bytes(model, rows, 0, batch=batch, offload=OffloadConfig(), compressed=compressed)
+        staged, host = offloaded_bytes(model, rows, 0, batch=batch, offload=offload, compressed=compressed)
         # Until compression has chosen, a layer has all tokens here; in pieces every layer has.
         cache = min(cache, staged + row * kept * (1 if piece is None else len(rows)))
     elif offloaded:
-        staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=OffloadConfig(), new=piece)
+        staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=offload, new=piece)
         cache = min(cache, staged)
+        computed, waiting = grouped_tokens(computed, batch, groups if cp_size == 1 else 1)
     whole = model.embedding * model.element_bytes
+    layers = -(-(model.weight_bytes - whole) // tp_size)
+    here = min(layers, -(-layers * WEIGHT_BUFFERS // len(model.layers))) if weights_away else layers
+    away = layers if weights_away else 0
     return RankMemory(
-        weights=whole + -(-(model.weight_bytes - whole) // tp_size),
+        weights=whole + here,
         cache=cache,
-        working=activation_bytes(model, computed=computed, held=kept, row_bytes=row, cp_size=cp_size, tp_size=tp_size),
-        host=host,
+        working=waiting_bytes(model, waiting)
+        + activation_bytes(model, computed=computed, held=kept, row_bytes=row, cp_size=cp_size, tp_size=tp_size),
+        host=host + away,
+        host_weights=away,
     )

@@ -8,11 +8,18 @@ from typing import Any
 import numpy as np
 
 from megakv.config import MegaKVConfig
-from megakv.costmodel.memory import activation_bytes, cached_bytes, held_tokens, offloaded_bytes
+from megakv.costmodel.memory import (
+    WEIGHT_BUFFERS,
+    activation_bytes,
+    cached_bytes,
+    grouped_tokens,
+    held_tokens,
+    offloaded_bytes,
+    waiting_bytes,
+)
 from megakv.costmodel.shape import ModelShape
 from megakv.dry_run.share import Share
 from megakv.fairkv.budgets import is_compressed, tokens_per_head
-from megakv.offload.weight_stream import BUFFERS as WEIGHT_BUFFERS
 
 GB = 10**9
 
@@ -82,10 +89,8 @@ def virtual_rank(
         held = sum(share.layer_bytes)
         weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
     sizes = {"cp_size": config.cp_size, "tp_size": config.tp_size}
-    # Of a batch in groups a layer works with one at a time; of the others there is what comes in and what has come out.
     divided = offload.enabled and config.cp_size == 1
-    computed = -(-tokens // min(offload.num_gpu_batches, batch)) if divided else tokens
-    waiting = 2 * shape.hidden * shape.element_bytes * (tokens - computed)
+    computed, waiting = grouped_tokens(tokens, batch, offload.num_gpu_batches if divided else 1)
     working = activation_bytes(shape, computed=computed, held=max(tokens, kept), row_bytes=largest, **sizes)
     return VirtualRank(
         rank=cp_rank * config.tp_size + share.tp_rank,
@@ -95,7 +100,7 @@ def virtual_rank(
         kept=kept,
         weight_bytes=weights,
         kv_bytes=kv,
-        activation_bytes=working + waiting,
+        activation_bytes=working + waiting_bytes(shape, waiting),
         host_bytes=host,
         host_weight_bytes=0 if offload.weights == "disk" else held,
         disk_weight_bytes=held if offload.weights == "disk" else 0,

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from megakv.costmodel.memory import WEIGHT_BUFFERS
 from megakv.errors import MegaKVError
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.weights import ALIGNMENT, LayerPlaces, LayerWeights
 from megakv.weights.placement.plan import decoder_layers
-
-BUFFERS = 2
 
 
 @dataclass
@@ -58,7 +57,7 @@ class WeightStream:
         self.waited: list[tuple[Any, Any]] = []
         self._weights, self._link, self._device = weights, link, device
         rows = max(places.rows for places in weights.layers)
-        self._buffers = [torch.empty(rows, ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._buffers = [torch.empty(rows, ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(WEIGHT_BUFFERS)]
         self._cuts = [_cuts(places, groups) for places in weights.layers]
         self._parameters = [
             [(model.get_parameter(place.name), place) for place in places.places] for places in weights.layers
@@ -134,7 +133,7 @@ class WeightStream:
             # The first pass, or one after a pass that broke off.
             self._restart(layer)
         active = self._active = self._queue.popleft()
-        self._queue.append(_BufferedLayer((layer + BUFFERS) % len(self._parameters), active.buffer))
+        self._queue.append(_BufferedLayer((layer + WEIGHT_BUFFERS) % len(self._parameters), active.buffer))
         self._start_all(active)
         for parameter, place in self._parameters[layer]:
             parameter.data = place.within(self._buffers[active.buffer])
@@ -164,7 +163,7 @@ class WeightStream:
         """Forget what is on its way, and begin with a layer and the next."""
         self._settle()
         count = len(self._parameters)
-        self._queue.extend(_BufferedLayer((layer + ahead) % count, ahead) for ahead in range(BUFFERS))
+        self._queue.extend(_BufferedLayer((layer + ahead) % count, ahead) for ahead in range(WEIGHT_BUFFERS))
         self._start_all(*self._open())
 
     def _settle(self) -> None:
@@ -187,7 +186,7 @@ class WeightStream:
 
     def _open(self) -> list[_BufferedLayer]:
         """What may be brought whole, and is not yet: the last one follows the active one in its buffer."""
-        free = BUFFERS - (self._active is not None)
+        free = WEIGHT_BUFFERS - (self._active is not None)
         return [coming for coming in list(self._queue)[:free] if self._lacks(coming)]
 
     def _start_all(self, *layers: _BufferedLayer) -> None:

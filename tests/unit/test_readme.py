@@ -50,7 +50,7 @@ def test_reference_gives_type_default_and_values(key: str) -> None:
     registries = [mark for mark in field.metadata if isinstance(mark, OneOf)]
     if registries or typing.get_origin(annotation) is typing.Literal:
         values = registries[0].names() if registries else typing.get_args(annotation)
-        assert kind == JSON_TYPES[type(values[0])]
+        assert kind == " or ".join(dict.fromkeys(JSON_TYPES[type(value)] for value in values))
         assert re.findall(r"`([^`]*)`", allowed) == [json.dumps(value) for value in values]
     else:
         assert kind == " or ".join(JSON_TYPES[typing.get_origin(each) or each] for each in (annotation, *others))

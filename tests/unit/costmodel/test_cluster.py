@@ -131,12 +131,40 @@ def test_host_memory_limits_what_is_offloaded() -> None:
     assert any("2 of its accelerators share them" in rejection.why for rejection in found.rejected)
 
 
+def test_the_objective_is_what_is_best() -> None:
+    """A batch whose weights, or tokens, fit one accelerator only in part: of all that fit, nothing serves more."""
+    for _ in range(6):
+        model = small(layers=random.randint(4, 24), hidden=random.choice((512, 1024, 2048)))
+        sizes = {"batch": random.choice((4, 8, 16)), "new_tokens": 50, "gpus": random.choice((1, 2, 4))}
+        demand = Demand(context=random.randint(500, 4000), **sizes)
+        whole = rank_memory(model, context=demand.longest, batch=demand.batch).total
+        spec = {"memory_bytes": int(random.uniform(0.2, 1.1) * whole), "host_memory_bytes": 10**13}
+        machine = replace(RDMA, spec=RDMA.spec.model_copy(update=spec))
+        planner = ClusterPlanner(machine, model)
+        fits = [Fit(), *(Fit(offload=True, weights=w, groups=1 << g) for w in (False, True) for g in range(5))]
+        rates = [0.0]
+        for mesh in meshes(model, demand):
+            for fit in (fit for fit in fits if fit.groups <= demand.batch):
+                memory = planner._fitting.memory(demand, mesh, fit)
+                if planner._fitting.too_large(demand, memory) is None:
+                    rings = planner._rings(demand, mesh, fit, memory)
+                    rates.append(max(choice.new_tokens_per_s(demand) for choice in rings))
+        try:
+            best = planner.plan(replace(demand, objective="throughput")).choices[0]
+        except MegaKVError:
+            assert rates == [0.0]
+            continue
+        assert best.new_tokens_per_s(demand) > 0.95 * max(rates)
+        first = planner.plan(demand).choices[0]
+        assert first.ttft_s <= best.ttft_s and first.new_tokens_per_s(demand) <= best.new_tokens_per_s(demand)
+
+
 def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
     """Weights and prompt fit, but not with the whole cache of the prompt; offloaded it would still be too large."""
-    model, demand = small(layers=2), Demand(context=4000, cached=0, gpus=1, batch=3000)
-    memory = rank_memory(model, context=4000, batch=3000)
-    offloaded = rank_memory(model, context=4000, batch=3000, offloaded=True)
-    kept = rank_memory(model, context=4000, batch=3000, kept_share=0.5)
+    model, demand = small(layers=2), Demand(context=12_000_000, cached=0, gpus=1)
+    memory = rank_memory(model, context=12_000_000)
+    offloaded = rank_memory(model, context=12_000_000, offloaded=True, weights_away=True)
+    kept = rank_memory(model, context=12_000_000, kept_share=0.5)
     assert kept.total < offloaded.total == memory.total
     room = (kept.total + memory.total) / 2 / 0.95
     spec = RDMA.spec.model_copy(update={"memory_bytes": int(room), "fp8_flops": None})
@@ -217,14 +245,18 @@ def test_slow_links_make_a_chain_worth_its_uneven_work() -> None:
     assert config.megakv.context_parallel.prefill == "runahead"
 
 
+COLUMNS = Fit(offload=True, weights=True, groups=4)
+
+
 @pytest.mark.parametrize(
-    "fit", [Fit(), Fit(fp8=True), Fit(offload=True), Fit(kept_share=0.25), Fit(kept_share=0.25, offload=True)]
+    "fit", [Fit(), Fit(fp8=True), Fit(offload=True), COLUMNS, Fit(kept_share=0.25), Fit(kept_share=0.25, offload=True)]
 )
 def test_configurations_can_be_read(fit: Fit) -> None:
     choice = replace(plan(small(), context=5000, gpus=4).choices[-1], fit=fit)
     config = load_config(choice_config(choice, RDMA, small()))
     assert (config.cp_size, config.tp_size) == (choice.mesh.cp_size, choice.mesh.tp_size)
-    assert config.megakv.offload.enabled == fit.offload
+    offload = config.megakv.offload
+    assert (offload.enabled, offload.weights, offload.num_gpu_batches) == (fit.offload, fit.weights, fit.groups)
     assert config.megakv.feed_forward == ("fp8" if fit.fp8 else "dtype")
     assert config.megakv.fairkv.budget == (fit.kept_share if fit.kept_share < 1 else None)
 
