@@ -254,6 +254,7 @@ class StepClock(LogitsProcessor):
     def __init__(self, *probes: Callable[[], float], watch: Callable[[int], None] | None = None):
         self.times: list[float] = []
         self.noted: list[tuple[float, ...]] = []
+        self._begun = time.perf_counter()
         self._probes, self._watch = probes, watch
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -264,6 +265,11 @@ class StepClock(LogitsProcessor):
         if self._watch is not None:
             self._watch(len(self.times))
         return scores
+
+    @property
+    def prompt_s(self) -> float:
+        """From when this clock was made until the prompt was read."""
+        return self.times[0] - self._begun
 
     def seconds(self) -> list[float]:
         """From step to step."""

@@ -30,6 +30,7 @@ PARTS = {
     "throughput": "weights offloaded, column-by-column: Table 5, Figures 6 (first row), 8, 9, 10",
     "batches": "the same by batch size: Figure 6 (second row)",
     "hiding": "weights offloaded, a small cache, row-by-row: Table 2",
+    "beams": "weights offloaded, two beams of each sequence: nothing is brought ahead of a step",
     "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
     "windows": "three of four layers have a sliding window, an eighth of the prompt",
     "budget": "a quarter of a prompt's keys and values is kept, beside all of them",
@@ -93,6 +94,7 @@ class Case:
     link_gb_s: float | None  # Of the emulated link; None for the accelerator's own
     methods: tuple[str, ...]
     weights: bool = False  # Whether decoder layers' weights are offloaded too
+    beams: int = 1  # Of each sequence: where there are several, a step begins with nothing on its way
     groups: int = 1  # Of the batch, column-by-column
     # Share of the keys and values for which host memory has room; a disk has it for the rest. None for all
     in_memory: float | None = None
@@ -110,7 +112,7 @@ class Case:
 
     def cache_bytes(self, shape: ModelShape) -> int:
         """Keys and values of all layers, prompts and new tokens."""
-        return self.batch * (self.prompt + self.new) * len(shape.layers) * shape.attention().kv_row_bytes
+        return self.batch * self.beams * (self.prompt + self.new) * len(shape.layers) * shape.attention().kv_row_bytes
 
     def host_bytes(self, shape: ModelShape) -> int:
         """Host memory that any of its methods needs: keys, values, activations, and weights if they are offloaded."""
@@ -121,7 +123,7 @@ class Case:
         # One page more for each sequence: while it grows, and for what the link is measured with.
         paged = sum(page_bytes(self.prompt + self.new, width, page) + page for width in widths)
         weights = layers * shape.layers[0].dense * shape.element_bytes if self.weights else 0
-        return paged * self.batch * layers + int(1.02 * weights) + (64 << 20)
+        return paged * self.batch * self.beams * layers + int(1.02 * weights) + (64 << 20)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Plan:
     links: str = "middle"  # Which of the links asked for
     weights: bool = False
     group: int | None = None  # Sequences of a group, column-by-column
+    beams: int = 1
     in_memory: float | None = None  # As of `Case`
 
 
@@ -151,6 +154,7 @@ FULL = {
     "throughput": Plan(_COLUMNS, ("opt",), (8,), (128, 256, 512), (9,), group=2, **_COLUMN),
     "batches": Plan(_BATCHES, ("opt",), (4, 8, 16), (128,), (9,), group=2, **_COLUMN),
     "hiding": Plan(_HIDING, ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
+    "beams": Plan(_HIDING, ("opt",), (4,), (128, 256, 384), (12,), beams=2, **_COLUMN),
     "disk": Plan((IN_MEMORY, *_LATENCY), ("opt", "gqa"), (4,), (256,), (20,), in_memory=0.75),
     "windows": Plan((IN_MEMORY, *_LATENCY), (WINDOWED,), (4,), (8 * WINDOW,), (20,)),
     "budget": Plan((IN_MEMORY, "stream", "stream_quarter"), ("mha",), (2,), (1024, 2048), (20,)),
@@ -162,6 +166,7 @@ _LESS: dict[str, dict[str, Any]] = {
     "throughput": {"prompts": (128,), "news": (6,)},
     "batches": {"batches": (4, 8), "news": (6,)},
     "hiding": {"batches": (1, 4), "news": (6,)},
+    "beams": {"prompts": (256,), "news": (6,)},
     "disk": {"models": ("opt",), "batches": (2,), "news": (6,)},
 }
 QUICK = {part: replace(FULL[part], **less) for part, less in _LESS.items()}
@@ -195,7 +200,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         found += [
             Case(
                 part, model, batch, prompt, new, link, plan.methods, plan.weights,
-                groups=batch // group if group else 1, in_memory=plan.in_memory,
+                beams=plan.beams, groups=batch // group if group else 1, in_memory=plan.in_memory,
             )
             for link in links
             for model in arguments.shapes or plan.models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .charts import Chart, groups, lines
@@ -36,6 +36,7 @@ TITLES = {
     "compression": "Four-bit keys and values, lossy (form of Figure 9)",
     "batches": "Decoding throughput by batch (form of Figure 6, second row)",
     "hiding": "A small cache, weights offloaded, row-by-row (form of Table 2)",
+    "beams": "Two beams of each sequence, weights offloaded, row-by-row: with and without hiding",
 }
 VARIED = ("{link_gb_s:.3g} GB/s", "{context}/{new_tokens}", "{batch} sequences")
 """What the rows of a chart may differ by, beside the method."""
@@ -69,6 +70,10 @@ def step_s(row: Row) -> float:
     return statistics.median(row["seconds"])
 
 
+def prompt_s(row: Row) -> float:
+    return statistics.median(row["prompt_s"])
+
+
 # Verdicts
 
 
@@ -93,6 +98,8 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
         "predictions": _predictions(rows),
         "speedup_over_stream": _speedups(cases, "stream"),
         "speedup_over_row_stream": _speedups(cases, "row_stream"),
+        "prompt_speedup_over_row_stream": _speedups(cases, "row_stream", prompt_s),
+        "speedup_over_kvpr_coarse": _speedups(cases, "kvpr_coarse"),
         "speedup_over_transformers": _speedups(cases, OTHERS),
         "time_over_bytes": {name: _time_over_bytes(found) for name, found in cases.items() if QUARTERED in found},
     }
@@ -141,10 +148,12 @@ def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _speedups(cases: Mapping[str, Mapping[str, Row]], base: str) -> dict[str, dict[str, float]]:
+def _speedups(
+    cases: Mapping[str, Mapping[str, Row]], base: str, seconds: Callable[[Row], float] = step_s
+) -> dict[str, dict[str, float]]:
     """A method's time over those of all others, by case."""
     return {
-        name: {method: step_s(found[base]) / step_s(row) for method, row in found.items() if method != base}
+        name: {method: seconds(found[base]) / seconds(row) for method, row in found.items() if method != base}
         for name, found in cases.items()
         if base in found
     }

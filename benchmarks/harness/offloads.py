@@ -125,6 +125,7 @@ class Sample:
 
     tokens: Tensor
     all_seconds: list[float]  # From token to token
+    prompt_s: float  # Until the prompt was read
     steps: list[StepRecord] = field(default_factory=list)  # What MegaKV's offload engine did in the counted ones
     waited_s: float | None = None  # In which the computation stood still in a counted step, where that is known
     # Weights, keys and values, and buffers on the accelerator in each counted step; on CUDA, all of torch's, at most
@@ -186,6 +187,7 @@ class Decoder:
         options: dict[str, Any] = {
             "max_new_tokens": new,
             "do_sample": False,
+            "num_beams": self._case.beams,
             # Without a mask, tokens that happen to be OPT's padding would count as such.
             "attention_mask": torch.ones_like(ids),
         }
@@ -195,7 +197,7 @@ class Decoder:
             sample = self._with_transformers(ids, options)
         elif self._engine._offloader is None:
             tokens, notes = self._run(self._engine, ids, options)
-            sample = Sample(tokens, notes.seconds(), waited_s=0.0)
+            sample = Sample(tokens, notes.seconds(), notes.prompt_s, waited_s=0.0)
             sample.device_bytes = [self._weight_bytes + self._kv_bytes(tokens)] * len(sample.seconds)
         else:
             sample = self._offloaded(ids, options)
@@ -217,7 +219,7 @@ class Decoder:
         tokens, notes = self._run(self._engine, ids, options, lambda: offloader.staging_bytes)
         # A prompt's later pieces are passes over cached tokens, too.
         steps = [step for step in offloader.steps if step.decoding][WARM:]
-        sample = Sample(tokens, notes.seconds(), steps, disk_io=offloader.disk_io)
+        sample = Sample(tokens, notes.seconds(), notes.prompt_s, steps, disk_io=offloader.disk_io)
         if ids.device.type == "cpu":
             sample.waited_s = statistics.mean(step.waited_s for step in steps)
         stay = self._weight_bytes - (offloader.weights.step_bytes if self._case.weights else 0)
@@ -230,7 +232,7 @@ class Decoder:
         if ids.device.type == "cuda":
             options["past_key_values"] = DynamicCache(config=self._model.config, offloading=True)
             tokens, notes = self._run(self._model, ids, options)
-            sample = Sample(tokens, notes.seconds())
+            sample = Sample(tokens, notes.seconds(), notes.prompt_s)
             # It counts nothing: every layer comes whole, and goes back whole.
             sample.bytes_in = sample.bytes_out = float(self._kv_bytes(tokens))
             return sample
@@ -243,7 +245,7 @@ class Decoder:
         # What the probes counted, per counted step.
         counted = len(notes.noted) - 1 - WARM
         grown = [(last - first) / counted for first, last in zip(notes.noted[WARM], notes.noted[-1], strict=True)]
-        sample = Sample(tokens, notes.seconds(), waited_s=grown[2])
+        sample = Sample(tokens, notes.seconds(), notes.prompt_s, waited_s=grown[2])
         sample.device_bytes = [self._weight_bytes + cache.most_bytes] * len(sample.seconds)
         sample.bytes_in, sample.bytes_out = grown[:2]
         return sample

@@ -27,7 +27,7 @@ TINY = [
     "--chunk", "8", "--links", str(LINK), "--repeats", "1", "--least-repeats", "1",
 ]  # fmt: skip
 METHODS = ["in_memory", "transformers", "stream", "kvpr", "chunked", "cpu_rank", "auto", "stream_4bit"]
-MEASURED = ("links", "throughput", "batches", "hiding")
+MEASURED = ("links", "throughput", "batches", "hiding", "beams")
 TOKEN = {"opt": 2 * 32 * 4, "gqa": 2 * 8 * 4}
 """Bytes of a token's keys and values in a layer, by model."""
 
@@ -90,9 +90,10 @@ def test_rows_of_columns(rows: list[dict[str, Any]]) -> None:
         assert loads == pytest.approx(row["bytes_in"] / LINK / 1e9, rel=0.2)
     for task in ("load activations", "store activations"):
         assert found["stream"]["breakdown_s"][task] == 0 < found["kvpr"]["breakdown_s"][task]
-    hiding = [row for row in rows if row["part"] == "hiding"]
-    assert [row["method"] for row in hiding] == ["stream", "kvpr_coarse", "kvpr"]
-    assert all(row["tokens_equal"] for row in hiding)
+    for part, beams in (("hiding", 1), ("beams", 2)):
+        hiding = [row for row in rows if row["part"] == part]
+        assert [row["method"] for row in hiding] == ["stream", "kvpr_coarse", "kvpr"]
+        assert all(row["tokens_equal"] and row["beams"] == beams for row in hiding)
 
 
 @pytest.mark.drawn(1, "further parts")
@@ -138,12 +139,12 @@ def test_tables_and_charts(results: Path, rows: list[dict[str, Any]], tmp_path: 
     made = tables(rows)
     report = json.loads(results.read_text())
     assert report["summary"]["tables"] == made
-    # Both models in one table each, Table 2, Table 5, and Figure 6's second row.
-    assert len(made) == 5
+    # Both models in one table each, Table 2 and its form with beams, Table 5, and Figure 6's second row.
+    assert len(made) == 6
     for table in made:
         assert "EMULATED" in table["title"] and len({len(line) for line in table["lines"]}) == 1
     names = ["links.opt", "links.gqa", "split", "throughput", "compression", "utilisation", "breakdown"]
-    names += ["batches", "hiding", "predictions"]
+    names += ["batches", "hiding", "beams", "predictions"]
     assert {path.name for path in results.parent.glob("*.png")} == {f"offload.{name}.png" for name in names}
     # Two links, and two prompts, in one picture and one table.
     some = [row for row in rows if row["part"] == "links"]
@@ -256,5 +257,5 @@ def test_impossible_arguments(arguments: list[str], message: str) -> None:
 
 def test_further_rounds_are_for_what_is_close() -> None:
     times = {"in_memory": 0.1, "stream": 3.0, "kvpr": 1.2, "chunked": 1.1, "cpu_rank": 1.0, "auto": 2.0}
-    turns = {name: [[Sample(torch.empty(0), [9.0, 9.0, 9.0, seconds])]] for name, seconds in times.items()}
+    turns = {name: [[Sample(torch.empty(0), [9.0, 9.0, 9.0, seconds], 0.0)]] for name, seconds in times.items()}
     assert contenders(turns) == ("chunked", "cpu_rank", "auto")
