@@ -193,7 +193,8 @@ def _materialise(
             rooms = [None if away is None else away.room(key) for key in keys]
             if empty.dtype == FP8:
                 part = source.read(stored, placement.get(stored, WHOLE)).to(device, dtypes[stored])
-                quantise(*get_module_from_name(model, tied[0]), part, rooms)
+                module, leaf = get_module_from_name(model, tied[0])
+                quantise(module, leaf, part, rooms)
             else:
                 part = local(stored, empty.shape, rooms[0])
                 filled = nn.Parameter(part, requires_grad=False)
