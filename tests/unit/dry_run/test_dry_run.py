@@ -27,6 +27,7 @@ from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.placement import place_heads
 from megakv.fairkv.profile import BudgetProfile
 from megakv.launcher.command import main
+from megakv.offload.config import OffloadConfig
 from megakv.weights.loading import build_model, empty_model
 from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from tests.families import FAMILIES, llama, llama_mha, opt
@@ -75,14 +76,14 @@ def test_fp8_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -
     for rank in range(2):
         loaded = build_model(
             folder, dtype=torch.bfloat16, load="random", feed_forward="fp8", tp_rank=rank, tp_size=2,
-            all_reduce=lambda t: t, host_bytes=50 << 20,
+            all_reduce=lambda t: t, offload=OffloadConfig(**offload),
         )  # fmt: skip
         resident, offloaded = (
             dry_run(folder, settings(tp=2, feed_forward="fp8", **more), context=9).ranks[rank]
             for more in ({}, {"offload": offload})
         )
         assert resident.weight_bytes == loaded.bytes_kept
-        assert loaded.host_weights is not None and offloaded.host_weight_bytes == loaded.host_weights.nbytes
+        assert loaded.layer_weights is not None and offloaded.host_weight_bytes == loaded.layer_weights.nbytes
 
 
 def test_keys_and_values_are_counted_row_by_row(tmp_path: Path) -> None:
