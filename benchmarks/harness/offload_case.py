@@ -18,6 +18,7 @@ from megakv.costmodel.offload_pipeline import step_seconds as pipeline_seconds
 from megakv.costmodel.offload_time import group_costs
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.costs import LayerSpeeds
+from megakv.offload.method import Split
 from megakv.offload.methods import methods_of
 from megakv.offload.record import StepRecord
 
@@ -227,8 +228,10 @@ class CaseBench:
         costs = replace(profile.costs(self._case.batch), device_s=device_s)
         group = replace(group_costs(costs, tokens), chunk=self._arguments.chunk)
         # Without activations there is nothing to recompute from, and without its speed the host attends to nothing.
-        ways = [way for way in methods_of(variant(method).method).values() if profile.input_bytes or not way.recomputes]
-        splits = [split for way in ways if (split := way.split(group)) is not None]
+        group = group if profile.input_bytes else replace(group, inputs=0)
+        ways = methods_of(variant(method).method).values()
+        # Where that leaves nothing, all is sent.
+        splits = [split for way in ways if (split := way.split(group)) is not None] or [Split(tokens)]
         return min(pipeline_seconds([layer_times(group, split)], self._layers) for split in splits)
 
 
