@@ -176,10 +176,8 @@ def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
 
 
 def test_what_is_compressed_goes_off_the_accelerator_where_nothing_else_fits() -> None:
-    model, demand = small(layers=16), Demand(context=4000, cached=0, gpus=1, batch=3000, lossy=True)
-    kept, both = (
-        rank_memory(model, context=4000, batch=3000, kept_share=0.125, offloaded=away) for away in (False, True)
-    )
+    model, demand = small(layers=16), Demand(context=12_000_000, cached=0, gpus=1, lossy=True)
+    kept, both = (rank_memory(model, context=12_000_000, kept_share=0.125, offloaded=away) for away in (False, True))
     assert both.total < kept.total and both.host == pytest.approx(kept.cache, rel=0.05)
     spec = RDMA.spec.model_copy(update={"memory_bytes": int((kept.total + both.total) / 2 / 0.95), "fp8_flops": None})
     choices = ClusterPlanner(replace(RDMA, spec=spec), model).plan(demand).choices
