@@ -62,7 +62,9 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
             written = 0
             for piece in tensor.pieces():
                 assert piece.dtype == tensor.dtype
-                written += file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                # Of one element any stride passes for contiguous.
+                flat = piece.cpu().contiguous().as_strided((piece.numel(),), (1,))
+                written += file.write(flat.view(torch.uint8).numpy().data)
             assert written == tensor.nbytes, f"{name} has {tensor.nbytes} bytes, its pieces {written}"
         file.flush()
         os.fsync(file.fileno())

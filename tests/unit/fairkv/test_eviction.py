@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.notes import Notes
 from megakv.fairkv.pages import RaggedBody
 from megakv.laws import CombinationError
+from megakv.tensor_files import read_tensors, write_tensors
 from tests.families import FAMILIES, VOCAB
 
 BUDGET, INTERVAL = 40, 9
@@ -122,6 +124,14 @@ def test_notes_follow_heads_and_slots() -> None:
     queries = notes.joined(np.array([5, 6]), torch.ones(2, 4, 3)).joined(np.array([8]), torch.zeros(1, 4, 3))
     assert queries.since(6).slots.tolist() == [6, 8] and queries.below(6).queries.shape[0] == 1
     assert queries.below(0).mass_of(asked, torch.zeros(0)).sum() == 0
+
+
+def test_notes_of_a_single_token_are_written(tmp_path: Path) -> None:
+    """NumPy gives the coordinates of one token a stride of two."""
+    heads, places = np.nonzero(np.array([[False, True]]))
+    notes = Notes(heads=heads, held=places, mass=torch.ones(1))
+    write_tensors(tmp_path / "notes", notes.saved())
+    assert read_tensors(tmp_path / "notes", ["noted.heads", "noted.held"])["noted.held"].tolist() == [1]
 
 
 @pytest.mark.drawn(8)
