@@ -1,7 +1,5 @@
 """Caches that are compressed again while decoding: bounded, never corrupt, and refused where positions cannot move."""
 
-import copy
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from megakv.fairkv.pages import RaggedBody
 from megakv.laws import CombinationError
 from megakv.tensor_files import read_tensors, write_tensors
 from tests.families import FAMILIES, VOCAB
+from tests.held_rows import Rows, check_rows
 
 BUDGET, INTERVAL = 40, 9
 UNMOVABLE = {"opt", "gpt2"}
@@ -41,47 +40,6 @@ def compressing(alone: None) -> Iterator[Callable[..., Any]]:
     yield make
     for engine in engines:
         engine.destroy()
-
-
-Rows = dict[tuple[int, int, int], torch.Tensor]
-"""Key and value of each layer's heads' tokens, by layer, head and row."""
-
-
-def check(cache: Any, known: Rows) -> None:
-    """What is held is what was first there; new rows are noted."""
-    for layer in range(len(cache)):
-        counts = cache.store(layer).kept(0)
-        assert counts.sum() < len(counts) * (BUDGET + INTERVAL)
-        for head, keys, values, rows in cache.store(layer).pieces(0):
-            both = torch.cat([keys, values], dim=1)
-            for row, found in zip(rows.tolist(), both, strict=True):
-                first = known.setdefault((layer, head, row), found.clone())
-                assert torch.equal(first, found), (layer, head, row)
-
-
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
-def test_no_row_is_corrupt(compressing: Callable[..., Any], pytestconfig: pytest.Config, method: str) -> None:
-    """Over forks, copies of copies and cuts, each of which goes on by itself; a thousand steps with --full."""
-    window = {"window": 8} if method == "ada_snapkv" else {}
-    engine = compressing("llama", method=method, **window)
-    ids = torch.randint(3, VOCAB, (1, 70))
-    branches: list[tuple[Any, Rows]] = [(engine(ids).past_key_values, {})]
-    for _ in range(1000 if pytestconfig.getoption("--full") else 120):
-        index = random.randrange(len(branches))
-        cache, known = branches[index]
-        check(cache, known)
-        kind = random.random()
-        if kind < 0.05:
-            branches = [*branches[-3:], (copy.deepcopy(cache), dict(known))]
-        elif kind < 0.1 and cache.length > (least := max(cache.reach, 70)):
-            cut = random.randint(least, cache.length - 1)
-            cache.cut_back(cut)
-            branches[index] = cache, {at: row for at, row in known.items() if at[2] < cut}
-        new = torch.randint(3, VOCAB, (1, random.choice((1, 1, 1, 1, 5))))
-        assert engine(new, past_key_values=cache).logits.isfinite().all()
-    for cache, known in branches:
-        check(cache, known)
 
 
 @pytest.mark.drawn(8)
@@ -146,5 +104,5 @@ def test_all_attention_is_counted(compressing: Callable[..., Any], family: str) 
     known: Rows = {}
     for _ in range(3 * INTERVAL):
         engine(torch.randint(3, VOCAB, (1, 1)), past_key_values=cache)
-        check(cache, known)
+        check_rows(cache, known, BUDGET + INTERVAL)
     assert cache.compressed[0][0][0] == 0 and cache.length - cache.reach < INTERVAL

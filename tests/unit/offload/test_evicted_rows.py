@@ -1,0 +1,54 @@
+"""Caches that are compressed again while decoding, on the accelerator and off it: bounded, and never corrupt."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import megakv
+from megakv.offload.methods import AUTO
+from tests.families import FAMILIES, VOCAB
+from tests.held_rows import Rows, check_rows
+from tests.unit.offload.conftest import SETTINGS
+
+BUDGET, INTERVAL = 40, 9
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.usefixtures("alone", "fixed_costs")
+@pytest.mark.parametrize("away", ["here", "stream", "disk", AUTO])
+@pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
+def test_no_row_is_corrupt(pytestconfig: pytest.Config, tmp_path: Path, method: str, away: str) -> None:
+    """Over forks, copies of copies and cuts, each of which goes on by itself; a thousand steps with --full."""
+    torch.manual_seed(random.randrange(1 << 30))
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), dtype=torch.float32).eval()
+    fairkv = {"budget": BUDGET, "decode_interval": INTERVAL, "min_tokens": 50, "method": method}
+    if method == "ada_snapkv":
+        fairkv["window"] = 8
+    offload: dict[str, Any] = {"enabled": False}
+    if away != "here":
+        offload = {**SETTINGS, "method": "stream" if away == "disk" else away, "emulated_link_gb_s": 0.2}
+    if away == "disk":
+        offload |= {"host_gb": 8 * 10 / (1 << 20), "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    ids = torch.randint(3, VOCAB, (1, 70))
+    with megakv.init_inference(model, {"dtype": "fp32", "megakv": {"fairkv": fairkv, "offload": offload}}) as engine:
+        branches: list[tuple[Any, Rows]] = [(engine(ids).past_key_values, {})]
+        for _ in range(1000 if pytestconfig.getoption("--full") else 120):
+            index = random.randrange(len(branches))
+            cache, known = branches[index]
+            check_rows(cache, known, BUDGET + INTERVAL)
+            kind = random.random()
+            if kind < 0.05:
+                branches = [*branches[-3:], (copy.deepcopy(cache), dict(known))]
+            elif kind < 0.1 and cache.length > (least := max(cache.reach, 70)):
+                cut = random.randint(least, cache.length - 1)
+                cache.cut_back(cut)
+                branches[index] = cache, {at: row for at, row in known.items() if at[2] < cut}
+            new = torch.randint(3, VOCAB, (1, random.choice((1, 1, 1, 1, 5))))
+            assert engine(new, past_key_values=cache).logits.isfinite().all()
+        for cache, known in branches:
+            check_rows(cache, known, BUDGET + INTERVAL)
