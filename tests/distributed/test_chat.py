@@ -27,7 +27,7 @@ from tests.families import llama
 
 SCRIPT = Path(__file__).parent / "ranks" / "chat.py"
 NEW_TOKENS = 5
-TIMEOUT_S, WAIT_S = 6, 8
+TIMEOUT_S, WAIT_S = 12, 15
 POSITIONS = 32768
 DOCUMENT = prose(300)
 
