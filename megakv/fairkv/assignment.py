@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 TOLERANCE = 1e-9
 """Relative; two loads closer than this are equal."""
-NODES = 20_000
+NODES = 40_000
 """Of the search in one layer, after which the best found so far is taken: 8 KV heads rarely need as many."""
 LEAST = 1e-8
 """Of all budgets together: what a head counts at least, so that no rank is left with nothing at all."""
