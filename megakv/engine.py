@@ -198,7 +198,7 @@ class MegaKVEngine(InferenceEngine):
         """Continue a session that `Session.save` wrote to a folder that every rank reaches.
 
         The context-parallel degree may be another one. A MegaKVError if a file is missing or broken, or the session is
-        of another model, type or tensor-parallel degree.
+        of another model or type, or with FP8 weights of another tensor-parallel degree.
         """
         with self.agreement.call():
             return Session.restore(self, self._new_cache(), Path(folder))
