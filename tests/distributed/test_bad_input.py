@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedConfig, XLNetConfig
 
 from tests.distributed.launch import ROOT, run_forked, run_ranks
@@ -26,6 +27,7 @@ RUN = ROOT / "launcher" / "run.py"
 # From the start of ranks that have imported everything to the end of the last one.
 SECONDS = 10.0
 # With imports and launcher, which take most of it, on a busy machine.
+LACKING = "a type that the device lacks"
 LAUNCH_SECONDS = 90.0
 # A rank that knows something rank 0 does not leaves it the first word for so long.
 PATIENCE = 10.0
@@ -157,7 +159,7 @@ KINDS: dict[str, Kind] = {
         r"size = 1 times .*tp_size = 3 is 3, but 2 ranks .*that 2 ranks can have: 2 x 1$",
         lambda inputs: {"config": inputs.json("mesh3.json", section(cp=1, tp=3)), "model": three_heads(inputs)},
     ),
-    "a type that the device lacks": Kind(
+    LACKING: Kind(
         r"dtype = torch\.float16 is not supported on cpu: set dtype to 'fp32' or 'bf16'$",
         with_config("half_type.json", {**section(), "dtype": "fp16"}),
     ),
@@ -317,13 +319,15 @@ def test_good_input_works(inputs: Inputs) -> None:
     assert "151 prompt + 3 new tokens" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.full if kind.patience else pytest.mark.drawn(12))
-        for name, kind in KINDS.items()
-    ],
-)
+def kinds(mark: Callable[[Kind], list[pytest.MarkDecorator]]) -> list[Any]:
+    """The names of all kinds, marked; some processors lack no type."""
+    complete = torch.float16 in get_accelerator().supported_dtypes()
+    impossible = {LACKING: pytest.mark.skipif(complete, reason="this device computes in float16, too")}
+    own = {name: [impossible[name]] if name in impossible else [] for name in KINDS}
+    return [pytest.param(name, marks=[*mark(kind), *own[name]]) for name, kind in KINDS.items()]
+
+
+@pytest.mark.parametrize("name", kinds(lambda kind: [pytest.mark.full if kind.patience else pytest.mark.drawn(12)]))
 def test_every_rank_ends_with_one_message(inputs: Inputs, name: str) -> None:
     kind = KINDS[name]
     result = run_forked(RUN, commands(inputs, kind), timeout=LAUNCH_SECONDS)
@@ -349,9 +353,7 @@ def test_where_ranks_cannot_meet_is_named(inputs: Inputs) -> None:
             assert_one_message(result.stderr, message)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if kind.quick else pytest.mark.full) for name, kind in KINDS.items()]
-)
+@pytest.mark.parametrize("name", kinds(lambda kind: [] if kind.quick else [pytest.mark.full]))
 def test_the_launcher_ends_with_one_message(inputs: Inputs, name: str) -> None:
     kind = KINDS[name]
     ranks = commands(inputs, kind)
