@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.ownership import check_unused, own_config
 from megakv.laws import CombinationError
 from megakv.offload.cuda_link import clock_of
+from megakv.offload.schedule import accelerator_room, weights_by_objective
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
 from megakv.weights.folder import local_directory, read_config
@@ -84,13 +86,32 @@ def init_inference(
         return _make_engine(model, parsed, comm, owned)
 
 
+def _config_of(model: str | Path | nn.Module) -> Any:
+    return read_config(local_directory(model, weights=False)) if isinstance(model, str | Path) else model.config
+
+
+def _weights_away(model: str | Path | nn.Module, parsed: MegaKVConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether weights of decoder layers lie in host memory for throughput, and why."""
+    config, shape, offload = _config_of(model), None, parsed.megakv.offload
+    dtype = parsed.dtype or (model.dtype if isinstance(model, PreTrainedModel) else config.get_text_config().dtype)
+    with suppress(ValueError):
+        shape = ModelShape.from_config(config, dtype=dtype or torch.float32)
+        shape = shape.with_fp8_feed_forward() if parsed.megakv.feed_forward == "fp8" else shape
+    found = weights_by_objective(
+        offload,
+        shape,
+        room=0 if device.type == "cpu" else accelerator_room(),
+        longest=parsed.max_out_tokens if "max_out_tokens" in parsed.model_fields_set else None,
+        cp_size=parsed.cp_size,
+        tp_size=parsed.tp_size,
+    )
+    logger.info("megakv.offload.objective = %r: %s", offload.objective, found[1])
+    return found
+
+
 def _tp_sizes(model: str | Path | nn.Module) -> list[int]:
     """The tensor-parallel degrees that split the model's heads."""
-    if isinstance(model, str | Path):
-        config = read_config(local_directory(model, weights=False))
-    else:
-        config = model.config
-    _, heads, kv_heads = head_counts(config)
+    _, heads, kv_heads = head_counts(_config_of(model))
     return tensor_parallel_sizes(heads, kv_heads)
 
 
@@ -122,6 +143,11 @@ def _make_engine(
     agreement = Agreement(comm)
     mapping = agreement.same_file(SETTING, lambda: read_mapping(section.fairkv, tp_size))
 
+    offload, placed = section.offload, ""
+    if offload.enabled and offload.weights is None and offload.objective == "throughput":
+        away, placed = agreement.decide(lambda: _weights_away(model, parsed, mesh.device))
+        offload = offload.model_copy(update={"weights": away})
+
     def load() -> LoadedModel:
         if isinstance(model, PreTrainedModel):
             check_unused(model)
@@ -137,14 +163,14 @@ def _make_engine(
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,
-            offload=section.offload,
+            offload=offload,
             progress=mesh.rank == 0,
         )
         if loaded.layer_weights is not None:
             owned.callback(loaded.layer_weights.close)
         return loaded
 
-    loaded = agreement.together(load)
+    loaded = replace(agreement.together(load), layers_placed=placed)
     if mapping is not None and section.load != "random":
         check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)

@@ -213,7 +213,7 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | Com
 def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError]:
     offload = section.offload
     if not offload.enabled:
-        switches = {"weights": bool(offload.weights), "num_gpu_batches": offload.num_gpu_batches > 1}
+        switches = {"weights": bool(offload.weights), "num_gpu_batches": offload.groups > 1}
         switches["kv_bits"] = offload.kv_bits is not None
         if "enabled" not in offload.model_fields_set:
             # Switched off by name, the others may stay for later; without it they were meant.

@@ -64,7 +64,7 @@ class MegaKVEngine(InferenceEngine):
         self.__dict__.pop("generate", None)
         comm = runtime.comm
         self._config, self._runtime, self._comm = config, runtime, comm
-        self._name, self._mapping = name, mapping
+        self._name, self._mapping, self._placed = name, mapping, loaded.layers_placed
         self.mesh, self.mp_group = comm.mesh, comm.mesh.group("tp")
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
@@ -188,6 +188,7 @@ class MegaKVEngine(InferenceEngine):
             if self._offloader is not None:
                 self._record.offload = [step.report() for step in self._offloader.steps]
                 self._record.disk_io = self._offloader.disk_io
+                self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
             return output
 
     def session(self) -> Session:

@@ -32,6 +32,7 @@ class RunRecord:
     head_tokens: list[list[int]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
     disk_io: str | None = None
+    schedule: str | None = None
 
     def finish(
         self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
@@ -72,6 +73,7 @@ class RunRecord:
             events=list(comm.ledger.spans),
             offload=self.offload,
             disk_io=self.disk_io,
+            schedule=self.schedule,
             attention_s=comm.ledger.decode_seconds("attention"),
         )
 

@@ -155,7 +155,8 @@ class CaseBench:
             "layers": self._layers,
             "batch": case.batch,
             "beams": case.beams,
-            "groups": 1 if variant(name).rows else case.groups,
+            # What was chosen is said by the steps.
+            "groups": variant(name).groups(case) or round(statistics.median(len(step.plan.splits) for step in steps)),
             "context": case.prompt,
             "new_tokens": case.new,
             "weights_offloaded": case.weights,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 IN_MEMORY, OTHERS = "in_memory", "transformers"
 CHOICES = ("stream", "kvpr", "chunked", "cpu_rank")  # What `auto` chooses from
 ROW, FOUR_BITS, COARSE, QUARTER = "row_", "_4bit", "_coarse", "_quarter"
+SCHEDULES = ("_one", "_columns", "_chosen")
+"""A whole batch row by row, in a case's groups column by column, or as ``megakv.offload.objective`` chooses."""
 NAMES = {
     IN_MEMORY: "in memory",
     OTHERS: "transformers offloaded",
@@ -33,6 +35,7 @@ PARTS = {
     "beams": "weights offloaded, two beams of each sequence: nothing is brought ahead of a step",
     "disk": "host memory holds a part of the cache, and a disk slower than the link the rest",
     "windows": "three of four layers have a sliding window, an eighth of the prompt",
+    "objective": "the same batch row by row and column by column, and as the objective of throughput chooses",
     "budget": "a quarter of a prompt's keys and values is kept, beside all of them",
 }
 TASKS = ("load weights", "load cache", "load activations", "compute", "store cache", "store activations")
@@ -48,6 +51,7 @@ class Variant:
     rows: bool  # Whether the groups of a case are decoded one after the other, in calls of their own
     kv_bits: Literal[4] | None  # Of keys and values off the accelerator; lossy
     coarse: bool  # Whether recomputation waits for all weights of a layer's attention (Figure 5a)
+    schedule: str = ""  # Of `SCHEDULES`, or nothing
     budget: float | None = None  # What part of a prompt's keys and values compression keeps; lossy
 
     @property
@@ -58,15 +62,26 @@ class Variant:
     def title(self) -> str:
         title = NAMES[self.method] + (", 4 bits (lossy)" if self.kv_bits else "")
         title += f", {self.budget:.0%} kept (lossy)" if self.budget else ""
+        title += {"": "", "_one": ", row by row", "_columns": ", column by column", "_chosen": ", as chosen"}[
+            self.schedule
+        ]
         return ("row-by-row " if self.rows else "") + title + (" without hiding" if self.coarse else "")
+
+    def groups(self, case: Case) -> int | None:
+        """``num_gpu_batches`` of a case; None where that is left to the objective."""
+        if self.schedule == "_chosen":
+            return None
+        return 1 if self.rows or self.schedule == "_one" else case.groups
 
 
 def variant(name: str) -> Variant:
     """Of a method's name, such as ``row_stream``, ``kvpr_4bit`` or ``kvpr_coarse``."""
     method, budget = name.removeprefix(ROW), 0.25 if name.endswith(QUARTER) else None
-    for ending in (FOUR_BITS, COARSE, QUARTER):
+    schedule = next((ending for ending in SCHEDULES if name.endswith(ending)), "")
+    for ending in (FOUR_BITS, COARSE, QUARTER, schedule):
         method = method.removesuffix(ending)
-    return Variant(method, name.startswith(ROW), 4 if name.endswith(FOUR_BITS) else None, name.endswith(COARSE), budget)
+    bits = 4 if name.endswith(FOUR_BITS) else None
+    return Variant(method, name.startswith(ROW), bits, name.endswith(COARSE), schedule, budget)
 
 
 LARGE = {
@@ -102,7 +117,7 @@ class Case:
     @property
     def name(self) -> str:
         link = "" if self.link_gb_s is None else f"-{self.link_gb_s:g}gb"
-        size = f"b{self.batch}x{self.groups}-p{self.prompt}-n{self.new}"
+        size = f"b{self.batch}x{self.groups}-p{self.prompt}-n{self.new}" + (f"-k{self.beams}" if self.beams > 1 else "")
         return f"{self.part}-{self.model}-{size}{link}"
 
     @property
@@ -138,7 +153,7 @@ class Plan:
     links: str = "middle"  # Which of the links asked for
     weights: bool = False
     group: int | None = None  # Sequences of a group, column-by-column
-    beams: int = 1
+    beams: tuple[int, ...] = (1,)
     in_memory: float | None = None  # As of `Case`
 
 
@@ -146,6 +161,7 @@ _ALL = (IN_MEMORY, OTHERS, *CHOICES, "auto", "stream_4bit")
 _LATENCY = (OTHERS, *CHOICES, "auto")
 _COLUMNS = ("row_stream", *CHOICES, "auto", "stream_4bit", "kvpr_4bit")
 _BATCHES, _HIDING = ("stream", "kvpr", "auto"), ("stream", "kvpr_coarse", "kvpr")
+_SCHEDULES = tuple(f"stream{ending}" for ending in SCHEDULES)
 _COLUMN = {"links": "last", "weights": True}
 FULL = {
     "links": Plan(_ALL, ("opt", "gqa"), (4,), (256,), (20,), links="all"),
@@ -154,9 +170,10 @@ FULL = {
     "throughput": Plan(_COLUMNS, ("opt",), (8,), (128, 256, 512), (9,), group=2, **_COLUMN),
     "batches": Plan(_BATCHES, ("opt",), (4, 8, 16), (128,), (9,), group=2, **_COLUMN),
     "hiding": Plan(_HIDING, ("opt",), (1, 2, 4), (64,), (12,), **_COLUMN),
-    "beams": Plan(_HIDING, ("opt",), (4,), (128, 256, 384), (12,), beams=2, **_COLUMN),
+    "beams": Plan(_HIDING, ("opt",), (4,), (128, 256, 384), (12,), beams=(2,), **_COLUMN),
     "disk": Plan((IN_MEMORY, *_LATENCY), ("opt", "gqa"), (4,), (256,), (20,), in_memory=0.75),
     "windows": Plan((IN_MEMORY, *_LATENCY), (WINDOWED,), (4,), (8 * WINDOW,), (20,)),
+    "objective": Plan(_SCHEDULES, ("opt",), (8,), (32, 256), (16,), group=2, beams=(1, 2)),
     "budget": Plan((IN_MEMORY, "stream", "stream_quarter"), ("mha",), (2,), (1024, 2048), (20,)),
 }
 _LESS: dict[str, dict[str, Any]] = {
@@ -167,6 +184,7 @@ _LESS: dict[str, dict[str, Any]] = {
     "batches": {"batches": (4, 8), "news": (6,)},
     "hiding": {"batches": (1, 4), "news": (6,)},
     "beams": {"prompts": (256,), "news": (6,)},
+    "objective": {"batches": (4,), "prompts": (32,), "news": (8,)},
     "disk": {"models": ("opt",), "batches": (2,), "news": (6,)},
 }
 QUICK = {part: replace(FULL[part], **less) for part, less in _LESS.items()}
@@ -200,13 +218,14 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         found += [
             Case(
                 part, model, batch, prompt, new, link, plan.methods, plan.weights,
-                beams=plan.beams, groups=batch // group if group else 1, in_memory=plan.in_memory,
+                beams=beams, groups=batch // group if group else 1, in_memory=plan.in_memory,
             )
             for link in links
             for model in arguments.shapes or plan.models
             for batch in arguments.batch or plan.batches
             for prompt in arguments.prompt or plan.prompts
             for new in arguments.new or plan.news
+            for beams in plan.beams
         ]  # fmt: skip
     return found
 

@@ -17,9 +17,13 @@ CLOSE = 0.1
 COLOURS = {
     "in_memory": "#9aa7b5", "transformers": "#22282f", "stream": "#c8553d", "kvpr": "#b58a2a", "chunked": "#3f8f5f",
     "cpu_rank": "#8a6bb8", "auto": "#2f6db3", "stream_4bit": "#e3a18f", "kvpr_4bit": "#dcc68d",
-    "kvpr_coarse": "#8a929b", "row_stream": "#22282f", "stream_quarter": "#3f8f5f",
+    "kvpr_coarse": "#8a929b", "row_stream": "#22282f", "stream_quarter": "#3f8f5f", "stream_one": "#c8553d",
+    "stream_columns": "#b58a2a", "stream_chosen": "#2f6db3",
 }  # fmt: skip
 QUARTERED = "stream_quarter"
+CHOSEN = "stream_chosen"
+APART = 0.05
+"""Schedules whose steps differ by no more than that are not told apart."""
 FIGURE_8, FIGURE_9 = ("stream", "kvpr", "auto"), ("kvpr", "kvpr_4bit", "stream", "stream_4bit")
 FIGURE_12 = ("kvpr", "chunked", "auto")
 COLUMNS = (
@@ -36,6 +40,7 @@ TITLES = {
     "compression": "Four-bit keys and values, lossy (form of Figure 9)",
     "batches": "Decoding throughput by batch (form of Figure 6, second row)",
     "hiding": "A small cache, weights offloaded, row-by-row (form of Table 2)",
+    "objective": "The same batch row by row, column by column, and as the objective chooses",
     "beams": "Two beams of each sequence, weights offloaded, row-by-row: with and without hiding",
 }
 VARIED = ("{link_gb_s:.3g} GB/s", "{context}/{new_tokens}", "{batch} sequences")
@@ -46,6 +51,7 @@ def case_of(row: Row) -> str:
     """What a row was measured with, beside its method, in words; without dots, so that documents can quote by it."""
     link = f"{1e3 * row['link_gb_s']:.0f} MB/s {row['link']}"
     size = f"{row['batch']} x {row['context']}+{row['new_tokens']}"
+    size += f" x {row['beams']} beams" if row["beams"] > 1 else ""
     return f"{row['part']}: {row['shape']}, {size}, {link}"
 
 
@@ -101,6 +107,7 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
         "prompt_speedup_over_row_stream": _speedups(cases, "row_stream", prompt_s),
         "speedup_over_kvpr_coarse": _speedups(cases, "kvpr_coarse"),
         "speedup_over_transformers": _speedups(cases, OTHERS),
+        "objective": {name: _chosen(found) for name, found in cases.items() if CHOSEN in found},
         "time_over_bytes": {name: _time_over_bytes(found) for name, found in cases.items() if QUARTERED in found},
     }
 
@@ -111,6 +118,21 @@ def _regret(found: Mapping[str, Row]) -> Interval:
     # Where the best had fewer rounds than `auto`, those.
     rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
     return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
+
+
+def _chosen(found: Mapping[str, Row]) -> dict[str, Any]:
+    """What columns take of the time of rows, within rounds that begin with each in turn; whether the faster was chosen.
+
+    None where they are not told apart.
+    """
+    ratio = paired_ratio(found["stream_columns"]["seconds"], found["stream_one"]["seconds"])
+    groups, apart = found[CHOSEN]["groups"], abs(ratio.value - 1) > APART
+    return {
+        "columns_over_rows": ratio.to_json(),
+        "chosen_groups": groups,
+        "chosen_is_faster": (groups > 1) == (ratio.value < 1) if apart else None,
+        "chosen_over_rows": paired_ratio(found[CHOSEN]["seconds"], found["stream_one"]["seconds"]).to_json(),
+    }
 
 
 def _time_over_bytes(found: Mapping[str, Row]) -> float:

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         planner = ClusterPlanner(machine, model, progress=progress)
         found = planner.plan(demand)
-    config = choice_config(found.choices[0], machine, model)
+    config = choice_config(found.choices[0], machine, model, demand.objective)
     load_config(config)
     seconds = time.perf_counter() - begun
     if arguments.config:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from megakv.costmodel.memory import GIB, RankMemory
 from megakv.costmodel.offload_time import recomputes
 from megakv.costmodel.presets import Hardware
+from megakv.costmodel.schedule import Objective
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 from megakv.weights.placement.heads import contiguous_head_map
@@ -31,7 +32,7 @@ class Demand:
     slo_ttft_s: float | None = None  # Longest time to first token.
     lossy: bool = False  # Whether FP8 weights may be chosen, and compressed caches where nothing else fits.
     # What is best: the first token soonest, or most tokens per second of all replicas, generated ones if there are any.
-    objective: Literal["latency", "throughput"] = "latency"
+    objective: Objective = "latency"
 
     def __post_init__(self) -> None:
         allowed = {
@@ -152,8 +153,10 @@ def meshes(model: ModelShape, demand: Demand) -> Iterator[Mesh]:
             yield Mesh(cp_size, tp_size, demand.gpus // (cp_size * tp_size))
 
 
-def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[str, Any]:
-    """The JSON of a run that makes a choice, as `megakv.config.load_config` takes it."""
+def choice_config(
+    choice: Choice, machine: Hardware, model: ModelShape, objective: Objective = "latency"
+) -> dict[str, Any]:
+    """The JSON of a run that makes a choice for an objective, as `megakv.config.load_config` takes it."""
     parallel: dict[str, Any] = {"size": choice.mesh.cp_size}
     section: dict[str, Any] = {"context_parallel": parallel}
     if choice.mesh.cp_size > 1:
@@ -172,11 +175,14 @@ def choice_config(choice: Choice, machine: Hardware, model: ModelShape) -> dict[
         divided &= choice.fit.kept_share == 1
         host_gb = max(1.0, round(choice.memory.host / GIB + 0.5))
         section["offload"] = {"enabled": True, "host_gb": host_gb, "method": "auto" if divided else "stream"}
+        if objective != "latency":
+            section["offload"]["objective"] = objective
         if choice.memory.disk:
             section["offload"]["disk_gb"] = float(round(choice.memory.disk / GIB + 0.5))
-        if choice.fit.weights:
-            section["offload"]["weights"] = True
-        if choice.fit.groups > 1:
+        # What was predicted is named, so that it is obeyed.
+        if choice.fit.weights or objective == "throughput":
+            section["offload"]["weights"] = choice.fit.weights
+        if choice.fit.groups > 1 or objective == "throughput":
             section["offload"]["num_gpu_batches"] = choice.fit.groups
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     dtype = names[machine.spec.dtype]

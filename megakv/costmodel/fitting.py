@@ -9,6 +9,7 @@ from functools import cached_property
 from megakv.costmodel.choices import MOST_GPUS, Demand, Fit, Mesh, Rejection, meshes
 from megakv.costmodel.machine_spec import MachineSpec
 from megakv.costmodel.memory import RankMemory, rank_memory
+from megakv.costmodel.schedule import group_counts
 from megakv.costmodel.shape import ModelShape
 
 RESERVE = 0.05
@@ -144,7 +145,7 @@ class Fitting:
         """The fewest groups of a batch that fit a mesh on which nothing else does; if none, weights are offloaded."""
         found: list[tuple[Mesh, Fit, RankMemory]] = []
         rejected: list[Rejection] = []
-        counts = sorted({demand.batch, *(1 << level for level in range(demand.batch.bit_length()))})
+        counts = group_counts(demand.batch)
         # Without an accelerator weights that are offloaded stay in the same memory.
         for mesh in [] if self._spec.accelerator == "cpu" else meshes(self._model, demand):
             if mesh in fitting:

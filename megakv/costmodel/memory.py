@@ -125,7 +125,7 @@ def offloaded_bytes(
         host += batch * page_bytes(-(-compressed * row // (batch * head)), head, page)
         # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
         staged = max(staged, row + kept + (0 if offload.kv_bits is None else stored))
-    together, bodies = (-(-count // min(offload.num_gpu_batches, batch)) for count in (tokens, compressed))
+    together, bodies = (-(-count // min(offload.groups, batch)) for count in (tokens, compressed))
     resident = min(int(offload.device_gb * GIB), sum(rows) * tokens)
     buffers = grown_bytes(staged * together) + grown_bytes(max(rows) * bodies)
     return STAGED_LAYERS * buffers + resident, host + most

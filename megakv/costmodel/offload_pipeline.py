@@ -141,8 +141,8 @@ class Pipeline:
             device = max(queries + times.host_s, max(queries, sent) + times.attend_s)
             moments.append(Moments(begun, sent, queries, device))
             self._released = [self._released[1], device]
-            device += times.layer_s
-        device = max(device, pieces[count - 1])
+        # Groups have attention of their own; projections and feed-forward are computed for all sequences at once.
+        device = max(device + sum(times.layer_s for times in groups), pieces[count - 1])
         self._ended = [self._ended[1], device]
         self._link, self.device = link, device
         self.weights_there = pieces[count - 1]

@@ -90,7 +90,7 @@ def virtual_rank(
         weights, host = weights - held + WEIGHT_BUFFERS * max(share.layer_bytes), host + held
     sizes = {"cp_size": config.cp_size, "tp_size": config.tp_size}
     divided = offload.enabled and config.cp_size == 1
-    computed, waiting = grouped_tokens(tokens, batch, offload.num_gpu_batches if divided else 1)
+    computed, waiting = grouped_tokens(tokens, batch, offload.groups if divided else 1)
     working = activation_bytes(shape, computed=computed, held=max(tokens, kept), row_bytes=largest, **sizes)
     return VirtualRank(
         rank=cp_rank * config.tp_size + share.tp_rank,

@@ -128,14 +128,18 @@ class OffloadedCache(ShardedCache):
         super().cut_back(slots)
 
 
+def is_single(layout: Layout) -> bool:
+    """Whether a pass has no more than one token of each sequence."""
+    return layout.wanted is None and all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
+
+
 def groups_of(layout: Layout, count: int) -> list[range]:
     """Consecutive sequences in at most `count` groups of nearly equal size.
 
     With context parallelism one where any sequence has several tokens: ranks exchange a layer's rows whole.
     """
     batch = layout.tokens[0].batch
-    single = layout.wanted is None and all(int(np.diff(block.bounds).max(initial=0)) <= 1 for block in layout.tokens)
-    divided = single or layout.size == 1
+    divided = is_single(layout) or layout.size == 1
     return [range(*bounds) for bounds in pairwise(chunk_bounds(batch, min(count, batch) if divided else 1).tolist())]
 
 

@@ -25,13 +25,19 @@ class OffloadConfig(Section):
     """What becomes of offloaded tokens: docs/offload.md#how-tokens-are-divided. ``auto`` takes what is predicted
     to be fastest."""
 
-    weights: Literal[False, True, "disk"] = False
-    """Whether the decoder layers' weights lie in host memory too (``true``), or on disk, and come layer by layer: what
-    DeepSpeed's ``offload_param`` calls ``cpu`` and ``nvme``. They come out of ``host_gb``, or ``disk_gb``, first."""
+    objective: Literal["latency", "throughput"] = "latency"
+    """What ``weights`` and ``num_gpu_batches`` are chosen for where they are left out: the shortest time of a step,
+    weights on the accelerator and layers row by row; or most tokens per second of a whole batch, column by column and
+    weights in host memory where that is predicted to give more: docs/offload.md#row-by-row-or-column-by-column."""
 
-    num_gpu_batches: int = Field(1, ge=1)
+    weights: Literal[False, True, "disk"] | None = None
+    """Whether the decoder layers' weights lie in host memory too (``true``), or on disk, and come layer by layer: what
+    DeepSpeed's ``offload_param`` calls ``cpu`` and ``nvme``. They come out of ``host_gb``, or ``disk_gb``, first.
+    ``null``: as ``objective`` has it."""
+
+    num_gpu_batches: int | None = Field(None, ge=1)
     """Groups in which the sequences of a batch go through each layer: keys and values are brought for one group at a
-    time, one load of the layer's weights serves all."""
+    time, one load of the layer's weights serves all. ``null``: as ``objective`` has it."""
 
     kv_bits: Literal[4, 8] | None = None
     """Bits of each key and value off the accelerator, **lossy**. ``null``: the model's own type."""
@@ -72,6 +78,16 @@ class OffloadConfig(Section):
     profile: str | None = None
     """File that the measured speeds of this machine are kept in. What it lacks is measured. It may be that of
     ``megakv profile``."""
+
+    @property
+    def groups(self) -> int:
+        """Groups of a batch as they were given; row by row, 1, where they were not."""
+        return self.num_gpu_batches or 1
+
+    @property
+    def chooses_groups(self) -> bool:
+        """Whether each batch has its own."""
+        return self.objective == "throughput" and self.num_gpu_batches is None
 
     @property
     def host_bytes(self) -> int:

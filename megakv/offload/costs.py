@@ -130,7 +130,8 @@ class OffloadCosts:
         self.measured: LayerSpeeds | None = None
         """As it was measured, or read; None before the first call of `layer`."""
         self._shown = _Shown()
-        self._plans: dict[str, _Shown] = {}
+        # Of each plan, by its groups of a batch.
+        self._plans: dict[tuple[str, int], _Shown] = {}
         self._steps = 0
 
     def layer(
@@ -146,12 +147,16 @@ class OffloadCosts:
             self.measured = self.profile = known = LayerSpeeds.of(found, store, sharers=self._profiler.sharers)
         return replace(known.costs(len(store.lengths()) / groups), attend_s=self._shown.get("attend_s"))
 
-    def of_plan(self, plan: str, costs: LayerCosts) -> LayerCosts:
-        """Costs as the latest steps of a plan showed them; without any, with the other work of the least hampered plan.
+    def of_plan(self, plan: str, groups: int, costs: LayerCosts) -> LayerCosts:
+        """Costs as the latest steps of a plan showed them, in other groups if it had none in so many.
+
+        Without any, they are with the other work of the least hampered plan.
 
         What other plans show since then is not its own: times of plans are compared as they were measured.
         """
-        known = self._plans.get(plan)
+        known = self._plans.get((plan, groups))
+        if known is None:
+            known = next((shown for (name, _), shown in self._plans.items() if name == plan), None)
         if known is None:
             shown = [each.get("device_s") for each in self._plans.values()]
             return replace(costs, device_s=min(shown, default=self._shown.get("device_s")))
@@ -202,7 +207,8 @@ class OffloadCosts:
         if record.steady:
             costs = replace(self.profile, **shown).costs(record.sequences)
             own = {name: getattr(costs, name) for name in OF_A_PLAN}
-            self._plans.setdefault(record.plan.name, _Shown()).add(early, **own, device_s=device_s, attend_s=attend_s)
+            key = record.plan.name, len(record.plan.splits)
+            self._plans.setdefault(key, _Shown()).add(early, **own, device_s=device_s, attend_s=attend_s)
 
     def _speeds(self, record: StepRecord, layers: int) -> dict[str, Any]:
         """Of the profile, what a step showed."""

@@ -10,7 +10,6 @@ from megakv.costmodel.offload import (
     RESIDENT,
     GroupCosts,
     LayerCosts,
-    Placement,
     WeightTimes,
     disk_seconds,
     placed,
@@ -22,6 +21,7 @@ from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_rank import HostRank
 from megakv.offload.method import Plan, Split
 from megakv.offload.methods import AUTO, METHODS, methods_of
+from megakv.offload.reach import Reach
 from megakv.offload.record import StepRecord
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
@@ -89,44 +89,31 @@ class Planner:
         stay with their rank, the host attends to none. With `beyond` it is for the next step.
         """
 
-        def seen(counts: Sequence[int]) -> list[int]:
-            return [max(0, count - first) for count, first in zip(counts, out_of_window, strict=True)]
-
-        lengths = seen(store.cached_before_step())
-        # Some layers have this step's tokens already: those that count are the same in all.
-        resident, inputs = (
-            [*map(min, lengths, each)] for each in (store.residents.counts(), seen(store.with_inputs()))
-        )
+        reach = Reach.of(store, out_of_window)
         # A rank may have the same tokens in several steps.
-        key = (lengths, resident, inputs, tuple(groups), stays, tuple(kept), self.ahead, self._step + beyond)
+        key = (reach[1:], tuple(groups), stays, tuple(kept), self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
-            memory, held = seen(store.in_memory()), seen(store.in_memory(inputs=True))
-            placements = [
-                Placement(length - kept, given, min(length, rows), min(given, own))
-                for length, kept, given, rows, own in zip(lengths, resident, inputs, memory, held, strict=True)
-            ]
-            attends = self._in_reach = self._host_rank is not None and stays
-            costs = LayerCosts(0.0, 0.0, 0.0)
-            if any(lengths) or (store.known and any(map(any, kept))):
-                host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
-                costs = self._costs.layer(store, self._recomputation, host, groups=len(groups))
-                costs = costs.with_weights(self._weight_times(), len(groups))
-            found = [
-                GroupCosts(
-                    costs,
-                    sum(lengths[group.start : group.stop]),
-                    sum(placement.inputs for placement in own),
-                    sum(placement.rows_in_memory for placement in own) if attends else 0,
-                    sum(resident[group.start : group.stop]),
-                    self._config.chunk_tokens,
-                    own if any(placement.on_disk for placement in own) else (),
-                    *both,
-                )
-                for group, both in zip(groups, kept, strict=True)
-                for own in (tuple(placements[group.start : group.stop]),)
-            ]
+            found = self._groups(store, reach, groups, stays, kept)
             self._latest = key, self._plan(store, found, self._agreed[beyond])
         return self._latest[1]
+
+    def seconds(
+        self,
+        store: TieredStore,
+        groups: Sequence[range],
+        out_of_window: Sequence[int],
+        *,
+        stays: bool,
+        kept: Sequence[tuple[float, float]],
+    ) -> float | None:
+        """What a step is predicted to take in some groups, by the fastest method; None before steps have shown that.
+
+        Arguments are as of `plan`.
+        """
+        found = self._groups(store, Reach.of(store, out_of_window), groups, stays, kept)
+        tokens = sum(group.tokens for group in found) + round(sum(group.kept for group in found))
+        plans = self._plans(found).items() if tokens and self._costs.warmed_up else ()
+        return min((plan.seconds * self._auto.correction(name, tokens) for name, plan in plans), default=None)
 
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
@@ -203,6 +190,37 @@ class Planner:
                 plan = self._solved(agreed, groups) or plan
         return plan._replace(predicted_s=plan.seconds * self._auto.correction(plan.name, tokens))
 
+    def _groups(
+        self,
+        store: TieredStore,
+        reach: Reach,
+        groups: Sequence[range],
+        stays: bool,
+        kept: Sequence[tuple[float, float]],
+    ) -> list[GroupCosts]:
+        """What a layer costs for each group."""
+        attends = self._in_reach = self._host_rank is not None and stays
+        costs = LayerCosts(0.0, 0.0, 0.0)
+        if any(reach.lengths) or (store.known and any(map(any, kept))):
+            host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
+            costs = self._costs.layer(store, self._recomputation, host, groups=len(groups))
+            costs = costs.with_weights(self._weight_times(), len(groups))
+        placements = reach.placements(store)
+        return [
+            GroupCosts(
+                costs,
+                sum(reach.lengths[group.start : group.stop]),
+                sum(placement.inputs for placement in own),
+                sum(placement.rows_in_memory for placement in own) if attends else 0,
+                sum(reach.resident[group.start : group.stop]),
+                self._config.chunk_tokens,
+                own if any(placement.on_disk for placement in own) else (),
+                *both,
+            )
+            for group, both in zip(groups, kept, strict=True)
+            for own in (tuple(placements[group.start : group.stop]),)
+        ]
+
     def _plans(self, groups: Sequence[GroupCosts]) -> dict[str, Plan]:
         """Those that treat tokens otherwise than those before them; streaming where there is nothing else to do."""
         plans: dict[str, Plan] = {}
@@ -215,7 +233,7 @@ class Planner:
 
     def _solved(self, name: str, groups: Sequence[GroupCosts]) -> Plan | None:
         """A plan by its method; None where what is cached allows none."""
-        costs = self._costs.of_plan(name, groups[0].layer)
+        costs = self._costs.of_plan(name, len(groups), groups[0].layer)
         costs = replace(costs, device_s=costs.device_s / len(groups))
         ways = [[replace(group, layer=costs) for group in groups]]
         kept, on_disk = (sum(getattr(group, each) for group in groups) for each in ("kept", "kept_on_disk"))

@@ -1,14 +1,9 @@
-"""Which groups of which layers are in the buffers on the accelerator, or on their way there.
-
-In layers with a sliding window, cached tokens that no query of a pass sees need not be brought. Most are gone.
-"""
+"""Which groups of which layers are in the buffers on the accelerator, or on their way there."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 
 import numpy as np
 import torch
@@ -20,50 +15,11 @@ from megakv.offload.cache import OffloadedCache, groups_of
 from megakv.offload.link import Link, Move
 from megakv.offload.method import Plan, Split, spread
 from megakv.offload.planner import Planner
+from megakv.offload.reach import OutOfWindow, Windows
 from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
 from megakv.offload.store import TieredStore
 
 BUFFERS = 2
-Windows = list[int | None]
-"""Of each layer, as its attention showed it; None where queries see all that comes before them."""
-
-
-class OutOfWindow:
-    """First tokens of each sequence on a rank that lie before every query's window, in a pass and the one after it.
-
-    Queries of a pass come behind all that was cached before it, so the first slot behind that is the least they have,
-    in whichever sequence.
-    The table has the tokens of the pass, of which `new` counts those of each rank and sequence.
-    """
-
-    def __init__(self, windows: Windows, table: TokenTable, rank: int, new: Sequence[Sequence[int]]):
-        self._windows, self._table, self._rank, self._new = windows, table, rank, new
-        self._behind = cache(self._count)
-
-    def in_layer(self, layer: int, *, beyond: bool = False) -> list[int]:
-        """Per sequence, in one layer; with `beyond`, in the pass after this one."""
-        return self._behind(self._windows[layer], beyond)
-
-    def in_the_mean(self, *, beyond: bool = False) -> list[int]:
-        """Per sequence, in the mean of all layers, rounded down."""
-        counts = Counter(self._windows)
-        if set(counts) <= {None}:
-            return [0] * self._table.batch
-        layers = sum(counts.values())
-        return [
-            sum(counts[window] * own for window, own in zip(counts, each, strict=True)) // layers
-            for each in zip(*(self._behind(window, beyond) for window in counts), strict=True)
-        ]
-
-    def _count(self, window: int | None, beyond: bool) -> list[int]:
-        if window is None:
-            return [0] * self._table.batch
-        cached = [
-            [self._table.slots(rank, sequence)[: None if beyond else -count or None] for sequence, count in counts]
-            for rank, counts in enumerate(map(enumerate, self._new))
-        ]
-        first = max((int(slots[-1]) + 1 for own in cached for slots in own if len(slots)), default=0)
-        return [int(np.searchsorted(slots, first - window, side="right")) for slots in cached[self._rank]]
 
 
 class Prefetch:
@@ -73,11 +29,11 @@ class Prefetch:
     tokens each sequence has. `windows` are those of the layers, as their attention showed them.
     """
 
-    def __init__(self, planner: Planner, link: Link, *, layers: int, groups: int, device: torch.device):
+    def __init__(self, planner: Planner, link: Link, *, layers: int, device: torch.device):
         self.groups: list[range] = []
         self.new: list[int] = []
         self.windows: Windows = [None] * layers
-        self._planner, self._link, self._layers, self._most = planner, link, layers, groups
+        self._planner, self._link, self._layers = planner, link, layers
         self._cache: OffloadedCache | None = None
         self._stays = True
         self._hidden: OutOfWindow
@@ -94,15 +50,19 @@ class Prefetch:
         """Bytes of the buffers."""
         return sum(b.nbytes for b in self._free) + sum(staged.buffer.nbytes for staged in self._staged.values())
 
-    def enter(self, cache: OffloadedCache, table: TokenTable, layout: Layout, *, stays: bool, turn: bool) -> bool:
+    def enter(
+        self, cache: OffloadedCache, table: TokenTable, layout: Layout, *, groups: int, stays: bool, turn: bool
+    ) -> bool:
         """A pass over a cache begins, its new tokens in the table; whether what was brought ahead is of use, if any.
+
+        Its sequences go through layers in `groups`, or fewer.
 
         Of compressed tokens the table has none. Those of a `turn` that may be compressed need no place in the buffers.
         `stays` says whether cached rows are attended to where they lie: only then may the host attend to some.
         """
         new = [np.diff(block.bounds).tolist() for block in layout.stored]
         same, self._cache = self._cache is cache, cache
-        self.groups, self._stays = groups_of(layout, self._most), stays
+        self.groups, self._stays = groups_of(layout, groups), stays
         self.new = [0] * len(new[cache.rank]) if turn else new[cache.rank]
         self._hidden = OutOfWindow(self.windows, table, cache.rank, new)
         self._kept = [cache.kept(group) for group in self.groups]
@@ -125,6 +85,13 @@ class Prefetch:
         """What becomes of the cached tokens of a layer, in this step or the next."""
         out_of_window = self._hidden.in_the_mean(beyond=beyond)
         return self._planner.plan(store, self.groups, out_of_window, stays=self._stays, kept=self._kept, beyond=beyond)
+
+    def seconds(self, layout: Layout, count: int) -> float | None:
+        """What a step like the pass that was entered is predicted to take in so many groups; None: nothing is known."""
+        assert self._cache is not None
+        store, groups = self._cache.tier(0), groups_of(layout, count)
+        kept = [self._cache.kept(group) for group in groups]
+        return self._planner.seconds(store, groups, self._hidden.in_the_mean(), stays=self._stays, kept=kept)
 
     def begin(self) -> None:
         """Bring the first groups of a pass."""

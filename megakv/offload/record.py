@@ -137,6 +137,7 @@ class StepRecord:
             name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window", "kept_on_host")
         }
         found["kept"] = self.kept + self.kept_on_host
+        found["groups"] = len(self.plan.splits)
         return OffloadStep(plan=self.plan.name, **found, link_utilisation=link, disk_utilisation=disk)
 
 

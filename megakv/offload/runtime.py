@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
+from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.fairkv.attention import RaggedPart
 from megakv.forward_pass import ForwardPass
 from megakv.injection.recomputation import Recomputation
 from megakv.laws import CombinationError
-from megakv.offload.cache import OffloadedCache, group_call
+from megakv.offload.cache import OffloadedCache, group_call, is_single
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.costs import LayerSpeeds, OffloadCosts
 from megakv.offload.cuda_link import CudaStreams, StreamLink
@@ -34,6 +36,7 @@ from megakv.offload.profile import Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.room import CompressedTurn, check_room
+from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import LayerWeights
@@ -80,6 +83,7 @@ class Offloader:
         self._measured: LayerSpeeds | None = None
         self._host_rank: HostRank | None = None
         self.weights: WeightStream | None = None
+        self.schedule = GroupSchedule(config, model, Agreement(comm), tp_size=comm.mesh.tp_size)
 
         def current() -> ForwardPass:
             assert runtime.current is not None
@@ -104,10 +108,10 @@ class Offloader:
             self._recomputation = Recomputation(model, entered=self.enter, current=current)
             made.callback(self._recomputation.remove)
             if weights is not None:
-                groups = config.num_gpu_batches
-                self.weights = WeightStream(model, weights, link=self.link, device=self.device, groups=groups)
+                link, groups = self.link, self.schedule.count
+                self.weights = WeightStream(model, weights, link=link, device=self.device, groups=groups)
                 made.callback(self.weights.close)
-            if config.num_gpu_batches > 1:
+            if config.groups > 1 or config.chooses_groups:
                 # Behind the hooks of the weights: those are there when a layer's first group is computed.
                 made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
             self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
@@ -125,9 +129,7 @@ class Offloader:
                 leads=None if alone else comm.mesh.rank == 0,
                 weights=self.weights,
             )
-            self._prefetch = Prefetch(
-                self._planner, self.link, layers=layers, groups=config.num_gpu_batches, device=self.device
-            )
+            self._prefetch = Prefetch(self._planner, self.link, layers=layers, device=self.device)
             made.callback(self._prefetch.drop_all)
             self._made = made.pop_all()
 
@@ -155,6 +157,7 @@ class Offloader:
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
         self._planner.new_run(new_tokens)
+        self.schedule.new_run()
         return self._planner
 
     # A pass
@@ -164,11 +167,16 @@ class Offloader:
         self._log.read()
         self._measured = self.costs.measured
         self._table = cache.uncompressed()
-        if not self._prefetch.enter(cache, self._table, layout, stays=stays, turn=turn):
+        entered = partial(self._prefetch.enter, cache, self._table, layout, stays=stays, turn=turn)
+        if not entered(groups=self.schedule.count):
             # Beams have changed places, say.
             self._planner.ahead = False
-        self._cache, self._layout = cache, layout
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
+        if self._regroups(cache, layout, sum(new)):
+            entered(groups=self.schedule.count)
+            if self.weights is not None:
+                self.weights.share(self.schedule.count)
+        self._cache, self._layout = cache, layout
         self._decoding = all(count <= 1 for count in new)
         cached, plan = sum(cache.tier(0).lengths()), self._prefetch.plan(cache.tier(0))
         # The plan of the next step may find that they are of no use: all layers keep the same tokens' activations.
@@ -320,6 +328,21 @@ class Offloader:
         """What compression kept of the group of sequences that is attended to, where it is left to the host."""
         cache, staged = self._cache, store.staged
         return [] if cache is None or staged is None or not staged.left else cache.left(store.layer, staged.group)
+
+    def _regroups(self, cache: OffloadedCache, layout: Layout, new: int) -> bool:
+        """Whether the sequences of a pass go through layers in another number of groups than those before it."""
+        single, store = is_single(layout), cache.tier(0)
+        if layout.size > 1 and not single:
+            # Ranks exchange a layer's rows whole.
+            return False
+        return self.schedule.choose(
+            batch=layout.tokens[0].batch,
+            new=len(layout.tokens[cache.rank]),
+            held=sum(store.lengths()) + new,
+            single=single,
+            buffers=self._prefetch.nbytes,
+            seconds=partial(self._prefetch.seconds, layout),
+        )
 
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)

@@ -58,6 +58,7 @@ class WeightStream:
         self._weights, self._link, self._device = weights, link, device
         rows = max(places.rows for places in weights.layers)
         self._buffers = [torch.empty(rows, ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(WEIGHT_BUFFERS)]
+        self._groups = groups
         self._cuts = [_cuts(places, groups) for places in weights.layers]
         self._parameters = [
             [(model.get_parameter(place.name), place) for place in places.places] for places in weights.layers
@@ -90,6 +91,13 @@ class WeightStream:
         layers = self._weights.layers
         keys = sum(places.keys_rows for places in layers) * ALIGNMENT / len(layers)
         return keys, self._weights.nbytes / len(layers) - keys
+
+    def share(self, groups: int) -> None:
+        """From the next layer on so many groups share a layer's weights."""
+        if groups != self._groups:
+            self._settle()
+            self._groups, self._cuts = groups, [_cuts(places, groups) for places in self._weights.layers]
+            self._restart(0)
 
     def attended(self) -> None:
         """The layer at work has attended: the weights for keys and values of the layer after the next may come."""
@@ -124,9 +132,7 @@ class WeightStream:
         for module in layer.modules():
             own = [stops[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in stops]
             if own:
-                # The pieces up to the one with its last byte.
-                pieces = next(n for n, row in enumerate(self._cuts[index]) if row * ALIGNMENT >= max(own))
-                self._handles.append(module.register_forward_pre_hook(partial(self._await, index, pieces)))
+                self._handles.append(module.register_forward_pre_hook(partial(self._await_byte, index, max(own))))
 
     def _begin(self, layer: int) -> None:
         if self._active is not None or self._queue[0].layer != layer:
@@ -137,6 +143,10 @@ class WeightStream:
         self._start_all(active)
         for parameter, place in self._parameters[layer]:
             parameter.data = place.within(self._buffers[active.buffer])
+
+    def _await_byte(self, layer: int, last: int, *_: Any) -> None:
+        """Wait for the pieces up to the one with the last byte of a module."""
+        self._await(layer, next(n for n, row in enumerate(self._cuts[layer]) if row * ALIGNMENT >= last))
 
     def _await(self, layer: int, pieces: int, *_: Any) -> None:
         if self._active is None or self._active.layer != layer:

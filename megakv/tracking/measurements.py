@@ -120,6 +120,8 @@ class OffloadStep:
     # attended to: the rest was sent.
     kept: Count = 0
     kept_on_host: Count = 0
+    # Of the batch, in which its sequences went through layers; 1: row by row.
+    groups: Count = 1
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
@@ -144,6 +146,8 @@ def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
     errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s and not step.profiled]
     if errors:
         values["offload/prediction_error"] = statistics.median(errors)
+    if any(step.groups > 1 for step in steps):
+        values["offload/groups"] = statistics.median(step.groups for step in steps)
     counts = Counter(step.plan for step in steps)
     return values | {f"offload/passes/{plan}": counts[plan] / len(ranks) for plan in sorted(counts)}
 

@@ -174,6 +174,7 @@ def _offload(rank: RankReport) -> dict[str, Cell]:
         "plans": passes_by_plan(rank),
         "kv_bits": None if last.kv_bits is None else f"{last.kv_bits} (lossy)",
         "disk_io": rank.disk_io,
+        "schedule": rank.schedule,
     }
 
 

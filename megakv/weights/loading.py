@@ -45,6 +45,8 @@ class LoadedModel:
     """Bytes of parameters and buffers on this rank."""
     layer_weights: LayerWeights | None = None
     """Those of the decoder layers, where they lie off the accelerator; the module's parameters have no memory then."""
+    layers_placed: str = ""
+    """Why those of decoder layers lie where they do, if the JSON has left that open."""
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -124,8 +124,8 @@ def _decodes(config: MegaKVConfig, run: Run, profile: HardwareProfile, model: Mo
             method,
             tp_size=config.tp_size,
             plan=offload.method,
-            weights=offload.weights,
-            groups=offload.num_gpu_batches,
+            weights=offload.weights or False,
+            groups=offload.groups,
         ).seconds
 
     return {name: seconds(name) for name in names}

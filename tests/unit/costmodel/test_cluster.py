@@ -252,9 +252,15 @@ COLUMNS = Fit(offload=True, weights=True, groups=4)
 def test_configurations_can_be_read(fit: Fit) -> None:
     choice = replace(plan(small(), context=5000, gpus=4).choices[-1], fit=fit)
     config = load_config(choice_config(choice, RDMA, small()))
+    if fit.offload:
+        best = load_config(choice_config(choice, RDMA, small(), "throughput")).megakv.offload
+        # What was predicted is named, and so is what it is best for.
+        assert (best.objective, best.weights, best.num_gpu_batches) == ("throughput", fit.weights, fit.groups)
+        assert not best.chooses_groups
     assert (config.cp_size, config.tp_size) == (choice.mesh.cp_size, choice.mesh.tp_size)
     offload = config.megakv.offload
-    assert (offload.enabled, offload.weights, offload.num_gpu_batches) == (fit.offload, fit.weights, fit.groups)
+    assert (offload.enabled, bool(offload.weights), offload.groups) == (fit.offload, fit.weights, fit.groups)
+    assert offload.objective == "latency"
     assert config.megakv.feed_forward == ("fp8" if fit.fp8 else "dtype")
     assert config.megakv.fairkv.budget == (fit.kept_share if fit.kept_share < 1 else None)
 

@@ -218,7 +218,7 @@ def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -
     plain = LayerCosts(kv_s=1.0, activation_s=1.0, recompute_s=1.0)
 
     def predicted() -> float:
-        known = costs.of_plan("kvpr", plain)
+        known = costs.of_plan("kvpr", 1, plain)
         return costs.predict([GroupCosts(known, 1000)], [Split(1000)], 2, RESIDENT, ahead=True)
 
     for _ in range(5):
@@ -229,7 +229,7 @@ def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -
     for _ in range(9):
         costs.learn(step("kvpr", elapsed_s=0.1, link_bytes_s=1e6), 2)
     assert costs.link_bytes_s == pytest.approx(1e6)
-    assert costs.of_plan("kvpr", plain).kv_s == pytest.approx(64 / 1e6)
+    assert costs.of_plan("kvpr", 1, plain).kv_s == pytest.approx(64 / 1e6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""What the JSON leaves to its objective: where weights lie, decided at start, and the groups of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedModel
+
+from megakv.costmodel.fitting import RESERVE
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.memory import (
+    STAGED_LAYERS,
+    activation_bytes,
+    grouped_tokens,
+    grown_bytes,
+    waiting_bytes,
+)
+from megakv.costmodel.schedule import BatchRate, best_groups, best_rate, group_counts
+from megakv.costmodel.shape import ModelShape
+from megakv.distributed.agreement import Agreement
+from megakv.offload.config import OffloadConfig
+from megakv.offload.profile import read_profile
+
+ROWS = "row by row"
+
+
+def accelerator_room() -> int:
+    """Bytes of the accelerator that may still be used."""
+    return int(get_accelerator().available_memory() * (1 - RESERVE))
+
+
+def weights_by_objective(
+    config: OffloadConfig, model: ModelShape | None, *, room: int, longest: int | None, cp_size: int, tp_size: int
+) -> tuple[bool, str]:
+    """Whether weights that the JSON leaves to throughput lie in host memory, and why.
+
+    room: bytes of the accelerator before any weight is loaded; 0 where its memory is the host's.
+    longest: tokens of a sequence, as ``max_out_tokens`` bounds them.
+    """
+    stay = "weights stay on the accelerator: "
+    if not room:
+        return False, f"{stay}its memory is the host's, so they would make no room"
+    if model is None:
+        return False, f"{stay}nothing is predicted, as the model's config does not tell its sizes"
+    if longest is None:
+        return False, f"{stay}nothing is predicted without max_out_tokens, which says what batches have room"
+    found, profile = read_profile(config, model.dtype), None
+    if found is not None:
+        with suppress(ValueError):
+            # An engine's own file lacks what megakv profile measures.
+            profile = HardwareProfile.model_validate(found.model_dump())
+    if profile is None or profile.host_link is None:
+        return False, f"{stay}nothing is predicted without megakv.offload.profile, a file of megakv profile"
+    rates = [
+        best_rate(
+            profile, profile.host_link, model, tokens=longest, room=room, host=config.host_bytes + config.disk_bytes,
+            weights=away, plan=config.method, cp_size=cp_size, tp_size=tp_size, sharers=profile.devices_per_host or 1,
+        )
+        for away in (False, True)
+    ]  # fmt: skip
+    here, there = (_rate_words(rate) for rate in rates)
+    least = 0.0 if rates[0] is None else rates[0].tokens_per_s
+    if rates[1] is not None and rates[1].tokens_per_s > least:
+        return True, f"weights lie in host memory: {there} predicted, {here} with weights on the accelerator"
+    return False, f"{stay}{here} predicted, {there} with weights in host memory"
+
+
+class GroupSchedule:
+    """In how many groups the batch under way goes through layers, and `why`.
+
+    Where the JSON leaves that to throughput, rank 0 decides: before a prompt by what has room, and again while its
+    answer is generated, by predicted seconds of a step, ever more seldom. `tp_size` ranks share a model's heads.
+    """
+
+    def __init__(self, config: OffloadConfig, model: PreTrainedModel, agreement: Agreement, *, tp_size: int):
+        self.open, self.count = config.chooses_groups, config.groups
+        named = "objective = 'latency'" if config.num_gpu_batches is None else f"num_gpu_batches = {self.count}"
+        self.why = f"{_words(self.count)}: megakv.offload.{named}"
+        self._agreement, self._tp_size, self._steps = agreement, tp_size, 0
+        self._shape: ModelShape | None = None
+        with suppress(ValueError):
+            # If the model's config tells its sizes.
+            self._shape = ModelShape.from_config(model.config, dtype=model.dtype)
+
+    def new_run(self) -> None:
+        """A generation begins."""
+        self._steps = 0
+
+    def choose(
+        self, *, batch: int, new: int, held: int, single: bool, buffers: int, seconds: Callable[[int], float | None]
+    ) -> bool:
+        """Before a pass, on every rank, whose `new` tokens are among a rank's `held` ones: whether `count` has changed.
+
+        `single`: one new token of each sequence. `seconds` predicts a step by its number of groups, None where nothing
+        is known of it; `buffers` are the bytes of those that are there already.
+        """
+        number, self._steps = self._steps, self._steps + single
+        # What steps show comes in with them: they are asked after 0, 1, 2, 4, 8 and so on.
+        if not self.open or (single and number & (number - 1)):
+            return False
+        before = self.count
+
+        def decide() -> tuple[int, str]:
+            counts = self._fitting(batch, new, held, single=single, room=accelerator_room() + buffers)
+            predicted = {count: found for count in counts if single and (found := seconds(count)) is not None}
+            if predicted:
+                count = best_groups(predicted)
+                times = ", ".join(f"{1e3 * took:.3g} ms in {groups}" for groups, took in predicted.items())
+                return count, f"{_words(count)}: predicted for a step by groups: {times}"
+            why = "has room" if self._shape is not None else "the model's config does not tell its sizes"
+            return counts[0], f"{_words(counts[0])}: {why}; a step is predicted once some have shown what they cost"
+
+        self.count, self.why = self._agreement.decide(decide) if self._agreement.shared else decide()
+        return self.count != before
+
+    def _fitting(self, batch: int, new: int, held: int, *, single: bool, room: int) -> list[int]:
+        """Numbers of groups in which a pass has room; the most where it has none."""
+        shape, counts = self._shape, group_counts(batch)
+        if shape is None:
+            return counts
+        row = shape.attention(tp_size=self._tp_size).kv_row_bytes
+
+        def nbytes(count: int) -> int:
+            # Projections and feed-forward have all sequences of a step of decoding at once.
+            computed, waiting = grouped_tokens(new, batch, 1 if single else count)
+            working = activation_bytes(shape, computed=computed, held=0, row_bytes=row, tp_size=self._tp_size)
+            return working + waiting_bytes(shape, waiting) + STAGED_LAYERS * grown_bytes(row * -(-held // count))
+
+        return [count for count in counts if nbytes(count) <= room] or counts[-1:]
+
+
+def _words(count: int) -> str:
+    return ROWS if count == 1 else f"column by column, {count} groups"
+
+
+def _rate_words(rate: BatchRate | None) -> str:
+    if rate is None:
+        return "no room for one sequence"
+    return f"{rate.tokens_per_s:.3g} tokens/s ({rate.batch} sequences in {rate.groups} groups)"
