@@ -15,9 +15,9 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
+from megakv.fairkv.attention_weights import SCORE_ELEMENTS, ScoredQueries
 from megakv.fairkv.method import Segment
 from megakv.fairkv.notes import Notes
-from megakv.fairkv.observation import SCORE_ELEMENTS
 
 OverRanks = Callable[[Tensor], Tensor]
 """The maximum over some ranks, in place."""
@@ -106,32 +106,13 @@ class HeldTokens:
         kv_heads, count = self.rows.shape
         if not count or not len(q_slots):
             return
-        heads, device = queries.shape[1], queries.device
-        group, keys = heads // kv_heads, self.k_KMD.to(queries.dtype).transpose(1, 2)
+        columns = self.slots, self.positions, self.orders
         counts = self.rows >= 0 if before is None else (self.rows >= 0) & (self.slots < before)
-        step = max(1, SCORE_ELEMENTS // (heads * count))
+        q_orders, step = np.searchsorted(self.all_slots, q_slots), max(1, SCORE_ELEMENTS // (queries.shape[1] * count))
         for a in range(0, len(q_slots), step):
-            part, at = queries[a : a + step], q_slots[a : a + step]
-            q = part[..., :-1].transpose(0, 1).reshape(kv_heads, group * len(at), -1) * scoring.scale
-            scores = torch.bmm(q, keys)
-            if scoring.softcap is not None:
-                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-            if scoring.alibi_slopes is not None:
-                distance = upload(self.positions[:, None] - at[None, :, None], device).to(scores)
-                slopes = scoring.alibi_slopes.to(scores).view(kv_heads, group, 1, 1)
-                scores = scores + (slopes * distance[:, None]).reshape(scores.shape)
-            lse = part[..., -1].t().reshape(kv_heads, group * len(at), 1)
-            weights = scores.sub_(lse).exp_().view(kv_heads, group, len(at), count)
-            seen = counts[:, None] & (self.slots[:, None] <= at[None, :, None])
-            if scoring.window is not None:
-                seen &= self.slots[:, None] > at[None, :, None] - scoring.window
-            if near:
-                seen &= np.searchsorted(self.all_slots, at)[None, :, None] - self.orders[:, None] > near
-            weights.masked_fill_(upload(~seen, device)[:, None], 0.0)
-            if peak:
-                torch.maximum(mass_KM, weights.amax((1, 2)), out=mass_KM)
-            else:
-                mass_KM += weights.sum((1, 2))
+            b = a + step
+            scored = ScoredQueries(queries[a:b], q_slots[a:b], q_orders[a:b], kv_heads, scoring)
+            scored.add_to(mass_KM, self.k_KMD, *columns, peak=peak, near=near, counts=counts)
 
     def pooled(self, mass_KM: Tensor, radius: int, heads: IntArray, all_heads: int, over: OverRanks) -> Tensor:
         """The maximum over every token's neighbours within a radius that its head still holds, on whichever rank.

@@ -16,15 +16,13 @@ from torch.nn import functional
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
-from megakv.attention.visibility import visible_pairs
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.fairkv.attention_weights import SCORE_ELEMENTS, ScoredQueries
 from megakv.fairkv.method import EVERYTHING, Segment
 
 CHUNK_QUERIES = 512
 """Queries of every rank that travel, and are scored, at a time."""
-SCORE_ELEMENTS = 4 << 20
-"""Attention weights held at a time (16 MiB in float32)."""
 
 
 @dataclass(frozen=True)
@@ -105,38 +103,17 @@ def _add_mass(
     mass_KS: Tensor, segment: Segment, queries: Tensor, q_slots: IntArray, scoring: Scoring, peak: bool, near: int
 ) -> None:
     """Count in the weights of ``[L, H, D + 1]`` queries, with their log-sum-exp, in tiles of keys."""
-    heads, rows = queries.shape[1], queries.shape[0]
     kv_heads, count, _ = segment.k_KSD.shape
-    group = heads // kv_heads
-    q = queries[..., :-1].transpose(0, 1).reshape(kv_heads, group * rows, -1) * scoring.scale
-    lse = queries[..., -1].t().reshape(kv_heads, group * rows, 1)
     # Counted in tokens: padding may lie between those of a turn.
-    q_orders, k_orders = np.searchsorted(segment.all_slots, q_slots), segment.orders[segment.rank]
-    tile = max(1, SCORE_ELEMENTS // (heads * rows))
+    q_orders, orders = np.searchsorted(segment.all_slots, q_slots), segment.orders[segment.rank]
+    scored = ScoredQueries(queries, q_slots, q_orders, kv_heads, scoring)
+    tile = max(1, SCORE_ELEMENTS // (queries.shape[1] * len(q_slots)))
     for a in range(0, count, tile):
         keys = slice(a, min(a + tile, count))
-        slots = segment.slots[keys]
-        if slots[0] > q_slots[-1]:
+        if segment.slots[a] > q_slots[-1]:
             break
-        scores = torch.bmm(q, segment.k_KSD[:, keys].to(q.dtype).transpose(1, 2))
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        if scoring.alibi_slopes is not None:
-            distance = torch.from_numpy(segment.positions[None, keys] - q_slots[:, None]).to(scores)
-            bias = scoring.alibi_slopes.to(scores)[:, None, None] * distance
-            scores = scores + bias.reshape(kv_heads, group * rows, -1)
-        weights = scores.sub_(lse).exp_()
-        close = near > 0 and k_orders[keys][-1] >= q_orders[0] - near
-        if close or slots[-1] > q_slots[0] or (scoring.window is not None and slots[0] <= q_slots[-1] - scoring.window):
-            counts = visible_pairs(q_slots, slots, scoring.window)
-            if near:
-                counts &= q_orders[:, None] - k_orders[None, keys] > near
-            unseen = upload(~counts, weights.device)
-            weights.view(kv_heads, group, rows, -1).masked_fill_(unseen, 0.0)
-        if peak:
-            mass_KS[:, keys] = torch.maximum(mass_KS[:, keys], weights.amax(1))
-        else:
-            mass_KS[:, keys] += weights.sum(1)
+        columns = (column[None, keys] for column in (segment.slots, segment.positions, orders))
+        scored.add_to(mass_KS[:, keys], segment.k_KSD[:, keys], *columns, peak=peak, near=near)
 
 
 def pooled_mass(
