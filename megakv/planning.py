@@ -17,7 +17,8 @@ from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import Layout, TokenBlock, balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.distributed.layouts import balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.distributed.sharding import Layout, TokenBlock
 from megakv.forward_pass import ForwardPass
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.partition import Partition

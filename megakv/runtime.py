@@ -23,7 +23,8 @@ from megakv.choice import last_layer_method
 from megakv.costmodel.context_parallel import Workload
 from megakv.device import upload
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import IntArray, TokenBlock, balanced
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn

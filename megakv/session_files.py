@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.saved import SavedLayer, SavedTokens
-from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, balanced
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.errors import MegaKVError
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.interface import keeps_latents

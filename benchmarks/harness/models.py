@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PreTra
 from transformers.cache_utils import Cache, DynamicLayer
 
 from megakv.cache.cache import ShardedCache
-from megakv.distributed.sharding import balanced, new_tokens
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import new_tokens
 
 from .world import World
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
 from megakv.attention.visibility import visible_pairs
-from megakv.distributed.sharding import IntArray, balanced, new_tokens
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import IntArray, new_tokens
 
 REFERENCE_KEYS = 4096
 MATMUL_SECONDS = 0.2

@@ -14,7 +14,8 @@ import numpy as np
 
 from megakv.costmodel.dense import SUMS, all_reduce_bytes
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.distributed.sharding import balanced_tokens, chunk_bounds
+from megakv.distributed.layouts import balanced_tokens
+from megakv.distributed.sharding import chunk_bounds
 from megakv.runahead.partition import Partition
 
 

@@ -16,7 +16,7 @@ from megakv.costmodel.dense import SUMS, all_reduce_bytes
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.simulation import CALM, Disturbances, Simulation
 from megakv.costmodel.timeline import ChainRank, LayerWork, Times, added, in_step, sharing
-from megakv.distributed.sharding import balanced_tokens
+from megakv.distributed.layouts import balanced_tokens
 from megakv.runahead.partition import Partition, even
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal", "runahead")

@@ -16,7 +16,8 @@ from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
-from megakv.distributed.sharding import TokenBlock, balanced
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import TokenBlock
 from megakv.dry_run.memory import GB, VirtualRank, kept_share, virtual_rank
 from megakv.dry_run.share import WholeModel
 from megakv.fairkv.placement import place_heads, read_mapping

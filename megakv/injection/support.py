@@ -21,7 +21,8 @@ from transformers.initialization import no_init_weights
 
 from megakv.attention.reference import Scoring
 from megakv.cache.cache import ShardedCache
-from megakv.distributed.sharding import TokenBlock, balanced
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import TokenBlock
 from megakv.errors import MegaKVError
 from megakv.injection.interface import Attend, attention_modules
 from megakv.injection.ownership import attach

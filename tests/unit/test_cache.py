@@ -6,7 +6,8 @@ import torch
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
-from megakv.distributed.sharding import balanced, new_tokens, round_robin
+from megakv.distributed.layouts import balanced, round_robin
+from megakv.distributed.sharding import new_tokens
 
 
 def rows(length: int, heads: int = 2, dim: int = 4) -> torch.Tensor:

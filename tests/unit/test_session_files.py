@@ -19,7 +19,8 @@ import megakv
 from megakv.cache.cache import ShardedCache
 from megakv.cache.saved import SavedLayer, SavedTokens
 from megakv.cache.shared_heads import SharedHeadsStore
-from megakv.distributed.sharding import TokenBlock, balanced
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import TokenBlock
 from megakv.errors import MegaKVError
 from megakv.fairkv.splitting import PERIOD, HeadShares
 from megakv.session_files import FORMAT, HeadsHere, SessionMeta, first_fingerprint, read_cache, write_shard

@@ -5,18 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megakv.distributed.sharding import (
-    Layout,
-    TokenBlock,
-    balanced,
-    chunk_bounds,
-    contiguous,
-    new_tokens,
-    on_last_rank,
-    pieces,
-    replicated,
-    round_robin,
-)
+from megakv.distributed.layouts import balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.distributed.sharding import Layout, TokenBlock, chunk_bounds, new_tokens, pieces
 
 
 def block(lengths: list[int], first_slot: int = 0) -> TokenBlock:

@@ -16,7 +16,8 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.measure.stopwatch import Pool
 from megakv.costmodel.shape import AttentionShape
 from megakv.distributed.comm import Communicator
-from megakv.distributed.sharding import TokenBlock, TokenTable, balanced, replicated, round_robin
+from megakv.distributed.layouts import balanced, replicated, round_robin
+from megakv.distributed.sharding import TokenBlock, TokenTable
 
 TWIN_LAYERS = 4
 """Layers that take turns, so that no call finds the keys and values of the one before in a cache."""

@@ -19,7 +19,8 @@ from megakv.cache.dense import DenseStore
 from megakv.costmodel.context_parallel import sent_bytes
 from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape
-from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, contiguous, round_robin
+from megakv.distributed.layouts import contiguous, round_robin
+from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.errors import MegaKVError
 from tests.reference import reference_attention
 from tests.threads import ThreadComm, on_threads

@@ -20,7 +20,8 @@ from benchmarks.harness.runahead_plan import METHODS, Group, groups, is_done
 from benchmarks.harness.runahead_report import charts, losses, show_cases, summarise
 from megakv.attention.chain import ChainPlan
 from megakv.attention.ring import KVFormat
-from megakv.distributed.sharding import contiguous, new_tokens
+from megakv.distributed.layouts import contiguous
+from megakv.distributed.sharding import new_tokens
 from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
 
 run = partial(run_benchmark, "runahead.py")

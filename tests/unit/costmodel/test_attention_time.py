@@ -14,7 +14,7 @@ from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import dense_seconds
 from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
-from megakv.distributed.sharding import balanced
+from megakv.distributed.layouts import balanced
 from tests.unit.costmodel.profiles import ideal, pair_table
 
 HEADS = 8

@@ -22,7 +22,7 @@ from megakv.costmodel.simulated_prefill import METHODS, SimulatedPrefill
 from megakv.costmodel.simulation import Disturbances, Simulation
 from megakv.costmodel.timeline import LayerWork
 from megakv.costmodel.virtual_runs import play_offload
-from megakv.distributed.sharding import balanced_tokens
+from megakv.distributed.layouts import balanced_tokens
 from megakv.offload.method import Split
 from tests.unit.costmodel.profiles import ideal
 

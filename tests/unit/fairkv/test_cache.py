@@ -9,7 +9,8 @@ import torch
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
-from megakv.distributed.sharding import balanced, new_tokens
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import new_tokens
 
 
 def grow(cache: ShardedCache, length: int, keep: list[int] | None) -> None:

@@ -14,8 +14,9 @@ from megakv.attention.partial import PartialAttention, Scoring
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
 from megakv.config import load_config
+from megakv.distributed.layouts import balanced
 from megakv.distributed.ledger import Ledger
-from megakv.distributed.sharding import TokenTable, balanced, new_tokens
+from megakv.distributed.sharding import TokenTable, new_tokens
 from megakv.errors import MegaKVError
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
