@@ -105,7 +105,8 @@ def _weights_away(model: str | Path | nn.Module, parsed: MegaKVConfig, device: t
         cp_size=parsed.cp_size,
         tp_size=parsed.tp_size,
     )
-    logger.info("megakv.offload.objective = %r: %s", offload.objective, found[1])
+    # Seen without further settings: it is what the JSON has left open.
+    logger.warning("megakv.offload.objective = %r: %s", offload.objective, found[1])
     return found
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,39 +18,26 @@ from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.fairkv.attention import RaggedPart
 from megakv.forward_pass import ForwardPass
 from megakv.injection.recomputation import Recomputation
-from megakv.laws import CombinationError
-from megakv.offload.cache import OffloadedCache, group_call, is_single
+from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.costs import LayerSpeeds, OffloadCosts
-from megakv.offload.cuda_link import CudaStreams, StreamLink
-from megakv.offload.disk import DiskTier
-from megakv.offload.host_memory import HostTier
-from megakv.offload.host_rank import HostPart, HostRank, LiftedPart, Queries
+from megakv.offload.host_attention import attend_on_host
+from megakv.offload.host_rank import HostPart, HostRank, LiftedPart
 from megakv.offload.layer_columns import LayerColumns
-from megakv.offload.link import OUTGOING, EmulatedLink, Link, Transfer
-from megakv.offload.pages import PagePool, Tier
+from megakv.offload.link import OUTGOING, Transfer
+from megakv.offload.pages import PagePool
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
+from megakv.offload.resources import made_tiers, make_link
 from megakv.offload.room import CompressedTurn, check_room
 from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import LayerWeights
 from megakv.runtime import Runtime
-
-
-def make_link(device: torch.device, emulated_gb_s: float | None) -> Link:
-    """The link of a device."""
-    if device.type != "cuda":
-        return EmulatedLink(None if emulated_gb_s is None else emulated_gb_s * 1e9)
-    if emulated_gb_s is not None:
-        raise CombinationError(
-            "machine", "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
-        )
-    return StreamLink(CudaStreams(device))
 
 
 class Offloader:
@@ -90,15 +76,9 @@ class Offloader:
             return runtime.current
 
         with ExitStack() as made:
-            held, disk = (0, None) if weights is None else (weights.host_bytes, weights.disk)
-            memory = HostTier(config.host_bytes - held, pin=self.device.type == "cuda")
-            made.callback(memory.close)
-            tiers: list[Tier] = [memory]
-            if (left := config.disk_bytes - (0 if disk is None else disk.budget)) >= config.page_kib << 10:
-                tiers.append(DiskTier(left, config.disk_path, io=config.disk_io))
-                made.callback(tiers[1].close)
-            self.pool = PagePool(tiers, config.page_kib << 10, layers=layers)
-            self._disk = self.pool.disk or disk
+            memory, disk = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
+            self.pool = PagePool([memory, *disk], config.page_kib << 10, layers=layers)
+            self._disk = self.pool.disk or (None if weights is None else weights.disk)
             self.link = make_link(self.device, config.emulated_link_gb_s)
             made.callback(self.link.close)
             self.link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
@@ -172,7 +152,8 @@ class Offloader:
             # Beams have changed places, say.
             self._planner.ahead = False
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        if self._regroups(cache, layout, sum(new)):
+        predicted = partial(self._prefetch.seconds, layout)
+        if self.schedule.choose(cache, layout, buffers=self._prefetch.nbytes, seconds=predicted):
             entered(groups=self.schedule.count)
             if self.weights is not None:
                 self.weights.share(self.schedule.count)
@@ -284,27 +265,10 @@ class Offloader:
         self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> HostPart | LiftedPart | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
-        host, staged, latent = self._host_rank, store.staged, call.scoring.latent
+        host = self._host_rank
         if host is None:
             return None
-        if latent is not None:
-            # It has no weights to expand them with.
-            own, q_HLD = latent.absorb(call.q_HLD[:, :0]), latent.absorb(q_HLD)
-            call = replace(call, q_HLD=own, scoring=call.scoring.absorbed())
-        if host.queries is None:
-            # It is given what its queries see.
-            scoring = replace(call.scoring, window=None)
-            host.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], scoring)
-        if staged is None or not staged.host_attends:
-            return None
-        if staged.on_host is None:
-            # What was brought ahead may have been counted before the latest rows were left behind.
-            firsts = [max(first, store.gone(row)) for row, first in enumerate(staged.out_of_window)]
-            spans = enumerate(zip(firsts, staged.away, strict=True))
-            staged.on_host = [store.rows_in_memory(row, end, min(first, end)) for row, (first, end) in spans]
-        part = host.start(call, self._table, q_HLD, tokens, store, staged.on_host, self._left(store))
-        staged.host_parts.append(part)
-        return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))
+        return attend_on_host(host, call, self._table, q_HLD, tokens, store, self._left(store))
 
     @property
     def disk_io(self) -> str | None:
@@ -328,21 +292,6 @@ class Offloader:
         """What compression kept of the group of sequences that is attended to, where it is left to the host."""
         cache, staged = self._cache, store.staged
         return [] if cache is None or staged is None or not staged.left else cache.left(store.layer, staged.group)
-
-    def _regroups(self, cache: OffloadedCache, layout: Layout, new: int) -> bool:
-        """Whether the sequences of a pass go through layers in another number of groups than those before it."""
-        single, store = is_single(layout), cache.tier(0)
-        if layout.size > 1 and not single:
-            # Ranks exchange a layer's rows whole.
-            return False
-        return self.schedule.choose(
-            batch=layout.tokens[0].batch,
-            new=len(layout.tokens[cache.rank]),
-            held=sum(store.lengths()) + new,
-            single=single,
-            buffers=self._prefetch.nbytes,
-            seconds=partial(self._prefetch.seconds, layout),
-        )
 
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)

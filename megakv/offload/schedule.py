@@ -20,6 +20,8 @@ from megakv.costmodel.memory import (
 from megakv.costmodel.schedule import BatchRate, best_groups, best_rate, group_counts
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
+from megakv.distributed.sharding import Layout
+from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
 from megakv.offload.profile import read_profile
 
@@ -80,27 +82,31 @@ class GroupSchedule:
         self.why = f"{_words(self.count)}: megakv.offload.{named}"
         self._agreement, self._tp_size, self._steps = agreement, tp_size, 0
         self._shape: ModelShape | None = None
-        with suppress(ValueError):
+        if self.open:
             # If the model's config tells its sizes.
-            self._shape = ModelShape.from_config(model.config, dtype=model.dtype)
+            with suppress(ValueError):
+                self._shape = ModelShape.from_config(model.config, dtype=model.dtype)
 
     def new_run(self) -> None:
         """A generation begins."""
         self._steps = 0
 
     def choose(
-        self, *, batch: int, new: int, held: int, single: bool, buffers: int, seconds: Callable[[int], float | None]
+        self, cache: OffloadedCache, layout: Layout, *, buffers: int, seconds: Callable[[int], float | None]
     ) -> bool:
-        """Before a pass, on every rank, whose `new` tokens are among a rank's `held` ones: whether `count` has changed.
+        """Before a pass over a cache, on every rank: whether `count` has changed.
 
-        `single`: one new token of each sequence. `seconds` predicts a step by its number of groups, None where nothing
-        is known of it; `buffers` are the bytes of those that are there already.
+        `seconds` predicts a step by its number of groups, None where nothing is known of it; `buffers` are the bytes of
+        those that are there already.
         """
+        before, single = self.count, is_single(layout)
         number, self._steps = self._steps, self._steps + single
-        # What steps show comes in with them: they are asked after 0, 1, 2, 4, 8 and so on.
-        if not self.open or (single and number & (number - 1)):
+        # What steps show comes in with them: they are asked before the steps 0, 1, 2, 4, 8 and so on. With context
+        # parallelism ranks exchange the rows of a prompt's layer whole.
+        if not self.open or (number & (number - 1) if single else layout.size > 1):
             return False
-        before = self.count
+        batch, new = layout.tokens[0].batch, len(layout.tokens[cache.rank])
+        held = new + sum(cache.tier(0).lengths())
 
         def decide() -> tuple[int, str]:
             counts = self._fitting(batch, new, held, single=single, room=accelerator_room() + buffers)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megakv.errors import MegaKVError
 from megakv.offload.link import EmulatedLink, Move, Place
-from megakv.offload.runtime import make_link
+from megakv.offload.resources import make_link
 
 
 class Gate:
