@@ -123,15 +123,17 @@ def _regret(found: Mapping[str, Row]) -> Interval:
 def _chosen(found: Mapping[str, Row]) -> dict[str, Any]:
     """What columns take of the time of rows, within rounds that begin with each in turn; whether the faster was chosen.
 
-    None where they are not told apart.
+    None where they are not told apart: where their interval is not wholly beyond `APART`. `same_twice` is how far two
+    engines of one schedule differ.
     """
     ratio = paired_ratio(found["stream_columns"]["seconds"], found["stream_one"]["seconds"])
-    groups, apart = found[CHOSEN]["groups"], abs(ratio.value - 1) > APART
+    groups, apart = found[CHOSEN]["groups"], ratio.low > 1 + APART or ratio.high < 1 - APART
+    taken = found["stream_columns" if groups > 1 else "stream_one"]
     return {
         "columns_over_rows": ratio.to_json(),
         "chosen_groups": groups,
         "chosen_is_faster": (groups > 1) == (ratio.value < 1) if apart else None,
-        "chosen_over_rows": paired_ratio(found[CHOSEN]["seconds"], found["stream_one"]["seconds"]).to_json(),
+        "same_twice": paired_ratio(found[CHOSEN]["seconds"], taken["seconds"]).to_json(),
     }
 
 
