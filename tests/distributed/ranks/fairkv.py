@@ -89,8 +89,44 @@ def kept_slots(engine: Any, cache: Any) -> Kept:
     return result
 
 
-def reference(plain: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
-    """``[S, V]`` logits of one sequence in float64 with a mask ``[layer, KV head, S, S]`` in each layer."""
+def begin(folder: Path) -> None:
+    """Join the other ranks; rank 0 writes a small model to a folder that is not there yet."""
+    torch.set_num_threads(1)
+    quiet_libraries()
+    disable_progress_bar()
+    start_distributed(tp_only=False, timeout_s=60)
+    if dist.get_rank() == 0 and not folder.exists():
+        torch.manual_seed(0)
+        # Weights this large make attention sharp, so that scores differ by far more than the rounding of other meshes.
+        AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
+    dist.barrier()
+
+
+def in_float64(folder: Path) -> PreTrainedModel:
+    """The model that `begin` has written, whose attention shows its weights."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+
+
+def written_mapping(path: Path, tp_size: int) -> None:
+    """Rank 0 writes a random placement of the model's heads to a file that is not there yet."""
+    if dist.get_rank() == 0 and not path.exists():
+        random_mapping(llama().num_hidden_layers, 4, tp_size).save(path)
+    dist.barrier()
+
+
+def mapping_for(mesh: str, work: Path) -> Path:
+    """That of a mesh, if its heads are placed by one."""
+    path = work / f"mapping-{mesh.replace(':', '-')}.json"
+    if mesh.endswith("mapped"):
+        written_mapping(path, int(mesh.partition(":")[0].split("x")[1]))
+    return path
+
+
+def reference(plain: PreTrainedModel, ids: Tensor, masks: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """``[S, V]`` logits of one sequence in float64, and by layer its attention weights ``[H, S, S]``.
+
+    Masks ``[layer, KV head, S, S]`` say what queries see.
+    """
     group = plain.config.num_attention_heads // plain.config.num_key_value_heads
     handles = []
     for layer, block in enumerate(plain.model.layers):
@@ -102,10 +138,10 @@ def reference(plain: PreTrainedModel, ids: Tensor, masks: Tensor) -> Tensor:
 
         handles.append(block.self_attn.register_forward_pre_hook(swap, with_kwargs=True))
     with torch.no_grad():
-        logits = plain(ids[None], use_cache=False).logits[0]
+        out = plain(ids[None], use_cache=False, output_attentions=True)
     for handle in handles:
         handle.remove()
-    return logits
+    return out.logits[0], [weights[0] for weights in out.attentions]
 
 
 def masks_of(kept: Kept, spans: list[tuple[int, int]], sequence: int, first: int, total: int) -> Tensor:
@@ -178,7 +214,8 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
         logits = torch.cat(found, dim=1)
         for row, length in enumerate(lengths):
             first = width - length
-            expected = reference(plain, ids[row, first:], masks_of(kept, cache.compressed[row], row, first, start))
+            masks = masks_of(kept, cache.compressed[row], row, first, start)
+            expected, _ = reference(plain, ids[row, first:], masks)
             difference = (logits[row, first:].double() - expected).abs().max() / expected.abs().max()
             worst = max(worst, float(difference))
     return {
@@ -213,26 +250,16 @@ def main() -> None:
     cases = {name: CASES[name] for name in sys.argv[5].split(",")}
     families = sys.argv[6].split(",")
     batches = [int(batch) for batch in sys.argv[7:]] or list(LENGTHS)
-    torch.set_num_threads(1)
-    quiet_libraries()
-    disable_progress_bar()
-    start_distributed(tp_only=False, timeout_s=60)
     folder, importance = work / "model", work / "importance.json"
-    if dist.get_rank() == 0 and not folder.exists():
-        torch.manual_seed(0)
-        # Weights this large make attention sharp, so that scores differ by far more than the rounding of other meshes.
-        AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
+    begin(folder)
+    if dist.get_rank() == 0 and not importance.exists():
         layers = llama().num_hidden_layers
         importance.write_text(json.dumps({"budgets": np.random.default_rng(0).random((layers, 4)).tolist()}))
     dist.barrier()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    plain = in_float64(folder)
     results: dict[str, Any] = {}
     for mesh in meshes:
-        mapping = work / f"mapping-{mesh.replace(':', '-')}.json"
-        if dist.get_rank() == 0 and mesh.endswith("mapped"):
-            tp_size = int(mesh.partition(":")[0].split("x")[1])
-            random_mapping(llama().num_hidden_layers, 4, tp_size).save(mapping)
-        dist.barrier()
+        mapping = mapping_for(mesh, work)
         engine = megakv.init_inference(str(folder), config_of(mesh, CASES["ada_snapkv"], mapping))
         for name, settings in cases.items():
             if ":" in mesh and name not in SPREAD and not (mesh == "1x4:mapped" and name == "h2o"):

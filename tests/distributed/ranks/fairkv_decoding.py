@@ -16,17 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from fairkv import compress_by, config_of, ids_of, kept_slots
-from families import llama
-from mappings import random_mapping
+from fairkv import begin, compress_by, config_of, ids_of, in_float64, kept_slots, mapping_for, reference
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.utils.logging import disable_progress_bar
 
 import megakv
-from megakv.distributed.mesh import start_distributed
-from megakv.launcher.process import orderly_end, quiet_libraries
+from megakv.launcher.process import orderly_end
 from tests.distributed.compression_cases import PEAK
 
 BUDGET, INTERVAL, WINDOW = 24, 10, 8
@@ -46,24 +42,6 @@ LENGTHS = [100, 3, 40, 70]
 QUESTION = 13
 Sets = list[list[list[set[int]]]]
 """``[sequence][layer][KV head]`` slots."""
-
-
-def attention_weights(plain: PreTrainedModel, ids: Tensor, seen: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """``[S, V]`` logits of one sequence, and by layer its weights ``[H, S, S]``; `seen` is ``[layer, K, S, S]``."""
-    group, handles = plain.config.num_attention_heads // plain.config.num_key_value_heads, []
-    for layer, block in enumerate(plain.model.layers):
-        hidden = ~seen[layer].repeat_interleave(group, 0)[None]
-        bias = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-
-        def swap(module: Any, args: Any, kwargs: Any, bias: Tensor = bias) -> Any:
-            return args, {**kwargs, "attention_mask": bias}
-
-        handles.append(block.self_attn.register_forward_pre_hook(swap, with_kwargs=True))
-    with torch.no_grad():
-        out = plain(ids[None], use_cache=False, output_attentions=True)
-    for handle in handles:
-        handle.remove()
-    return out.logits[0], [weights[0] for weights in out.attentions]
 
 
 def streaming_logits(plain: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:
@@ -179,7 +157,7 @@ def decode(engine: Any, plain: PreTrainedModel, section: dict[str, Any], steps: 
                         gone = torch.ones(stop, dtype=torch.bool)
                         gone[torch.tensor(sorted(slots))] = False
                         seen[layer, head, stop:, :stop] &= ~gone
-            expected, weights = attention_weights(plain, ids[row, first:], seen)
+            expected, weights = reference(plain, ids[row, first:], seen)
             if section["method"] == "streaming_llm":
                 expected = streaming_logits(plain, ids[row, first:], seen[0, 0])
             difference = (logits[row, first:].double() - expected).abs().max() / expected.abs().max()
@@ -266,23 +244,12 @@ def converse(engine: Any, folder: Path, saved: bool) -> dict[str, Any]:
 def main() -> None:
     """Entry of every rank."""
     out, work, meshes, steps = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[5])
-    torch.set_num_threads(1)
-    quiet_libraries()
-    disable_progress_bar()
-    start_distributed(tp_only=False, timeout_s=60)
     folder = work / "decoding-model"
-    if dist.get_rank() == 0 and not folder.exists():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
-    dist.barrier()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    begin(folder)
+    plain = in_float64(folder)
     results: dict[str, Any] = {}
     for mesh in meshes:
-        mapping = work / f"mapping-{mesh.replace(':', '-')}.json"
-        if dist.get_rank() == 0 and mesh.endswith("mapped"):
-            tp_size = int(mesh.partition(":")[0].split("x")[1])
-            random_mapping(llama().num_hidden_layers, 4, tp_size).save(mapping)
-        dist.barrier()
+        mapping = mapping_for(mesh, work)
         engine = megakv.init_inference(str(folder), config_of(mesh, {**BASE, **CASES["streaming_llm"]}, mapping))
         for name in sys.argv[4].split(","):
             section = {**BASE, **CASES[name]}

@@ -16,16 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from fairkv import OFFLOAD, ids_of, kept_slots
-from families import llama
-from mappings import random_mapping
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from fairkv import OFFLOAD, begin, ids_of, kept_slots, written_mapping
 
 import megakv
-from megakv.distributed.mesh import start_distributed
 from megakv.errors import MegaKVError
-from megakv.launcher.process import orderly_end, quiet_libraries
+from megakv.launcher.process import orderly_end
 from megakv.session_files import first_fingerprint
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -112,21 +107,12 @@ def restore(engine: Any, folder: Path, expected: dict[str, Any]) -> dict[str, An
 def main() -> None:
     """Entry of every rank."""
     out, work, mesh, stage = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    quiet_libraries()
-    disable_progress_bar()
-    start_distributed(tp_only=False, timeout_s=60)
     folder = work / "session-model"
-    if dist.get_rank() == 0 and not folder.exists():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
-    dist.barrier()
+    begin(folder)
     cp, tp = (int(part) for part in mesh.split("x"))
     results: dict[str, Any] = {}
     mapping = work / f"mapping-{tp}.json"
-    if dist.get_rank() == 0 and not mapping.exists():
-        random_mapping(llama().num_hidden_layers, 4, tp).save(mapping)
-    dist.barrier()
+    written_mapping(mapping, tp)
     mapped = {"fairkv": {**FAIRKV, "mapping": str(mapping)}}
     offloaded = {"fairkv": FAIRKV, "offload": OFFLOAD}
     sections = {"compressing": {"fairkv": FAIRKV}, "plain": {}, "mapped": mapped, "offloaded": offloaded}
