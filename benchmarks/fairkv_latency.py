@@ -1,4 +1,6 @@
-"""Decode attention of a layer by batch and kept tokens, and the latency model that FairKV fits to it (Section 3.2)."""
+"""Decode attention of a layer by batch and kept tokens, the lines that FairKV draws through it (Section 3.2), and what
+the cost model predicts of steps over unequal heads, from a profile measured before.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,6 +32,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.kept_heads(group=8)
     options.add("--tp", 4, "ranks of the step that is predicted")
     options.add("--layers", 8, "its layers")
+    options.profile(20.0)
     arguments = options.parse(argv)
     for name in ("batches", "kept"):
         if len(getattr(arguments, name)) < 2:
@@ -60,6 +64,27 @@ def measure_grid(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:
     ]
 
 
+def measured_times(arguments: argparse.Namespace, shape: Any, batch: int) -> Any:
+    """The cost model of the steps' heads, from a profile measured now; None without the time to."""
+    from harness.profiles import lone_profile, profiles_of
+
+    from megakv.costmodel.head_times import HeadTimes
+    from megakv.costmodel.shape import LayerShape, ModelShape
+
+    if not arguments.profile_seconds:
+        return None
+    heads, dim = shape.kv_heads * shape.group, shape.dim
+    hidden = heads * dim
+    # A step is its attention: whatever else a layer has is not asked for.
+    layers = (LayerShape(4 * hidden * hidden),) * arguments.layers
+    model = ModelShape(hidden, 2 * hidden, 1, heads, shape.kv_heads, dim, dim, layers, 0, shape.dtype)
+    profile = lone_profile(shape.device, model, arguments.profile_seconds)
+    if arguments.json:
+        profile.save(profiles_of(Path(arguments.json)) / "1.json")
+    # Every rank attends to all sequences in one call.
+    return HeadTimes(profile, model, tp_size=arguments.tp, batch=batch, calls=1)
+
+
 def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:
     """Steps over unequal budgets, as slow in every layer as the slowest rank: the middle batch, the largest budget."""
     from harness.head_division import make_division, skewed_budgets
@@ -69,7 +94,7 @@ def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows
     batch, kept = arguments.batches[len(arguments.batches) // 2], arguments.kept[-1]
     budgets = skewed_budgets(arguments.layers, shape.kv_heads, kept, arguments.sigma, arguments.seed)
     pool = TokenPool(shape, max(map(max, budgets)), arguments.seed)
-    rows = []
+    rows, times = [], measured_times(arguments, shape, batch)
     # So many copies make all ranks equal; more would be the same.
     for name in (name for name in STEPS if not name[-1].isdecimal() or int(name[-1]) < arguments.tp):
         division = make_division(name, budgets, ranks=arguments.tp, batch=batch)
@@ -77,12 +102,13 @@ def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows
         row = {"part": "step", "method": name, "ranks": arguments.tp, "batch": batch, "kept": kept}
         row |= {"seconds": seconds.max(axis=2).sum(axis=1).tolist(), "rank_seconds": seconds.tolist()}
         row |= {"loads": [[tokens / batch for tokens in layer] for layer in division.loads()]}
+        row |= {"predicted_s": None if times is None else sum(map(times.attention, division.works(batch)))}
         rows.append(row | {"utilisation": division.facts()["utilisation"]})
     return rows
 
 
-def summarise(rows: Rows, kv_heads: int) -> Summary:
-    """The lines through the medians of the grid, and how far the steps are from what they predict."""
+def summarise(rows: Rows) -> Summary:
+    """The lines through the medians of the grid, and how far the steps are from what was predicted."""
     import numpy as np
     from harness.latency_lines import LatencySample, fit_latency
     from harness.statistics import median
@@ -96,7 +122,8 @@ def summarise(rows: Rows, kv_heads: int) -> Summary:
         "predicted": {},
     }
     for row in rows[len(grid) :]:
-        predicted = model.barrier_seconds(row["loads"], row["batch"], kv_heads)
+        if (predicted := row["predicted_s"]) is None:
+            continue
         # Ranks run one after the other here: the slowest of each repetition would be the one that was disturbed.
         measured = float(np.median(row["rank_seconds"], axis=0).max(axis=1).sum())
         entry = {"measured_s": measured, "predicted_s": predicted, "off": predicted / measured - 1}
@@ -151,7 +178,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     check_memory(needed, USABLE * free, words)
     bench = Bench(device, arguments.repeats)
     rows = measure_grid(arguments, bench, shape) + measure_steps(arguments, bench, shape)
-    summary = summarise(rows, arguments.kv_heads)
+    summary = summarise(rows)
     lines_of = {
         "L = alpha B + beta": leaves(summary["over_batch"], "kept"),
         "L = gamma C + delta": leaves(summary["over_budget"], "batch"),
@@ -159,7 +186,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     }
     for title, found in lines_of.items():
         show(list(found), "kept batch value.slope:us value.intercept:us value.r_squared", title)
-    steps = [{**row, **summary["predicted"][row["method"]]} for row in rows if row["part"] == "step"]
+    steps = [{**row, **summary["predicted"].get(row["method"], {})} for row in rows if row["part"] == "step"]
     columns = "method ranks batch kept utilisation:% measured_s:ms predicted_s:ms off:%"
     show(steps, columns, "A step's attention by the slowest rank of every layer")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} thread(s)"

@@ -32,7 +32,6 @@ Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_m
 WITHOUT = {
     "accuracy": "it measures answers, not times",
     "attention_gpu": "it measures the kernel that profiles are made of",
-    "fairkv_latency": "it predicts by lines that it fits itself",
     "host_attention": "it measures the kernel that the offload engine's profiles are made of",
 }
 

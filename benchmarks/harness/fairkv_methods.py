@@ -17,6 +17,7 @@ from tqdm import tqdm
 import megakv
 from megakv.cache.cache import ShardedCache
 from megakv.cache.ragged import Span
+from megakv.costmodel.head_times import HeadTimes
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
@@ -28,7 +29,6 @@ from .models import DTYPES, begin_whole, model_config, random_ids, without_stop
 from .options import CONTIGUOUS, UNIFORM
 from .profiles import measured_profile
 from .ragged_heads import HeadShape, RankLayer, Room, TokenPool, ragged_body
-from .ragged_times import RaggedTimes
 from .sampling import Agreement, Method, measure
 from .statistics import median
 from .world import World
@@ -197,11 +197,16 @@ def predicted_seconds(
     model = ModelShape.from_config(model_config(arguments), dtype=DTYPES[arguments.dtype])
     profile = measured_profile(world, model, arguments, name=str(world.size))
     shared = profile.sum_times(world.size, shared_memory=True) is not None
-    times = RaggedTimes(profile, model.attention(), batch=arguments.batch, ranks=world.size, shared_memory=shared)
+    size = {"tp_size": world.size, "batch": arguments.batch, "shared_memory": shared}
+    # The part that is attention alone has all sequences in one call.
+    whole, alone = HeadTimes(profile, model, **size), HeadTimes(profile, model, **size, calls=1)
+    outputs = arguments.batch * model.heads * model.value_dim * model.element_bytes
     found: dict[tuple[str, str], float | None] = {}
     for division in divisions:
-        loads = division.loads()
-        divided = [bool(division.divided(layer)) for layer in range(len(loads))]
-        found["attention", division.name] = times.attention(loads, divided)
-        found["engine", division.name] = times.step(model, loads, divided)
+        attention, step = 0.0, whole.beside_s
+        for layer, works in enumerate(division.works(arguments.batch)):
+            shared_s = whole.shared_s(division.shared_entries(layer))
+            attention += alone.attention(works) + shared_s + whole.summed_s(outputs)
+            step += whole.costs(layer).seconds(works, shared_s)
+        found["attention", division.name], found["engine", division.name] = attention, step
     return found

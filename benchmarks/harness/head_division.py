@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megakv.costmodel.head_times import RankWork
 from megakv.fairkv.budgets import divide
 from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_layer
 from megakv.fairkv.mapper import map_heads
@@ -54,6 +55,18 @@ class Division:
         """Heads of which a sequence's tokens are on several ranks, so that partial results must be merged."""
         budgets = self.budgets[layer]
         return sorted({p.head for rank in self.pieces[layer] for p in rank if p.stop - p.start < budgets[p.head]})
+
+    def works(self, batch: int) -> list[list[RankWork]]:
+        """``[layer][rank]`` as the cost model takes it."""
+        return [
+            [RankWork(len({piece.head for piece in rank}), load / batch) for rank, load in zip(*layer, strict=True)]
+            for layer in zip(self.pieces, self.loads(), strict=True)
+        ]
+
+    def shared_entries(self, layer: int) -> int:
+        """Replicas of the heads that are `divided`."""
+        heads = self.divided(layer)
+        return sum(len({piece.head for piece in rank}.intersection(heads)) for rank in self.pieces[layer])
 
     @property
     def slowest(self) -> int:

@@ -38,14 +38,6 @@ class LatencyModel:
     over_budget: dict[int, Line]  # For each batch, L = gamma C + delta.
     over_tokens: Line  # Over B C, the tokens that a KV head's rank reads: what both are where memory is the limit.
 
-    def barrier_seconds(self, loads: Sequence[Sequence[float]], batch: int, kv_heads: int) -> float:
-        """Attention time of one decoded token over all layers, each as slow as its slowest rank.
-
-        loads: ``[layers][ranks]`` kept tokens of a sequence, summed over a rank's heads.
-        kv_heads: heads of the rank that the samples were measured on, each with `budget` tokens.
-        """
-        return sum(self.over_tokens.at(batch * max(layer) / kv_heads) for layer in loads)
-
 
 def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
     found = linregress(xs, ys)

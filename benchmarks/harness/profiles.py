@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from megakv.costmodel.hardware import HardwareProfile
@@ -62,12 +63,17 @@ def keep_measured(
     shape, size = shape_of(model), world.size
     if idle or size < 2:
         if world.rank == 0:
-            lone = _measure(Alone(world.device), shape, arguments.profile_seconds / min(size, 2), sums=[])
+            lone = lone_profile(world.device, shape, arguments.profile_seconds / min(size, 2))
             lone.save(profiles_of(Path(arguments.json)) / f"1-of-{size}.json")
         world.barrier()
     if size > 1:
         name = f"{size}" if rate is None else f"{size}-{rate}"
         measured_profile(world, shape, arguments, name=name, tp_size=tp_size)
+
+
+def lone_profile(device: torch.device, model: ModelShape, seconds: float) -> HardwareProfile:
+    """Of this process alone."""
+    return _measure(Alone(device), model, seconds, sums=[])
 
 
 def profiles_of(results: Path) -> Path:

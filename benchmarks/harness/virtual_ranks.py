@@ -32,6 +32,11 @@ class Bench:
         self._watch = Watch(device)
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
+    @property
+    def flushes(self) -> bool:
+        """Whether every run finds empty caches."""
+        return self._flush is not None
+
     def seconds(self, work: Callable[[], Any]) -> Times:
         """``[repeats]`` of a function without arguments, whose inputs stay where they are."""
         return self.by_turns([work])[:, 0]
@@ -105,13 +110,14 @@ class VirtualRanks:
 
     @torch.inference_mode()
     def attention_seconds(self, bench: Bench) -> Times:
-        """``[repeats, layers, ranks]``."""
-        found = np.empty((bench.repeats, len(self.division.pieces), self._ranks))
-        for layer in range(found.shape[1]):
-            for rank in range(self._ranks):
-                held = RankLayer(self._pool, self.division, layer, rank, self._batch)
-                found[:, layer, rank] = bench.seconds(held.attend)
-        return found
+        """``[repeats, layers, ranks]``; all layers take turns, as in a step, where nothing empties caches."""
+        layers, ranks = len(self.division.pieces), range(self._ranks)
+        together = [[layer] for layer in range(layers)] if bench.flushes else [list(range(layers))]
+        found = []
+        for some in together:
+            held = [RankLayer(self._pool, self.division, layer, rank, self._batch) for layer in some for rank in ranks]
+            found.append(bench.by_turns([each.attend for each in held]).reshape(bench.repeats, len(some), -1))
+        return np.concatenate(found, axis=1)
 
     def held_heads(self) -> npt.NDArray[np.int64]:
         """``[layers, ranks]`` KV heads of each rank, copies included."""

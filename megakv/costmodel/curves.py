@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Annotated, Self
+from functools import cached_property
+from typing import Annotated, NamedTuple, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TILED_ROWS = 16
@@ -145,3 +147,52 @@ class AttentionTable(BaseModel):
             for index, keys in enumerate(self.keys[: len(times)])
         )
         return 4.0 * self.heads * self.head_dim * pairs / seconds
+
+
+class RaggedCall(NamedTuple):
+    """What a call of attention to ragged heads takes: ``call_s + heads * head_s + tokens * token_s``, of all heads."""
+
+    call_s: float
+    head_s: float
+    token_s: float
+    jitter: float = 0.0  # As in `RaggedTable`.
+
+    def seconds(self, heads: float, tokens: float) -> float:
+        return self.call_s + heads * self.head_s + tokens * self.token_s
+
+
+class RaggedTable(BaseModel):
+    """Seconds of one call of decode attention to ragged heads by heads and the tokens that each keeps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    head_dim: int = Field(gt=0)  # Head dimension, and query heads that share a KV head.
+    group: int = Field(gt=0)
+    heads: tuple[int, ...] = Field(min_length=2)  # Axes: KV heads, and tokens of each of them.
+    tokens: tuple[int, ...] = Field(min_length=2)
+    # ``seconds[heads][tokens]``; calls of many heads may stop early, where measuring takes too long.
+    seconds: tuple[tuple[Positive, ...], ...]
+    # How much longer the last of all ranks takes than each by itself, where all have equally much to do.
+    jitter: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_ascending("heads", self.heads)
+        _check_ascending("tokens", self.tokens)
+        if len(self.seconds) != len(self.heads) or any(not 1 < len(s) <= len(self.tokens) for s in self.seconds):
+            raise ValueError(f"seconds must have {len(self.heads)} rows of 2 to {len(self.tokens)} times")
+        return self
+
+    @cached_property
+    def call(self) -> RaggedCall:
+        """The plane through the measured times that is nearest to them all, relative to each."""
+        from scipy.optimize import nnls
+
+        cells = [
+            (heads, heads * tokens, time)
+            for heads, times in zip(self.heads, self.seconds, strict=True)
+            for tokens, time in zip(self.tokens, times, strict=False)
+        ]
+        heads, tokens, times = np.array(cells).T
+        factors, _ = nnls(np.stack([np.ones_like(times), heads, tokens], axis=1) / times[:, None], np.ones_like(times))
+        return RaggedCall(*factors.tolist(), jitter=self.jitter)

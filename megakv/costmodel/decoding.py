@@ -42,4 +42,4 @@ def ttit_seconds(
     owners = 1 if replicated else min(workload.size, sequences)
     shared = 1 + owners if workload.size > 1 else 0
     heads = sequences if replicated else tokens
-    return seconds + lag * dense.head(heads) + dense.end(heads, shared=shared) + dense.step_s
+    return seconds + dense.beside(heads, lag=lag, shared=shared)

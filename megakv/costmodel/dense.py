@@ -108,6 +108,20 @@ class TokenTimes:
     def layer(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         return self.before(layer, tokens, wanted=wanted) + self.after(layer, tokens, wanted=wanted)
 
+    def of_head(self, tokens: float) -> float:
+        """What of a layer each KV head takes, with its query heads, on a rank that has it: its part of projections and
+        rotary embeddings.
+        """
+        model, rotary = self._model, self._counts.rotary
+        weights = (self._inputs + self._outputs) * self._profile.matmul.at(tokens)
+        passed = (rotary + 1) * self._query_width + (rotary / 2 + 1) * self._kv_width
+        moved = tokens * passed * model.element_bytes / self._profile.copy_bytes.bandwidth
+        return (weights + moved) / model.kv_heads
+
+    def beside(self, sequences: int, *, lag: float, shared: int = 0) -> float:
+        """A decoding step beside its layers: the logits, of which the last rank is late by a part, and `generate`."""
+        return lag * self.head(sequences) + self.end(sequences, shared=shared) + self.step_s
+
     def head(self, sequences: int) -> float:
         model = self._model
         return model.vocab * model.hidden / self._tp_size * self._profile.matmul.at(sequences)

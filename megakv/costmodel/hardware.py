@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megakv.costmodel.curves import AttentionTable, Curve
+from megakv.costmodel.curves import AttentionTable, Curve, RaggedTable
 from megakv.costmodel.records import Record, load_record
 from megakv.device import LARGEST_REUSED_BYTES
 from megakv.distributed.comm import Communicator
@@ -156,6 +156,8 @@ class HardwareProfile(HostProfile):
     # themselves: what is waited for where all ranks meet after them. Ranks of a host divide its memory bandwidth, and
     # not evenly at every moment.
     lag: Overhead = 0.0
+    # Decode attention to heads that keep unequal numbers of tokens. Empty: as the flash kernel over as many tokens.
+    ragged: tuple[RaggedTable, ...] = ()
     # Sums over ranks as they were measured; those of other numbers of ranks are worked out from ring steps.
     sums: tuple[SumTimes, ...] = ()
     # Bytes per second that all processors and links of a host together take from its memory. None: not known.

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from megakv.attention.backends import PACKED_ROWS
 from megakv.attention.visibility import MASKED_ROWS, WINDOW_ROWS
-from megakv.costmodel.curves import AttentionTable
+from megakv.costmodel.curves import AttentionTable, RaggedCall, RaggedTable
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import AttentionShape
+
+PAGE_TOKENS = 512
+"""Tokens of a call that shows what each of them takes."""
+Table = TypeVar("Table", AttentionTable, RaggedTable)
 
 
 class Kernels:
@@ -53,12 +60,29 @@ class Kernels:
         return table.block(heads * self.shape.head_dim / table.head_dim, max(rows, 1.0) if rows else 0.0, keys)
 
 
+def ragged_call(profile: HardwareProfile, shape: AttentionShape) -> RaggedCall:
+    """Decode attention to KV heads that keep unequal numbers of tokens; `shape` says how many query heads share one.
+
+    Where it was not measured, that of dense heads with as many tokens.
+    """
+    if profile.ragged:
+        return _closest(profile.ragged, shape, shape.group).call
+    kernels = Kernels(profile, replace(shape, heads=shape.group, kv_heads=1, latent=None, row_dim=None))
+    # What a call costs by itself is paid once for all pages.
+    call_s = kernels.block(1, 1)
+    token_s = (kernels.block(1, PAGE_TOKENS) - call_s) / (PAGE_TOKENS - 1)
+    return RaggedCall(call_s, 0.0, token_s, profile.straggle)
+
+
 def _nearest(profile: HardwareProfile, shape: AttentionShape, group: int) -> AttentionTable:
     """The measured table that is closest in head dimension, then in the size of the group."""
     tables = [table for table in profile.attention if table.kernel == shape.kernel]
     tables = tables or [table for table in profile.attention if table.kernel == "flash"]
+    return _closest(tables, shape, group)
 
-    def distance(table: AttentionTable) -> tuple[float, float]:
+
+def _closest(tables: Sequence[Table], shape: AttentionShape, group: int) -> Table:
+    def distance(table: Table) -> tuple[float, float]:
         return abs(math.log(table.head_dim / shape.head_dim)), abs(math.log(table.group / group))
 
     return min(tables, key=distance)

@@ -15,6 +15,7 @@ from megakv.costmodel.hardware import HardwareProfile, fingerprint
 from megakv.costmodel.measure.kernels import Kernel, Matrices, rank_curves
 from megakv.costmodel.measure.links import UNIT_KEYS, UNIT_ROWS, exchange, overlap, ring_curves, sum_curve
 from megakv.costmodel.measure.meeting import Meeting
+from megakv.costmodel.measure.ragged import RaggedCases
 from megakv.costmodel.measure.small_models import SmallModels
 from megakv.costmodel.measure.stopwatch import ROUNDS, Cases, Pool, lower_decile, slowest, timed
 from megakv.costmodel.shape import AttentionShape
@@ -53,6 +54,7 @@ def measure_profile(
     cases, kernel = Cases(comm), Kernel(sizes[0], pool)
     flops, unit_s, bandwidth = _probe(comm, kernel)
     tables = [Kernel(size, pool).table(cases, flops=flops, longest_s=longest_s) for size in _all_sizes(sizes, pool)]
+    ragged = [RaggedCases(cases, pool, size, flops=flops, longest_s=longest_s) for size in sizes if not size.latent]
     curves = rank_curves(cases, pool, matrices, max(2, ring))
     late: list[Meeting | SmallModels] = []
     overlapped: Callable[[], dict[str, float]] | None = None
@@ -77,6 +79,7 @@ def measure_profile(
         fingerprint=machine,
         ring_size=ring,
         attention=tuple(table() for table in tables),
+        ragged=tuple(each.table() for each in ragged),
         **measured,
         step_overhead_s={},
         memory_bytes=_memory_bytes(comm, local),

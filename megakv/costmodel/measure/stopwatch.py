@@ -73,6 +73,12 @@ class Case:
         alone = max(map(statistics.median, self.samples))
         return max(0.0, statistics.median(map(max, zip(*self.samples, strict=True))) / alone - 1)
 
+    @property
+    def jitter(self) -> float:
+        """How much longer the last rank takes, in the mean, than the slowest one typically does by itself."""
+        alone = max(map(statistics.median, self.samples))
+        return max(0.0, self.together / alone - 1) if len(self.samples) > 1 else 0.0
+
 
 def rising(cases: Sequence[Case]) -> tuple[float, ...]:
     """Seconds of cases of ascending size. What a larger one does in less time, a smaller one was disturbed at."""

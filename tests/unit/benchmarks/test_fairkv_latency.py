@@ -1,4 +1,4 @@
-"""benchmarks/fairkv_latency.py on the CPU: the paper's lines through measured times, and a step by them."""
+"""benchmarks/fairkv_latency.py on the CPU: the paper's lines through measured times, and predicted steps."""
 
 import json
 from functools import partial
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.latency_lines import LatencySample, fit_latency
+from megakv.costmodel.hardware import load_profile
 from tests.unit.benchmarks.running import run_benchmark
 
 run = partial(run_benchmark, "fairkv_latency.py")
@@ -15,7 +16,21 @@ run = partial(run_benchmark, "fairkv_latency.py")
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "latency.json"
     shape = ["--kv-heads", "4", "--group", "2", "--head-dim", "16", "--dtype", "fp32", "--layers", "2"]
-    done = run("--batches", "1,3,6", "--kept", "16,40", "--repeats", "3", "--tp", "2", *shape, "--json", path)
+    done = run(
+        "--batches",
+        "1,3,6",
+        "--kept",
+        "16,40",
+        "--repeats",
+        "3",
+        "--tp",
+        "2",
+        *shape,
+        "--profile-seconds",
+        "1",
+        "--json",
+        path,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     grid, steps = ([row for row in report["rows"] if row["part"] == part] for part in ("grid", "step"))
@@ -32,11 +47,16 @@ def test_tiny_run(tmp_path: Path) -> None:
         # Two layers of 4 heads with 40 tokens on average.
         assert (row["batch"], row["kept"]) == (3, 40) and sum(map(sum, row["loads"])) == 2 * 4 * 40
         found = summary["predicted"][row["method"]]
-        assert found["predicted_s"] == pytest.approx(model.barrier_seconds(row["loads"], 3, 4))
+        assert found["predicted_s"] == row["predicted_s"] > 0
         layers = zip(*row["rank_seconds"], strict=True)
         measured = sum(max(sorted(times)[1] for times in zip(*layer, strict=True)) for layer in layers)
         assert found["measured_s"] == pytest.approx(measured)
         assert found["off"] == pytest.approx(found["predicted_s"] / measured - 1)
+    # The profile that it was predicted from; so many heads keep as many tokens everywhere.
+    model_of = {row["method"]: row["predicted_s"] for row in steps}
+    call = load_profile(tmp_path / "latency.profiles" / "1.json").ragged[0].call
+    slowest = sum(max(layer) for layer in steps[0]["loads"])
+    assert model_of["contiguous"] >= 2 * call.call_s + 2 * 6 * call.head_s + 3 * slowest * call.token_s - 1e-12
     assert "L = alpha B + beta" in done.stdout and "L = gamma C + delta" in done.stdout
     for name in ("batch", "kept"):
         assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")

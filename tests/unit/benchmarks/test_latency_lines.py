@@ -29,6 +29,3 @@ def test_latency_in_batch_and_budget() -> None:
         assert (line.slope, line.intercept) == pytest.approx((per_token * batch, start))
     assert list(model.over_batch) == [128, 512, 1024] and list(model.over_budget) == [1, 8, 32]
     assert model.over_tokens.slope == pytest.approx(per_token)
-    # Two layers, the slower rank with 4 heads of 100 and of 50 tokens on average.
-    seconds = model.barrier_seconds([[400, 100], [200, 200]], batch=3, kv_heads=4)
-    assert seconds == pytest.approx(per_token * 3 * (100 + 50) + 2 * start)

@@ -52,6 +52,13 @@ def test_straggle() -> None:
     assert taken([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]).straggle == 0.0
 
 
+def test_jitter_is_how_late_the_last_of_several_ranks_is() -> None:
+    """In the mean of all times but the longest tenth; a rank that is alone is waited for by nobody."""
+    assert taken([1.0, 2.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]).jitter == pytest.approx(0.5)
+    assert taken([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]).jitter == 0
+    assert taken([1.0, 2.0, 4.0]).jitter == 0
+
+
 def test_what_a_pass_does_often_counts_by_its_mean() -> None:
     """One repeat in three takes four times as long; but the longest tenth does not count."""
     seconds = [1.0, 1.0, 4.0] * 10
