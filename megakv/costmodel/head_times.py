@@ -95,7 +95,7 @@ class HeadTimes:
         if batch < 1 or tp_size < 1:
             raise ValueError(f"batch = {batch}, tp_size = {tp_size}: allowed: 1 or more of each")
         self.profile, self.model, self.tp_size, self.batch = profile, model, tp_size, batch
-        self._shared_memory = shared_memory
+        self._shared_memory, self._given_calls = shared_memory, calls
         self._calls = batch if calls is None else calls
         self._call = ragged_call(profile, model.attention())
         self._dense = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
@@ -103,6 +103,11 @@ class HeadTimes:
         self._whole = TokenTimes(profile, model)
         self._lag = profile.lag if tp_size > 1 else 0.0
         self._costs = {index: self._layer_costs(index) for index, _ in model.layer_kinds}
+
+    def with_batch(self, batch: int) -> HeadTimes:
+        """The same for another number of sequences."""
+        size = {"tp_size": self.tp_size, "batch": batch, "calls": self._given_calls}
+        return HeadTimes(self.profile, self.model, shared_memory=self._shared_memory, **size)
 
     def costs(self, layer: int) -> LayerCosts:
         return self._costs[self._kinds[layer]]

@@ -52,8 +52,10 @@ def positive(weights: Sequence[float]) -> list[float]:
     return [max(weight, least) for weight in weights]
 
 
-def lower_bounds(sizes: NDArray[np.float64], schemes: Schemes) -> NDArray[np.float64]:
-    """[schemes]: a time that the slowest place cannot be below; `sizes` are those of single replicas."""
+def lower_bounds(sizes: NDArray[np.float64], schemes: Schemes, start: float = 0.0) -> NDArray[np.float64]:
+    """[schemes]: a time that the slowest place cannot be below; `sizes` are those of single replicas, and every place
+    has `start` without any.
+    """
     fastest, places = schemes.speeds.max(axis=1), schemes.speeds.shape[1]
     ends = schemes.counts.cumsum(axis=1)
     replicas = np.arange(ends[:, -1].max())
@@ -61,18 +63,20 @@ def lower_bounds(sizes: NDArray[np.float64], schemes: Schemes) -> NDArray[np.flo
     head = (replicas[None, :, None] >= ends[:, None, :]).sum(axis=2)
     spread = np.take_along_axis(np.pad(sizes, ((0, 0), (0, 1))), head, axis=1)
     spread = -np.sort(-spread, axis=1)
-    bounds = spread.sum(axis=1) / schemes.speeds.sum(axis=1)
+    bounds = (spread.sum(axis=1) + start * places) / schemes.speeds.sum(axis=1)
     # Of the first kR + 1 replicas some place has k + 1.
     for k in range((len(replicas) - 1) // places + 1):
-        bounds = np.maximum(bounds, spread[:, k * (places - 1) : k * places + 1].sum(axis=1) / fastest)
+        bounds = np.maximum(bounds, (spread[:, k * (places - 1) : k * places + 1].sum(axis=1) + start) / fastest)
     return bounds
 
 
-def largest_first(sizes: NDArray[np.float64], schemes: Schemes) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def largest_first(
+    sizes: NDArray[np.float64], schemes: Schemes, start: float = 0.0
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Every scheme at once: the slowest place's time [schemes], and who is where [schemes, heads, places]."""
     rows, heads = sizes.shape
     places = schemes.speeds.shape[1]
-    loads = np.zeros((rows, places))
+    loads = np.full((rows, places), start)
     held = np.zeros((rows, heads, places), dtype=bool)
     order = np.argsort(-sizes, axis=1, kind="stable")
     row = np.arange(rows)
@@ -88,11 +92,13 @@ def largest_first(sizes: NDArray[np.float64], schemes: Schemes) -> tuple[NDArray
     return (loads / schemes.speeds).max(axis=1), held
 
 
-def exchange(sizes: NDArray[np.float64], speeds: NDArray[np.int64], held: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def exchange(
+    sizes: NDArray[np.float64], speeds: NDArray[np.int64], held: NDArray[np.bool_], start: float = 0.0
+) -> NDArray[np.bool_]:
     """Move replicas off the slowest place, or exchange them for others, until that helps no more; [heads, places]."""
     held = held.copy()
     while True:
-        loads = sizes @ held
+        loads = sizes @ held + start
         slow = int(np.argmax(loads / speeds))
         best, step = loads[slow] / speeds[slow] * (1 - TOLERANCE), None
         for other in range(len(speeds)):
@@ -113,13 +119,13 @@ def exchange(sizes: NDArray[np.float64], speeds: NDArray[np.int64], held: NDArra
 class _Search:
     """Depth first, the largest replica first, for a placement that beats the best so far."""
 
-    def __init__(self, best: float, nodes: int):
-        self.best, self.nodes = best, nodes
+    def __init__(self, best: float, nodes: int, start: float = 0.0):
+        self.best, self.nodes, self.start = best, nodes, start
 
     def run(self, sizes: Sequence[float], counts: Sequence[int], speeds: Sequence[int]) -> NDArray[np.bool_] | None:
         """Which heads are at which places; None where nothing better is found."""
         self.found: NDArray[np.bool_] | None = None
-        self.speeds, self.loads = speeds, [0.0] * len(speeds)
+        self.speeds, self.loads = speeds, [self.start] * len(speeds)
         self.items = sorted(zip(sizes, counts, range(len(sizes)), strict=True), key=lambda item: -item[0])
         self.left = [sum(size * count for size, count, _ in self.items[step:]) for step in range(len(sizes))]
         self.held = np.zeros((len(sizes), len(speeds)), dtype=bool)
@@ -160,16 +166,19 @@ class _Search:
                 loads[place] = load
 
 
-def assign(weights: Sequence[float], schemes: Schemes, *, nodes: int = NODES) -> Placement:
+def assign(
+    weights: Sequence[float], schemes: Schemes, *, nodes: int = NODES, fixed: float = 0.0, start: float = 0.0
+) -> Placement:
     """Place heads, positive and the largest first, so that the slowest place is fastest.
 
-    Exact unless the search is cut off at `nodes`; the bound then says how far from the optimum it can be.
+    Each replica takes `fixed` beside its part of the weight, and each place `start`, which may be negative, beside its
+    replicas. Exact unless the search is cut off at `nodes`; the bound then says how far from the optimum it can be.
     """
-    sizes, speeds = np.asarray(weights) / schemes.counts, schemes.speeds
-    bounds = lower_bounds(sizes, schemes)
-    reached, placed = largest_first(sizes, schemes)
+    sizes, speeds = np.asarray(weights) / schemes.counts + fixed, schemes.speeds
+    bounds = lower_bounds(sizes, schemes, start)
+    reached, placed = largest_first(sizes, schemes, start)
     scheme = int(reached.argmin())
-    held, search = placed[scheme], _Search(float(reached[scheme]), nodes)
+    held, search = placed[scheme], _Search(float(reached[scheme]), nodes, start)
     for row in np.lexsort((reached, bounds)):
         if search.nodes < 0 or bounds[row] >= search.best * (1 - TOLERANCE):
             break
@@ -177,8 +186,9 @@ def assign(weights: Sequence[float], schemes: Schemes, *, nodes: int = NODES) ->
         scheme, held = (scheme, held) if found is None else (int(row), found)
     slowest = lowest = search.best
     if search.nodes < 0:
-        held = exchange(sizes[scheme], speeds[scheme], held)
-        slowest = float((sizes[scheme] @ held / speeds[scheme]).max())
+        held = exchange(sizes[scheme], speeds[scheme], held, start)
+        slowest = float(((sizes[scheme] @ held + start) / speeds[scheme]).max())
     if search.nodes < 0 or not schemes.complete:
-        lowest = min(slowest, float(bounds.min()) if schemes.complete else sum(weights) / float(speeds[0].sum()))
+        least = sum(weights) + fixed * len(weights) + start * speeds.shape[1]
+        lowest = min(slowest, float(bounds.min()) if schemes.complete else least / float(speeds[0].sum()))
     return Placement(scheme, [tuple(np.flatnonzero(row).tolist()) for row in held], slowest, lowest)

@@ -9,11 +9,12 @@ the paper's best-effort assignment (FairKV-NoDP).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from math import ceil, comb
+from itertools import chain, islice
+from math import ceil, comb, inf
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,8 @@ from megakv.fairkv.splitting import split_heads
 Split = Literal["even", "free"]
 
 MOST_SCHEMES = 12_000
+ORDERS, CLOSE = 30, 1e-4
+"""Orders in which heads with fixed parts go on the ranks of a group; and levels that are as good as equal, relative."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +141,70 @@ def _group_schemes(heads: int, groups: int, ranks: int) -> Schemes:
     return Schemes(np.ones((len(speeds), heads), dtype=np.int64), speeds, len(rows) <= MOST_SCHEMES)
 
 
-def wrap_around(weights: Sequence[float], members: Sequence[int], ranks: Sequence[int]) -> dict[int, dict[int, float]]:
+def wrap_around(
+    weights: Sequence[float], members: Sequence[int], ranks: Sequence[int], fixed: float = 0.0
+) -> dict[int, dict[int, float]]:
     """McNaughton's rule: heads one after the other fill one rank after the other, each to the same level.
 
-    Returns from head to rank to share; at most ``len(ranks) - 1`` of the `members` are cut.
+    Returns from head to rank to share; at most ``len(ranks) - 1`` of the `members` are cut. On each of its ranks a head
+    takes `fixed` beside its part; where no more than that is left of a rank, the next head begins on the next one.
     """
-    ends = np.cumsum([0.0, *(weights[head] for head in members)])
-    levels = np.linspace(0.0, ends[-1], len(ranks) + 1)
-    parts_HR = np.minimum(ends[1:, None], levels[1:]) - np.maximum(ends[:-1, None], levels[:-1])
+    total = sum(weights[head] for head in members)
+    level = (total + fixed * (len(members) + len(ranks) - 1)) / len(ranks)
     # A sliver would be a replica for nothing.
-    parts_HR[parts_HR <= ends[-1] * TOLERANCE] = 0.0
-    shares = (parts_HR / parts_HR.sum(axis=1, keepdims=True)).tolist()
-    return {
-        head: {rank: share for rank, share in zip(ranks, row, strict=True) if share}
-        for head, row in zip(members, shares, strict=True)
-    }
+    sliver, at, room = total * TOLERANCE, 0, level
+    parts: dict[int, dict[int, float]] = {head: {} for head in members}
+    for head in members:
+        left = weights[head]
+        while left > sliver or not parts[head]:
+            last = at == len(ranks) - 1
+            if room - fixed <= sliver and not last:
+                at, room = at + 1, level
+                continue
+            part = left if last or left <= room - fixed + sliver else room - fixed
+            parts[head][ranks[at]] = part / weights[head]
+            left, room = left - part, room - fixed - part
+    return parts
+
+
+def _wrapped(
+    weights: Sequence[float], members: list[int], ranks: Sequence[int], fixed: float
+) -> dict[int, dict[int, float]]:
+    """The same by the order of heads that fills ranks best, and with parts that are the best for where heads are then.
+
+    Without fixed parts any order fills them, and the largest first leaves small heads whole.
+    """
+    if not fixed or len(ranks) == 1:
+        return wrap_around(weights, members, ranks)
+    level = (sum(weights[head] for head in members) + fixed * (len(members) + len(ranks) - 1)) / len(ranks)
+    random, best, found = np.random.default_rng(0), inf, {}
+    orders = chain([members, members[::-1]], (random.permutation(members).tolist() for _ in range(ORDERS)))
+    for order in orders:
+        parts = wrap_around(weights, order, ranks, fixed)
+        for empty in set(ranks).difference(*parts.values()):
+            _give(parts, empty)
+        held = [[rank - ranks[0] for rank in parts[head]] for head in members]
+        slowest, shares = split_heads([weights[head] for head in members], held, len(ranks), fixed=fixed)
+        if slowest < best * (1 - TOLERANCE):
+            best = slowest
+            found = {
+                head: dict(zip(parts[head], (share / weights[head] for share in own), strict=True))
+                for head, own in zip(members, shares, strict=True)
+            }
+        if best <= level * (1 + CLOSE):
+            break
+    return found
+
+
+def _give(parts: dict[int, dict[int, float]], empty: int) -> None:
+    """A rank without a head takes one of a rank that has several, or becomes one more of the largest head's."""
+    count = Counter(rank for held in parts.values() for rank in held)
+    full, most = count.most_common(1)[0]
+    if most > 1:
+        head = [head for head, held in parts.items() if full in held][-1]
+        parts[head][empty] = parts[head].pop(full)
+    else:
+        next(iter(parts.values()))[empty] = 0.0
 
 
 def _filled(held: list[tuple[int, ...]], places: int) -> list[tuple[int, ...]]:
@@ -166,57 +218,68 @@ def _filled(held: list[tuple[int, ...]], places: int) -> list[tuple[int, ...]]:
     return held
 
 
-def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int) -> tuple[LayerMapping, float]:
-    """Heads, the largest first, in groups of ranks that share them by the wrap-around rule; and the bound."""
-    found = assign(weights, _group_schemes(len(weights), groups, size), nodes=nodes)
+def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int, fixed: float) -> tuple[LayerMapping, float]:
+    """Heads, the largest first, in groups of ranks that share them by the wrap-around rule; and the bound.
+
+    Of s ranks that share m heads, m + s - 1 replicas take a fixed part each: beside one a rank, m - 1 do.
+    """
+    found = assign(weights, _group_schemes(len(weights), groups, size), nodes=nodes, fixed=fixed, start=-fixed)
     members: list[list[int]] = [[] for _ in range(groups)]
     for head, (group,) in enumerate(_filled(found.places, groups)):
         members[group].append(head)
-    sums, ranks = [sum(weights[head] for head in group) for group in members], [1] * groups
+    sums = [sum(weights[head] + fixed for head in group) - fixed for group in members]
+    ranks = [1] * groups
     for _ in range(size - groups):
         ranks[max(range(groups), key=lambda group: sums[group] / ranks[group])] += 1
     parts: dict[int, dict[int, float]] = {}
     for group, held in enumerate(members):
         # The largest first: fewer heads have more than two replicas, and the small ones stay whole.
         first = sum(ranks[:group])
-        parts |= wrap_around(weights, held, range(first, first + ranks[group]))
-    return LayerMapping.of([parts[head] for head in range(len(weights))]), found.bound
+        parts |= _wrapped(weights, held, range(first, first + ranks[group]), fixed)
+    return LayerMapping.of([parts[head] for head in range(len(weights))]), found.bound + fixed
 
 
-def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int) -> tuple[LayerMapping, float]:
-    found = assign(weights, _even_schemes(len(weights), limits), nodes=nodes)
+def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int, fixed: float) -> tuple[LayerMapping, float]:
+    found = assign(weights, _even_schemes(len(weights), limits), nodes=nodes, fixed=fixed)
     return LayerMapping.even(_filled(found.places, limits.tp_size)), found.bound
 
 
-def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int) -> tuple[LayerMapping, float]:
+def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int, fixed: float) -> tuple[LayerMapping, float]:
     """Exact where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal shares made
     the best for their placement.
     """
     size = limits.tp_size
     fewest = max(1, size - limits.copies)
-    best, bound = _grouped(weights, fewest, size, nodes)
+    best, bound = _grouped(weights, fewest, size, nodes, fixed)
     if not limits.allow(best.replicas):
-        even, _ = _evenly(weights, limits, nodes)
+        even, _ = _evenly(weights, limits, nodes, fixed)
         groups = range(fewest, min(size, len(weights)) + 1)
-        others = (_grouped(weights, number, size, nodes)[0] for number in groups)
-        even = even.with_shares(split_heads(weights, even.ranks, size)[1])
+        others = (_grouped(weights, number, size, nodes, fixed)[0] for number in groups)
+        even = even.with_shares(split_heads(weights, even.ranks, size, fixed=fixed)[1])
         allowed = [even, *(other for other in others if limits.allow(other.replicas))]
-        best = min(allowed, key=lambda mapping: max(mapping.loads(weights, size)))
+        best = min(allowed, key=lambda mapping: slowest_rank(mapping, weights, size, fixed))
     return best, bound
 
 
+def slowest_rank(mapping: LayerMapping, weights: Sequence[float], size: int, fixed: float = 0.0) -> float:
+    """Its load, each head that it holds counted as `fixed` more."""
+    counts = [sum(rank in held for held in mapping.ranks) for rank in range(size)]
+    return max(load + fixed * count for load, count in zip(mapping.loads(weights, size), counts, strict=True))
+
+
 def map_layer(
-    weights: Sequence[float], limits: CopyLimits, split: Split = "free", *, nodes: int = NODES
+    weights: Sequence[float], limits: CopyLimits, split: Split = "free", *, fixed: float = 0.0, nodes: int = NODES
 ) -> LayerSolution:
     """One layer's heads on ranks so that the slowest rank is fastest, within `limits` that are checked already.
 
-    Replicas may share a head in any way ("free") or equally ("even").
+    Replicas may share a head in any way ("free") or equally ("even"); each takes `fixed` beside its part of the weight.
+    With a free split and fixed parts, the solution is the best of those with as many copies as `limits` allow.
     """
     order = sorted(range(len(weights)), key=lambda head: -weights[head])
     raised = positive([weights[head] for head in order])
-    found, bound = (_freely if split == "free" else _evenly)(raised, limits, nodes)
+    found, bound = (_freely if split == "free" else _evenly)(raised, limits, nodes, fixed)
     back = [order.index(head) for head in range(len(weights))]
     mapping = LayerMapping(tuple(found.ranks[at] for at in back), tuple(found.shares[at] for at in back))
-    slowest = max(mapping.loads(weights, limits.tp_size))
+    slowest = slowest_rank(mapping, weights, limits.tp_size, fixed)
     # What was added to heads that keep nothing is no part of the bound.
     return LayerSolution(mapping, slowest, min(slowest, max(0.0, bound - (sum(raised) - sum(weights)))))

@@ -6,20 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from numpy.typing import NDArray
 
-from megakv.fairkv.mapping import Balance, HeadMapping
+from megakv.fairkv.mapping import Balance, HeadMapping, StepTime
 from megakv.fairkv.profile import BudgetProfile, last_part
 from megakv.tracking.files import write_picture
 
 INK, FAINT = "#22282f", "#8a929b"
+GAINS_SIZE = 4.6, 3.4
+"""Inches of the gains by regime."""
 
 
 def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
-    """Draw the loads of the contiguous and of the found mapping as a PNG, in one scale.
+    """Draw the loads of the contiguous and of the found mapping as a PNG, in one scale; beside them, gains by regime.
 
-    A layer takes as long as its darkest cell, which is marked: with a perfect mapping all cells look alike.
+    A layer takes as long as its darkest cell, which is marked: with a perfect mapping all cells look alike. Gains are
+    predicted, so they are there where the mapping knows its machine.
     """
     found = f"copies {mapping.copies}, {mapping.split} split" if mapping.copies else "best assignment"
     panels: list[tuple[str, Balance]] = [(found, mapping)]
@@ -36,8 +39,14 @@ def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
         for name, balance in panels
     ]
     label, size = "load over the layer's mean\n(slowest rank marked)", (2.2 + width, 1.9 + 0.2 * layers)
-    figure, all_axes = _heat_maps(tables, titles, "rank", label, size)
-    for axes, table in zip(all_axes, tables, strict=True):
+    place: Figure | SubFigure
+    if mapping.time is None:
+        place = figure = _figure(*size)
+    else:
+        figure = _figure(size[0] + GAINS_SIZE[0], max(size[1], GAINS_SIZE[1]))
+        place, beside = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0])).tolist()
+        _draw_gains(beside, mapping.time)
+    for axes, table in zip(_heat_maps(place, tables, titles, "rank", label), tables, strict=True):
         waiting = table.max(axis=1) > 1 + 1e-6
         marks = {"marker": "s", "s": 26, "facecolors": "none", "edgecolors": "#b3261e"}
         axes.scatter(table.argmax(axis=1)[waiting], np.nonzero(waiting)[0], **marks)
@@ -53,15 +62,41 @@ def draw_profile(profile: BudgetProfile, path: str | Path) -> None:
     detail = ", ".join(word for word in (profile.method, prompts) if word)
     size = (min(16.0, max(3.2, 0.34 * heads)) + 1.9, min(24.0, 0.22 * layers) + 1.6)
     title, label = f"{name}\n{detail}" if detail else name, "kept tokens, mean over prompts"
-    write_picture(path, _heat_maps(table[None], [title], "KV head", label, size)[0])
+    figure = _figure(*size)
+    _heat_maps(figure, table[None], [title], "KV head", label)
+    write_picture(path, figure)
+
+
+def _draw_gains(place: SubFigure, time: StepTime) -> None:
+    """What a mapping gains, or loses, by batch and kept tokens."""
+    batches, kept = (sorted({getattr(regime, name) for regime in time.regimes}) for name in ("batch", "kept"))
+    gains = {(regime.batch, regime.kept): regime.gain for regime in time.regimes}
+    table = np.array([[gains[batch, tokens] for tokens in kept] for batch in batches])
+    axes = place.subplots()
+    # Doublings, the same to both sides of no gain.
+    widest = max(0.25, float(np.abs(np.log2(table)).max()))
+    axes.imshow(np.log2(table), cmap="RdBu", vmin=-widest, vmax=widest, aspect="auto")
+    for row, column in np.ndindex(table.shape):
+        axes.text(column, row, f"{table[row, column]:.2f}", ha="center", va="center", fontsize=8, color=INK)
+    axes.set_xticks(range(len(kept)), [f"{tokens:g}" for tokens in kept])
+    axes.set_yticks(range(len(batches)), [f"{batch}" for batch in batches])
+    axes.set_xlabel("kept tokens a head, the mean", fontsize=9, color=INK)
+    axes.set_ylabel("batch", fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=FAINT, length=0)
+    own = f"{time.gain:.3f} times as fast at batch {time.batch}, {time.kept:.0f} tokens"
+    axes.set_title(f"a step over one with contiguous heads\n{own} ({time.hardware})", fontsize=9, color=INK)
+    axes.invert_yaxis()
+
+
+def _figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), dpi=130, facecolor="white", layout="constrained")
 
 
 def _heat_maps(
-    tables: NDArray[np.float64], titles: list[str], across: str, label: str, size: tuple[float, float]
-) -> tuple[Figure, list[Any]]:
+    figure: Figure | SubFigure, tables: NDArray[np.float64], titles: list[str], across: str, label: str
+) -> list[Any]:
     """Tables of layers by something side by side, in one scale."""
-    figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
-    all_axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0].tolist()
+    all_axes: list[Any] = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0].tolist()
     highest = max(1.0, float(tables.max()))
     for axes, table, title in zip(all_axes, tables, titles, strict=True):
         axes.imshow(table, cmap="Blues", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
@@ -77,4 +112,4 @@ def _heat_maps(
     bar = figure.colorbar(all_axes[-1].images[0], ax=all_axes, fraction=0.05, pad=0.03)
     bar.set_label(label, fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=8, colors=FAINT, length=0)
-    return figure, all_axes
+    return all_axes

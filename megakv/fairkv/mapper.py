@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import get_args
 
+from megakv.costmodel.head_times import HeadTimes
 from megakv.fairkv.capacity import Weights, arrange, check_cap, least_total, map_layers
 from megakv.fairkv.fair_copying import CopyLimits, Split
 from megakv.fairkv.layer import LayerMapping, barrier_utilisation, busy_rates, contiguous_layer, efficiency
 from megakv.fairkv.mapping import Balance, HeadMapping, Objective, by_rank
 from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.rank_memory import RankMemory
 from megakv.fairkv.requests import imagined_requests, place_for_requests
+from megakv.fairkv.step_time import fastest_layers, step_time
 
 
 def balance(layers: Sequence[LayerMapping], budgets: Weights, tp_size: int) -> Balance:
@@ -31,10 +34,12 @@ def map_heads(
     profile: BudgetProfile,
     *,
     tp_size: int,
-    copies: int = 0,
+    copies: int | None = None,
     split: Split = "free",
-    objective: Objective = "barrier",
+    objective: Objective | None = None,
+    times: HeadTimes | None = None,
     memory_cap: float | None = None,
+    memory_cap_bytes: float | None = None,
     max_replicas: int | None = None,
     copied_heads: int | None = None,
 ) -> HeadMapping:
@@ -45,16 +50,24 @@ def map_heads(
 
     Parameters
     ----------
-    copies : int
-        Extra replicas per layer, at most.
+    copies : int, optional
+        Extra replicas per layer, at most. None: for the objective ``time`` as many as pay, else none.
     split : {"free", "even"}
         Whether replicas share a head in any way, or equally.
-    objective : {"barrier", "equation4", "requests"}
-        ``barrier``: the sum over layers of the slowest rank, each layer ending in an all-reduce; what is left of the
-        copies goes where requests unlike the profile need them. ``equation4``: the paper's, the largest sum over layers
-        of a rank. ``requests``: the barrier for the profile's single prompts, each with its own split between replicas.
+    objective : {"time", "barrier", "equation4", "requests"}, optional
+        ``time``, the default with `times`: predicted seconds of a decoding step, in which every head costs its weights
+        on each rank that holds it, too; never slower than contiguous heads, and without copies that do not pay.
+        ``barrier``, the default otherwise: the sum over layers of the slowest rank's tokens, each layer ending in an
+        all-reduce; what is left of the copies goes where requests unlike the profile need them. ``equation4``: the
+        paper's, the largest sum over layers of a rank. ``requests``: the barrier for the profile's single prompts, each
+        with its own split between replicas.
+    times : HeadTimes, optional
+        What predicts a step of the model on the machine; with another objective, it is only reported.
     memory_cap : float, optional
-        Tokens that a rank may keep, summed over its KV heads and all layers.
+        Tokens of one sequence that a rank may keep, summed over its KV heads and all layers, in the worst of the
+        profile's prompts; of the mean where it has none.
+    memory_cap_bytes : float, optional
+        The same in bytes, for the batch of `times`, with the weights of the rank's KV heads, copies included.
     max_replicas : int, optional
         R_max: replicas of one head.
     copied_heads : int, optional
@@ -65,29 +78,38 @@ def map_heads(
     ValueError
         If a setting is impossible for the profile, or no mapping within the cap was found: names it and what would do.
     """
+    objective = objective or ("barrier" if times is None else "time")
+    if copies is None:
+        copies = max(0, tp_size - 1) if objective == "time" else 0
     limits = CopyLimits(tp_size, copies, max_replicas, copied_heads)
     limits.check(profile.n_kv_heads)
     for name, value, allowed in (("split", split, get_args(Split)), ("objective", objective, get_args(Objective))):
         if value not in allowed:
             raise ValueError(f"{name} = {value!r}: allowed: {', '.join(allowed)}")
-    if memory_cap is not None and not (math.isfinite(memory_cap) and memory_cap > 0):
-        raise ValueError(f"memory_cap = {memory_cap}: allowed: tokens per rank, above 0")
+    _check_times(profile, tp_size, objective, times)
+    memory = _memory(profile, tp_size, times, memory_cap, memory_cap_bytes)
     if objective == "requests":
         if profile.prompts is None:
             raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
         if split != "free":
             raise ValueError(f"objective = 'requests': split = {split!r} leaves requests nothing to decide; use 'free'")
-        if memory_cap is not None:
+        if memory is not None:
             raise ValueError("objective = 'requests' knows no memory_cap; use objective = 'barrier'")
     budgets = profile.budgets
-    if objective == "equation4":
-        solution = least_total(budgets, limits, split)
-        layers, bound = solution.mappings, solution.bound
-        check_cap(memory_cap, solution, tp_size)
-    else:
-        layers, bound = map_layers(budgets, limits, split, memory_cap=memory_cap)
-        if split == "free" and memory_cap is None:
-            layers = _placed_for_requests(profile, layers, limits, objective)
+
+    def mapped(cap: float | None) -> tuple[list[LayerMapping], float]:
+        if objective == "time":
+            assert times is not None
+            return fastest_layers(times, budgets, limits, split, cap=cap)
+        if objective == "equation4":
+            solution = least_total(budgets, limits, split)
+            check_cap(cap, solution, tp_size)
+            return solution.mappings, solution.bound
+        return map_layers(budgets, limits, split, memory_cap=cap)
+
+    layers, bound = mapped(None) if memory is None else memory.within(mapped)
+    if objective in ("barrier", "requests") and split == "free" and memory is None:
+        layers = _placed_for_requests(profile, layers, limits, objective)
     found = balance(layers, budgets, tp_size)
     static = balance([contiguous_layer(profile.n_kv_heads, tp_size)] * len(budgets), budgets, tp_size)
     return HeadMapping(
@@ -98,11 +120,40 @@ def map_heads(
         split=split,
         objective=objective,
         memory_cap=memory_cap,
+        memory_cap_bytes=memory_cap_bytes,
         mapping=tuple(by_rank(layer, tp_size) for layer in layers),
         bound=0.0 if objective == "requests" else bound,
         contiguous=static,
+        time=None if times is None else step_time(times, layers, budgets),
         identity=profile.identity,
     )
+
+
+def _check_times(profile: BudgetProfile, tp_size: int, objective: Objective, times: HeadTimes | None) -> None:
+    if times is None:
+        if objective == "time":
+            raise ValueError("objective = 'time' needs what predicts a step (times, --hardware); or use 'barrier'")
+        return
+    if times.tp_size != tp_size:
+        raise ValueError(f"times are of {times.tp_size} ranks, not of tp_size = {tp_size}")
+    times.check(profile.n_layers, profile.n_kv_heads)
+
+
+def _memory(
+    profile: BudgetProfile, tp_size: int, times: HeadTimes | None, tokens: float | None, nbytes: float | None
+) -> RankMemory | None:
+    """The cap that was given, if one was."""
+    given = {"memory_cap": (tokens, "tokens per rank"), "memory_cap_bytes": (nbytes, "bytes per rank")}
+    for name, (value, unit) in given.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} = {value}: allowed: {unit}, above 0")
+    if nbytes is None:
+        return None if tokens is None else RankMemory.in_tokens(profile, tp_size, tokens)
+    if tokens is not None:
+        raise ValueError(f"memory_cap = {tokens:g} and memory_cap_bytes = {nbytes:g}: give one of them")
+    if times is None:
+        raise ValueError("memory_cap_bytes needs the model's sizes (times, --hardware); or use memory_cap")
+    return RankMemory.in_bytes(profile, tp_size, nbytes, times.model, times.batch)
 
 
 def _placed_for_requests(

@@ -14,7 +14,8 @@ from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 
 Load = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, le=1)]
-Objective = Literal["barrier", "equation4", "requests"]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Objective = Literal["time", "barrier", "equation4", "requests"]
 
 
 class Replica(BaseModel):
@@ -41,11 +42,34 @@ class Balance(BaseModel):
     busy_rates: tuple[Part, ...]
 
 
+class Regime(BaseModel):
+    """How much faster a step is than with contiguous heads, where `batch` sequences keep `kept` tokens a head."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch: int = Field(ge=1)
+    kept: float = Field(ge=0, allow_inf_nan=False)
+    gain: Seconds
+
+
+class StepTime(Regime):
+    """Predicted seconds of a decoding step, mapped and with contiguous heads; their ratio is the gain.
+
+    `regimes` are the same mapping with other batches, and with the same budgets scaled to other means.
+    """
+
+    hardware: str
+    seconds: Seconds
+    contiguous_seconds: Seconds
+    regimes: tuple[Regime, ...]
+
+
 class HeadMapping(Record, Balance):
     """A mapping of a model's KV heads, and the settings of `megakv.fairkv.mapper.map_heads` that it was found under.
 
     ``mapping[layer][rank]`` are the rank's KV heads, ascending. No mapping has a smaller value of the objective than
-    `bound`. `contiguous` is the balance of heads in runs of neighbours, the paper's SHA.
+    `bound`, in seconds of a step where the objective is ``time``, else in tokens. `contiguous` is the balance of heads
+    in runs of neighbours, the paper's SHA.
     """
 
     format: Literal["megakv head mapping"] = "megakv head mapping"
@@ -59,9 +83,11 @@ class HeadMapping(Record, Balance):
     split: Literal["even", "free"]
     objective: Objective
     memory_cap: float | None = None
+    memory_cap_bytes: float | None = None
     mapping: tuple[tuple[tuple[Replica, ...], ...], ...] = Field(min_length=1)
     bound: Load
     contiguous: Balance | None = None
+    time: StepTime | None = None
     identity: ModelIdentity | None = None
 
     @model_validator(mode="after")

@@ -36,14 +36,25 @@ BoolArray = NDArray[np.bool_]
 
 
 def split_heads(
-    weights: Sequence[float], ranks: Sequence[Sequence[int]], tp_size: int, *, whole: bool = False
+    weights: Sequence[float],
+    ranks: Sequence[Sequence[int]],
+    tp_size: int,
+    *,
+    whole: bool = False,
+    fixed: float = 0.0,
 ) -> tuple[float, list[list[float]]]:
     """The split of one layer whose slowest rank is fastest: the load of that rank, and the parts.
 
     ``ranks[head]`` hold a head of so much weight; ``parts[head]``, along with them, are the tokens that each attends
     to. Where budgets are `whole` numbers of tokens they stay so when divided, and the slowest rank's load is rounded
-    up.
+    up. Every head that a rank holds counts there as `fixed` tokens more.
     """
+    if fixed:
+        # What nobody can take from a rank is a head of that rank alone.
+        counts = [sum(rank in held for held in ranks) for rank in range(tp_size)]
+        alone = [[rank] for rank in range(tp_size)]
+        slowest, parts = split_heads([*weights, *(fixed * n for n in counts)], [*ranks, *alone], tp_size, whole=whole)
+        return slowest, parts[: len(weights)]
     total = sum(weights)
     slack = 0 if whole else total * TOLERANCE * 1e-3
     flow: list[dict[int, float]] = [dict.fromkeys(held, 0) for held in ranks]

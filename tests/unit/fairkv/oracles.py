@@ -8,6 +8,7 @@ from itertools import combinations, product
 import numpy as np
 from scipy.optimize import LinearConstraint, linprog, milp
 
+from megakv.costmodel.head_times import LayerCosts
 from megakv.fairkv.fair_copying import CopyLimits
 
 
@@ -110,6 +111,30 @@ def best_layer(
         found = program.solve({slowest: 1.0}, presolve=False)
     assert found is not None
     return found
+
+
+def best_seconds(costs: LayerCosts, shared_s: float, kept: Sequence[float], limits: CopyLimits) -> tuple[float, float]:
+    """A layer's seconds in the optimum, if copies cost `shared_s` together, and the bound that the solver proved."""
+    program, heads = Program(), range(len(kept))
+    # In units of a rank's mean, so that the solver's tolerances mean the same everywhere.
+    fixed, unit = costs.head_s / costs.token_s, sum(kept) / limits.tp_size + costs.head_s / costs.token_s
+    slowest, shared = program.variable(("t",), highest=np.inf), program.variable(("z",), integer=True)
+    loads = add_layer(program, [tokens / unit for tokens in kept], limits, "free")
+    held: list[dict] = [{("x", 0, head, rank): 1.0 for head in heads} for rank in range(limits.tp_size)]
+    for rank, load in enumerate(loads):
+        terms = dict(load)
+        for name in held[rank]:
+            terms[name] = terms.get(name, 0.0) + fixed / unit
+        program.row({**terms, slowest: -1.0}, high=0)
+    everywhere = {name: 1.0 for names in held for name in names}
+    program.row({**everywhere, shared: -float(max(1, limits.copies))}, high=len(kept))
+    late = (1 + costs.jitter) / limits.tp_size
+    program.row({**{name: late * fixed / unit for name in everywhere}, slowest: -1.0}, high=-late * sum(kept) / unit)
+    scale = unit * costs.token_s
+    found = program.solve({slowest: 1.0, shared: shared_s / scale}, gap=1e-4, seconds=5)
+    assert found is not None
+    value, bound = (max(costs.least_s, costs.alike_s + part * scale) for part in found)
+    return value, bound
 
 
 def best_layers(

@@ -167,7 +167,7 @@ def test_held_out_requests() -> None:
         ({"tp_size": 0}, "tp = 0"),
         ({"copies": 25}, "copies = 25: each of 8 KV heads can be on each of tp = 4 ranks once, which is 24"),
         ({"split": "odd"}, "split = 'odd': allowed: even, free"),
-        ({"objective": "speed"}, "objective = 'speed': allowed: barrier, equation4, requests"),
+        ({"objective": "speed"}, "objective = 'speed': allowed: time, barrier, equation4, requests"),
         ({"memory_cap": 0}, "memory_cap = 0: allowed: tokens per rank, above 0"),
         ({"memory_cap": float("nan")}, "memory_cap = nan"),
         ({"memory_cap": 100}, "memory_cap = 100 tokens on each of 4 ranks is infeasible: .* keep is 200"),

@@ -1,0 +1,113 @@
+"""What ranks must hold of a mapping: of the worst single prompt, not of the mean, and the weights of the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.capacity import CLOSE, level_ranks, loads_of
+from megakv.fairkv.layer import LayerMapping
+from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.splitting import split_heads
+
+Mappings = list[LayerMapping]
+TRIES = 8
+"""Caps of the mean that mappings are found under, each lower than the one before, until the worst prompt fits; and ways
+to number the ranks of each.
+"""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of `tp_size` ranks, in tokens of one KV head: a cap, and what each head that a rank holds takes of it
+    for its weights.
+    """
+
+    profile: BudgetProfile
+    tp_size: int
+    cap: float
+    head_tokens: float
+    given: str  # The setting and its value, as errors name them.
+    token_bytes: float | None = None  # Of a token of all sequences, where the cap was given in bytes.
+
+    @classmethod
+    def in_tokens(cls, profile: BudgetProfile, tp_size: int, cap: float) -> RankMemory:
+        """A cap of tokens of one sequence; weights do not count."""
+        return cls(profile, tp_size, cap, 0.0, f"memory_cap = {cap:g} tokens")
+
+    @classmethod
+    def in_bytes(cls, profile: BudgetProfile, tp_size: int, cap: float, model: ModelShape, batch: int) -> RankMemory:
+        """A cap of bytes, of the heads' weights and of what `batch` sequences keep."""
+        dims = model.key_dim + model.value_dim
+        token = batch * dims * model.element_bytes
+        # Queries and outputs of the group, key and value.
+        weights = model.hidden * (model.heads // model.cached_heads + 1) * dims * model.element_bytes
+        return cls(profile, tp_size, cap / token, weights / token, f"memory_cap_bytes = {cap:g}", token)
+
+    def held(self, mappings: Sequence[LayerMapping]) -> NDArray[np.float64]:
+        """``[prompts, layers, ranks]`` tokens that ranks hold of each prompt, which replicas share in the way that is
+        best for it; of the mean where no prompts are known.
+        """
+        size, profile = self.tp_size, self.profile
+        weights = np.array([[sum(rank in at for at in each.ranks) for rank in range(size)] for each in mappings])
+        kept = [loads_of(mappings, profile.budgets, size)] if profile.prompts is None else []
+        for prompt in profile.prompts or ():
+            own = [
+                mapping.with_shares(split_heads(row, mapping.ranks, size)[1])
+                for mapping, row in zip(mappings, prompt, strict=True)
+            ]
+            kept.append(loads_of(own, prompt, size))
+        return np.array(kept) + weights * self.head_tokens
+
+    def within(self, mapped: Callable[[float], tuple[Mappings, float]]) -> tuple[Mappings, float]:
+        """Mappings, and their bound, that ranks can hold: `mapped` finds some under a cap of the mean's tokens.
+
+        A ValueError says what the mappings found need.
+        """
+        cap, best, lowest = self.cap, float("inf"), 0.0
+        for _ in range(TRIES):
+            try:
+                mappings, bound = mapped(cap)
+            except ValueError:
+                if self.token_bytes is None and best == float("inf"):
+                    raise
+                break
+            # What is true under the cap that was given is true of all that fits.
+            lowest = lowest or bound
+            mappings, used = self._levelled(mappings)
+            if used <= self.cap * (1 + CLOSE):
+                return mappings, lowest
+            best = min(best, used)
+            cap = min(cap, self.cap) - (used - self.cap)
+            if cap <= 0:
+                break
+        raise ValueError(f"{self.given} on each of {self.tp_size} ranks {self._needed(best)}")
+
+    def _levelled(self, mappings: Mappings) -> tuple[Mappings, float]:
+        """Ranks renumbered, which costs no time, until those of the worst prompt hold equally much; and the fullest."""
+        best, found = float("inf"), mappings
+        for _ in range(TRIES):
+            held = self.held(mappings)
+            totals = held.sum(axis=1).max(axis=1)
+            if totals.max() >= best:
+                break
+            best, found = float(totals.max()), mappings
+            if best <= self.cap * (1 + CLOSE):
+                break
+            orders = level_ranks(held[totals.argmax()], self.cap)
+            mappings = [each.renumbered(order.tolist()) for each, order in zip(mappings, orders, strict=True)]
+        return found, best
+
+    def _needed(self, best: float) -> str:
+        remedy = "use more ranks, fewer copies or smaller budgets"
+        if best == float("inf"):
+            return f"leaves no room for what heads keep; raise it, or {remedy}"
+        if self.token_bytes is not None:
+            of, amount = "weights of heads and the worst prompt", f"{best * self.token_bytes:.6g} bytes"
+        else:
+            of, amount = "the worst prompt", f"{best:.6g} tokens"
+        return f"cannot be met by any mapping found: with {of} the fullest rank needs {amount}; raise it, or {remedy}"
