@@ -29,9 +29,11 @@ from megakv.weights.placement import contiguous_head_map, head_counts
 
 
 def tokenized(
-    arguments: argparse.Namespace, config: MegaKVConfig, prompts: Sequence[Prompt]
+    arguments: argparse.Namespace, config: MegaKVConfig, prompts: Sequence[Prompt], *, new_tokens: int = 0
 ) -> list[tuple[Prompt, Tensor]]:
-    """Prompts as ``[1, S]`` tokens; refused are those too long for the model, or too short to be compressed."""
+    """Prompts as ``[1, S]`` tokens; refused are those too short to be compressed, or with what is to be generated too
+    long for the model.
+    """
     turns = Turns(read_tokenizer(arguments.model), chat=not arguments.no_chat_template)
     text = read_config(local_directory(arguments.model, weights=False)).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -42,8 +44,9 @@ def tokenized(
         ids = turns.first(prompt.text)
         length = ids.shape[1]
         where = f"--prompts {prompt.source}: the prompt has {length} tokens"
-        if positions is not None and length > positions:
-            raise ValueError(f"{where}, the model takes {positions}; shorten it or leave it out")
+        if positions is not None and length + new_tokens > positions:
+            behind = f" and {new_tokens} more are to be generated" if new_tokens else ""
+            raise ValueError(f"{where}{behind}, the model takes {positions}; shorten it or leave it out")
         if length < fairkv.min_tokens:
             raise ValueError(
                 f"{where}, fewer than megakv.fairkv.min_tokens = {fairkv.min_tokens}: it would not be compressed; "

@@ -94,16 +94,27 @@ def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
     """The settings that --config and the arguments of `KEYS` come to; with --wandb, W&B is switched on."""
-    from megakv.config import load_config, read_settings
+    from megakv.config import load_config
 
-    given = {name: value for name in KEYS if (value := getattr(arguments, name)) is not None}
+    given = _given(arguments)
     if arguments.config is None or not given:
         config = load_config(_added({}, given) if arguments.config is None else arguments.config)
     else:
-        config = load_config(_added(read_settings(arguments.config), given))
+        config = load_config(run_settings(arguments))
         _check_agreement(config, given, arguments.config)
     config.megakv.tracking.wandb.enabled |= arguments.wandb is not None
     return config
+
+
+def run_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of --config, and what the arguments of `KEYS` say where it has nothing; unchecked."""
+    from megakv.config import read_settings
+
+    return _added({} if arguments.config is None else read_settings(arguments.config), _given(arguments))
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in KEYS if (value := getattr(arguments, name)) is not None}
 
 
 def _check_agreement(config: MegaKVConfig, given: dict[str, Any], source: str) -> None:

@@ -13,6 +13,7 @@ SUMMARIES = {
     "profile": "Measure this machine's compute, memory and links once, for the choice of methods.",
     "fit-policy": "Time pass-KV against pass-Q at many (T, P) and fit the rule of the policy ``fitted``.",
     "search-partition": "Search on real ranks for the partitions with which KV-Runahead is fastest, and keep them.",
+    "fairkv": "Profile prompts, map KV heads to ranks, and measure that run against neighbouring heads.",
     "fairkv-profile": "Run a model over prompts with compression and write what every KV head keeps.",
     "plan": "Rank what can be run on some machines, and write the JSON of the best.",
     "simulate": "Play a run through, event by event: slow ranks, slow links and noise included.",

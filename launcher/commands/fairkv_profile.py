@@ -20,6 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
     if ranks:
         parser.add_argument("--ranks", type=int, help="processes to start here (default: as many as the JSON wants)")
     parser.add_argument("--model", required=True, help="directory or hub id of the model")
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the profile to this file")
+    parser.add_argument("--png", metavar="FILE", help="draw the budgets to this file (default: beside the profile)")
+    parser.add_argument("--config", metavar="FILE", help="JSON of the run that the profile is for (default: fp32)")
+    add_measured_arguments(parser)
+    parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def add_measured_arguments(parser: argparse.ArgumentParser, *, default: str = "") -> None:
+    """What is read, and how it is compressed; `default` says of the budget what else there is."""
     parser.add_argument(
         "--prompts",
         required=True,
@@ -27,15 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
         metavar="PATH",
         help="data sets: a .jsonl file with a prompt a line, a folder with a prompt a file, or one text file",
     )
-    parser.add_argument("--json", required=True, metavar="FILE", help="write the profile to this file")
-    parser.add_argument("--png", metavar="FILE", help="draw the budgets to this file (default: beside the profile)")
-    parser.add_argument("--config", metavar="FILE", help="JSON of the run that the profile is for (default: fp32)")
     parser.add_argument("--method", choices=UNEVEN, help="compression (default: the config's, else ada_snapkv)")
-    parser.add_argument("--budget", type=float, help="what a KV head keeps on average, as in megakv.fairkv.budget")
+    parser.add_argument(
+        "--budget", type=float, help=f"what a KV head keeps on average, as in megakv.fairkv.budget{default}"
+    )
     parser.add_argument("--field", default="prompt", help="of a .jsonl line's object, the prompt's (default prompt)")
     parser.add_argument("--no-chat-template", action="store_true", help="feed the texts as they are")
-    parser.add_argument("--threads", type=int, default=1, help="threads of every rank (default 1)")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -49,16 +56,26 @@ def run(arguments: argparse.Namespace) -> None:
 def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
     """The run's JSON with the compression that was asked for, on so many ranks, or those that it wants."""
     from megakv.config import load_config
-    from megakv.tracking.config import TrackingConfig
 
     config = load_config(arguments.config or {"dtype": "fp32"})
-    section = config.megakv
     if ranks is not None:
         if ranks < 1 or ranks % config.tp_size:
             raise ValueError(f"--ranks {ranks}: allowed: multiples of tensor_parallel.tp_size = {config.tp_size}")
-        section.context_parallel.size = ranks // config.tp_size
-    given = {"method": arguments.method, "budget": arguments.budget}
-    given = {name: value for name, value in given.items() if value is not None}
+        config.megakv.context_parallel.size = ranks // config.tp_size
+    compress(config, arguments.method, arguments.budget)
+    return config
+
+
+def compress(config: MegaKVConfig, method: str | None, budget: float | None) -> None:
+    """Give a run the compression that was asked for, without a mapping, and no tracking.
+
+    A `ValueError` where heads would keep equally many tokens, or all.
+    """
+    from megakv.config import load_config
+    from megakv.tracking.config import TrackingConfig
+
+    section = config.megakv
+    given = {name: value for name, value in (("method", method), ("budget", budget)) if value is not None}
     # What heads keep does not depend on where they are.
     fairkv = section.fairkv.model_dump(exclude_unset=True, exclude={"mapping"}) | given
     section.fairkv = load_config({"megakv": {"fairkv": fairkv}}).megakv.fairkv
@@ -72,7 +89,6 @@ def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> Me
     if section.offload.enabled:
         raise ValueError("megakv.offload.enabled = true is not supported with compression: switch it off to profile")
     section.tracking = TrackingConfig()
-    return config
 
 
 def check_budgets(arguments: argparse.Namespace) -> None:

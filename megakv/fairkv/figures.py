@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ GAINS_SIZE = 4.6, 3.4
 """Inches of the gains by regime."""
 
 
-def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
+def draw_mapping(mapping: HeadMapping, path: str | Path | io.BytesIO) -> None:
     """Draw the loads of the contiguous and of the found mapping as a PNG, in one scale; beside them, gains by regime.
 
     A layer takes as long as its darkest cell, which is marked: with a perfect mapping all cells look alike. Gains are
@@ -53,7 +54,7 @@ def draw_mapping(mapping: HeadMapping, path: str | Path) -> None:
     write_picture(path, figure)
 
 
-def draw_profile(profile: BudgetProfile, path: str | Path) -> None:
+def draw_profile(profile: BudgetProfile, path: str | Path | io.BytesIO) -> None:
     """Draw the mean budgets as a heat map, layers by KV heads, as a PNG."""
     table = np.array(profile.budgets)
     layers, heads = table.shape

@@ -43,10 +43,10 @@ def read_runs(paths: Sequence[str | Path]) -> list[tuple[str, RunReport]]:
     return list(runs.items())
 
 
-def page(runs: Sequence[tuple[str, RunReport]]) -> str:
-    """The HTML of one run or several; ratios are to the first."""
+def page(runs: Sequence[tuple[str, RunReport]], preface: Sequence[str] = ()) -> str:
+    """The HTML of one run or several; ratios are to the first, and HTML to begin with may be given."""
     names, reports = [name for name, _ in runs], [report for _, report in runs]
-    parts = [facts({name: overview(report) for name, report in runs})]
+    parts = [*preface, facts({name: overview(report) for name, report in runs})]
     measured = metrics(comparison(reports, names), len(runs))
     drawn = [(name, report) for name, report in runs if has_events(report)]
     if len(runs) > 1:

@@ -1,0 +1,70 @@
+"""What a mapping of heads is worth: what its profile promises, what was measured, and whether to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from megakv.fairkv.mapping import HeadMapping
+
+LEAST = 1e-6
+"""A smaller gain is rounding: the same loads in another order."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast decoding is with a mapping as with heads in runs of neighbours."""
+
+    # Of attention alone, if it takes time in proportion to the tokens of every layer's slowest rank.
+    predicted: float
+    copies: int
+    # Of whole steps; None where nothing was measured.
+    measured: float | None = None
+    # Threads of the ranks on a host and its cores, where there are too few of them for times to mean anything.
+    shared_cores: tuple[int, int] | None = None
+
+    @classmethod
+    def predict(cls, mapping: HeadMapping) -> Self:
+        assert mapping.contiguous is not None
+        before, after = (sum(map(max, balance.loads)) for balance in (mapping.contiguous, mapping))
+        return cls(before / after if after > 0 else 1.0, mapping.copies)
+
+    def measure(self, measured: float, shared_cores: tuple[int, int] | None) -> Self:
+        return replace(self, measured=measured, shared_cores=shared_cores)
+
+    @property
+    def declined(self) -> bool:
+        """Whether the mapping promises nothing, and need not be measured."""
+        return self.predicted <= 1 + LEAST
+
+    @property
+    def taken(self) -> bool:
+        """Whether to run the mapping: as measured, or as predicted where measured times mean nothing."""
+        slower = self.measured is not None and self.measured <= 1 and self.shared_cores is None
+        return not self.declined and not slower
+
+    def sentence(self) -> str:
+        """The result in one line."""
+        if self.declined:
+            most = f"up to {self.copies} copies in a layer" if self.copies else "no copies (--copies allows some)"
+            return f"leave the heads alone: with {most} no mapping loads the ranks more evenly than heads in runs"
+        said = f"predicted {self.predicted:.2f} times as fast in attention, by the tokens of the slowest ranks"
+        if self.measured is None:
+            return said
+        step = f"measured {self.measured:.2f} times as fast in a whole step"
+        if self.shared_cores is not None:
+            threads, cores = self.shared_cores
+            return f"{said}; {step}, which means nothing where {threads} threads of ranks share {cores} cores"
+        return f"{step}; {said}" if self.taken else f"leave the heads alone: {step}; {said}"
+
+    def values(self) -> dict[str, Any]:
+        """For the result's JSON."""
+        shared = self.shared_cores
+        return {
+            "result": self.sentence(),
+            "taken": self.taken,
+            "declined": self.declined,
+            "predicted_gain": self.predicted,
+            "measured_gain": self.measured,
+            "shared_cores": None if shared is None else {"threads": shared[0], "cores": shared[1]},
+        }

@@ -1,0 +1,172 @@
+"""Profile a model's heads, map them, and measure what that gains: what every rank of ``megakv fairkv`` runs.
+
+On several hosts start them by hand:
+``deepspeed --hostfile FILE --module megakv.launcher.mapping_ranks --model DIR --prompts ... --tp N``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+import megakv
+from megakv.config import MegaKVConfig
+from megakv.fairkv.mapper import map_heads
+from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.profile import BudgetProfile, ModelIdentity, make_profile
+from megakv.launcher.budget_ranks import measure, print_tables, tokenized
+from megakv.launcher.commands.fairkv import add_rank_arguments, check, read_budgets
+from megakv.launcher.conversation import read_tokenizer
+from megakv.launcher.gain import Gain
+from megakv.launcher.job import JobParser, generation_options, print_files
+from megakv.launcher.mapping_folder import MappingFolder
+from megakv.launcher.placements import Placement, read_in_turn
+from megakv.launcher.process import own_rank, quiet_libraries, report_errors
+from megakv.launcher.prompts import Prompt, read_prompts
+from megakv.launcher.settings import run_config, run_settings
+from megakv.tracking.tracker import log_runs
+from megakv.tracking.wandb_run import check_wandb_installed
+from megakv.weights.folder import local_directory, read_config
+
+Prompts = Sequence[tuple[Prompt, Tensor]]
+
+
+def profiled(
+    engine: megakv.MegaKVEngine, arguments: argparse.Namespace, prompts: Prompts, method: str
+) -> tuple[BudgetProfile, Prompts]:
+    """What heads keep, and the prompts to compare placements with: those that did not make the profile.
+
+    Of measured prompts every other one is held out, but one alone is both. Every rank must call it.
+    """
+    if arguments.budgets is None:
+        found, identity = measure(engine, prompts[::2]), ModelIdentity.of_model(engine.module)
+        return make_profile(arguments.model, method, found, identity), prompts[1::2] or prompts
+
+    def read() -> BudgetProfile:
+        config = read_config(local_directory(arguments.model, weights=False))
+        profile = read_budgets(arguments.budgets, arguments.model, config)
+        other = None if profile.identity is None else profile.identity.other_weights(engine.module)
+        if other is not None:
+            raise ValueError(f"--budgets = {arguments.budgets!r} is the profile of another model: {other}")
+        return profile
+
+    with engine.agreement.call():
+        return engine.agreement.same_file("--budgets", read), prompts
+
+
+def mapped(
+    engine: megakv.MegaKVEngine, arguments: argparse.Namespace, profile: BudgetProfile, folder: MappingFolder
+) -> HeadMapping:
+    """The placement that a profile asks for; rank 0 finds and writes it. Every rank must call it."""
+
+    def find() -> HeadMapping:
+        print_tables(profile)
+        found = map_heads(profile, tp_size=engine.mesh.tp_size, copies=arguments.copies)
+        if arguments.budgets is None:
+            folder.write_profile(profile)
+        folder.write_mapping(profile, found)
+        return found
+
+    with engine.agreement.call():
+        return engine.agreement.decide(find)
+
+
+def run_values(arguments: argparse.Namespace, config: MegaKVConfig, mapping: str | None) -> dict[str, Any]:
+    """The run's JSON: what was given, the compression, and the mapping where there is one."""
+    values = run_settings(arguments)
+    fairkv = config.megakv.fairkv.model_dump(exclude_unset=True)
+    values.setdefault("megakv", {})["fairkv"] = fairkv | ({} if mapping is None else {"mapping": mapping})
+    return values
+
+
+@dataclass
+class Outcome:
+    """What was found."""
+
+    profile: BudgetProfile
+    mapping: HeadMapping
+    gain: Gain
+    placements: list[Placement]  # Contiguous heads first; only they where the mapping was declined.
+    prompts: int  # That the placements were compared on.
+    tokens_equal: bool | None  # None where the mapping was declined.
+
+
+def compare(arguments: argparse.Namespace, config: MegaKVConfig, prompts: Prompts, folder: MappingFolder) -> Outcome:
+    """Profile, map, and measure both placements. Every rank must call it."""
+    engine = megakv.init_inference(arguments.model, config)
+    profile, held_out = profiled(engine, arguments, prompts, config.megakv.fairkv.method)
+    mapping = mapped(engine, arguments, profile, folder)
+    found = Outcome(profile, mapping, Gain.predict(mapping), [Placement("contiguous", engine)], len(held_out), None)
+    if not found.gain.declined:
+        other = config.model_copy(deep=True)
+        other.megakv.fairkv.mapping = str(folder.mapping)
+        found.placements.append(Placement("mapped", megakv.init_inference(arguments.model, other)))
+        # Steps are what is measured: no answer ends early.
+        options = generation_options(arguments, read_tokenizer(arguments.model))
+        options["min_new_tokens"] = arguments.max_new_tokens
+        reading = {"repeats": arguments.repeats, "seed": arguments.seed}
+        found.tokens_equal = read_in_turn(found.placements, held_out, options, **reading)
+        before, after = found.placements
+        found.gain = found.gain.measure(before.median_s / after.median_s, before.shared_cores())
+    return found
+
+
+def publish(found: Outcome, arguments: argparse.Namespace, config: MegaKVConfig, folder: MappingFolder) -> None:
+    """Write what was found, and say it; the result comes last. Rank 0 calls it."""
+    gain, placements = found.gain, [each for each in found.placements if each.step_s]
+    folder.write_config(run_values(arguments, config, str(folder.mapping) if gain.taken else None))
+    if placements:
+        print(f"\n{'heads':<12} {'ms a step':>10}  utilisation by kept tokens")
+        for each in placements:
+            print(f"{each.name:<12} {1e3 * each.median_s:>10.2f}  {each.utilisation:.3f}")
+        print(f"tokens of both are {'equal' if found.tokens_equal else 'DIFFERENT'}")
+        tokenizer = read_tokenizer(arguments.model)
+        settings = {name: value for name, value in vars(arguments).items() if value is not None}
+        runs = [(each.name, each.report(tokenizer, settings)) for each in placements]
+        folder.write_runs(runs, gain.sentence(), found.profile, found.mapping)
+        wandb = run_config(arguments).megakv.tracking.wandb
+        if wandb.enabled:
+            folder.written["W&B run"] = log_runs(runs, wandb)
+    values = {
+        "format": "megakv fairkv",
+        "model": arguments.model,
+        "mesh": {"cp": config.cp_size, "tp": config.tp_size},
+        "copies": arguments.copies,
+        "prompts": {"profile": len(found.profile.prompts or ()), "compared": found.prompts},
+        "tokens_equal": found.tokens_equal,
+        **gain.values(),
+        "placements": {each.name: each.values() for each in placements},
+    }
+    folder.write_result(values, arguments.json)
+    print_files(folder.written.items(), None)
+    print(f"result: {gain.sentence()}", flush=True)
+
+
+def main() -> None:
+    """Entry of every rank."""
+    parser = JobParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="directory, GGUF file or hub id of the model")
+    add_rank_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    quiet_libraries()
+    with report_errors():
+        arguments = parser.parse_args()
+        config, folder = check(arguments), MappingFolder(arguments.out)
+        check_wandb_installed(run_config(arguments).megakv.tracking.wandb)
+        texts = read_prompts(arguments.prompts, field=arguments.field)
+        prompts = tokenized(arguments, config, texts, new_tokens=arguments.max_new_tokens)
+        found = compare(arguments, config, prompts, folder)
+        if own_rank() == 0:
+            publish(found, arguments, config, folder)
+        for each in reversed(found.placements):
+            each.engine.destroy()
+        if found.tokens_equal is False and own_rank() == 0:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
