@@ -39,23 +39,25 @@ class Gain:
 
     @property
     def taken(self) -> bool:
-        """Whether to run the mapping: as measured, or as predicted where measured times mean nothing."""
-        slower = self.measured is not None and self.measured <= 1 and self.shared_cores is None
-        return not self.declined and not slower
+        """Whether to run the mapping: only where it was measured to be faster."""
+        return self.measured is not None and self.measured > 1 and self.shared_cores is None
 
     def sentence(self) -> str:
         """The result in one line."""
         if self.declined:
             most = f"up to {self.copies} copies in a layer" if self.copies else "no copies (--copies allows some)"
             return f"leave the heads alone: with {most} no mapping loads the ranks more evenly than heads in runs"
-        said = f"predicted {self.predicted:.2f} times as fast in attention, by the tokens of the slowest ranks"
+        predicted = f"predicted {self.predicted:.2f} times as fast in attention, by the tokens of the slowest ranks"
         if self.measured is None:
-            return said
-        step = f"measured {self.measured:.2f} times as fast in a whole step"
+            return predicted
+        measured = f"measured {self.measured:.2f} times as fast in a whole step"
         if self.shared_cores is not None:
             threads, cores = self.shared_cores
-            return f"{said}; {step}, which means nothing where {threads} threads of ranks share {cores} cores"
-        return f"{step}; {said}" if self.taken else f"leave the heads alone: {step}; {said}"
+            return (
+                f"not known here: {predicted}; {measured}, which means nothing where {threads} threads of ranks share "
+                f"{cores} cores"
+            )
+        return f"{measured}; {predicted}" if self.taken else f"leave the heads alone: {measured}; {predicted}"
 
     def values(self) -> dict[str, Any]:
         """For the result's JSON."""

@@ -77,8 +77,8 @@ def mapped(
 
 def run_values(arguments: argparse.Namespace, config: MegaKVConfig, mapping: str | None) -> dict[str, Any]:
     """The run's JSON: what was given, the compression, and the mapping where there is one."""
-    values = run_settings(arguments)
-    fairkv = config.megakv.fairkv.model_dump(exclude_unset=True)
+    values, compression = run_settings(arguments), config.megakv.fairkv
+    fairkv = {"method": compression.method} | compression.model_dump(exclude_unset=True)
     values.setdefault("megakv", {})["fairkv"] = fairkv | ({} if mapping is None else {"mapping": mapping})
     return values
 

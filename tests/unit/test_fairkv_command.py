@@ -131,13 +131,14 @@ def test_what_a_mapping_is_worth() -> None:
     gain = Gain.predict(mapping)
     # With three copies all four ranks have a quarter; neighbours have pairs.
     assert gain.predicted == pytest.approx(rows.reshape(LAYERS, 4, 2).sum(2).max(1).sum() / (rows.sum() / 4))
-    assert not gain.declined and gain.taken and "measured" not in gain.sentence()
+    assert not gain.declined and not gain.taken and "measured" not in gain.sentence()
     faster, slower = gain.measure(1.2, None), gain.measure(0.9, None)
     assert faster.taken and faster.sentence().startswith("measured 1.20 times as fast in a whole step; predicted ")
     assert not slower.taken and slower.sentence().startswith("leave the heads alone: measured 0.90 times as fast")
-    # Where ranks take turns, a slower step is no reason.
-    shared = gain.measure(0.9, (4, 2))
-    assert shared.taken and "which means nothing where 4 threads of ranks share 2 cores" in shared.sentence()
+    # Where ranks take turns, a faster step is no reason.
+    shared = gain.measure(1.2, (4, 2))
+    assert not shared.taken and shared.sentence().startswith("not known here: predicted ")
+    assert shared.sentence().endswith("which means nothing where 4 threads of ranks share 2 cores")
     assert shared.values()["shared_cores"] == {"threads": 4, "cores": 2}
 
 
