@@ -208,7 +208,13 @@ def _make_runtime(
         # Something is predicted from the model's sizes, if its config tells them.
         with suppress(ValueError):
             shape = ModelShape.from_config(model.config, dtype=model.dtype)
-    replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm)
+    copies = section.fairkv.copies
+    replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm, copies)
+    if replicas is not None and replicas.shared and copies == "batch" and comm.mesh.rank == 0:
+        logger.warning(
+            "megakv.fairkv.copies = 'batch': copies of heads divide a batch, so nothing is gained with one sequence; "
+            "'tokens' divides each sequence"
+        )
     planner = PassPlanner(
         comm=comm,
         config=section.context_parallel,

@@ -179,7 +179,8 @@ class MegaKVEngine(InferenceEngine):
                 if use_cache:
                     # Some models drop the cache on the way.
                     prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
-                    self._runtime.generation = Generation(cache, prompt)
+                    given = ids if embeds is None else embeds
+                    self._runtime.generation = Generation(cache, prompt, None if given is None else len(given))
                 try:
                     output = self.module.generate(ids, **held, **prepared)
                 finally:

@@ -88,6 +88,8 @@ class Generation:
     cache: ShardedCache
     prompt: Turn | None = None
     """What it reads first, in however many passes."""
+    prompts: int | None = None
+    """How many it was given; beams and further answers are copies of them."""
     earlier: Tensor | None = None
     """Logits behind the prompt's pieces so far."""
 

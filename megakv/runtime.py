@@ -75,11 +75,11 @@ class Runtime:
         # Beside what heads keep, which may be little, unused capacity counts.
         least_growth = 2 if compresses else GROWTH_MINIMUM
 
-        def new_store(layer: int, batch: int) -> KVStore:
+        def new_store(layer: int, prompts: IntArray) -> KVStore:
             shares = None if self.replicas is None else self.replicas.shares(layer)
             if shares is None:
-                return DenseStore(batch, least_growth)
-            return SharedHeadsStore(batch, shares, least_growth)
+                return DenseStore(len(prompts), least_growth)
+            return SharedHeadsStore(prompts, shares, least_growth)
 
         return ShardedCache(
             layers,
@@ -224,7 +224,8 @@ class Runtime:
             results[0] if len(results) == 1 else (torch.cat(each, dim=1) for each in zip(*results, strict=True))
         )
         if self.replicas is not None:
-            out_HLD, lse_HL = self.replicas.merge(layer, out_HLD, lse_HL, call.tokens, complete=step.complete)
+            scored = step.turn is not None or step.watched
+            out_HLD, lse_HL = self.replicas.merge(call, out_HLD, lse_HL, complete=step.complete, scored=scored)
         whole, given = lse_HL, {}
         if step.turn is not None or step.watched:
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])

@@ -232,6 +232,7 @@ class Session:
             compressed=[[list(span) for span in ranges] for ranges in compressed],
             heads=engine.heads_here.heads,
             divided=engine.heads_here.divided,
+            copies=engine.heads_here.copies,
             gone=list(self._cache.gone),
             reach=self._cache.reach,
         )

@@ -22,6 +22,7 @@ from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.errors import MegaKVError
 from megakv.fairkv.replicas import HeadReplicas
+from megakv.fairkv.shares import Copies
 from megakv.injection.interface import keeps_latents
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
@@ -55,6 +56,8 @@ class SessionMeta:
     """By layer and tensor-parallel rank, its KV heads in the order of its tensors; empty in format 1."""
     divided: bool = False
     """Whether ranks that hold the same head have divided its tokens."""
+    copies: str = "tokens"
+    """Whether they have done so sequence by sequence, or have divided the batch."""
     weights: str | None = None
     """Digest of its weights; None in format 1."""
     gone: list[int] = field(default_factory=list)
@@ -207,7 +210,7 @@ def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
 class HeadsHere:
     """Which KV heads lie where, for a rank that reads: by layer and tensor-parallel rank, as in `SessionMeta.heads`.
 
-    With replicas, ranks that hold the same head divide its tokens.
+    With replicas, ranks that hold the same head divide its tokens, or the batch.
     """
 
     heads: list[list[list[int]]]
@@ -218,9 +221,15 @@ class HeadsHere:
     def divided(self) -> bool:
         return self.replicas is not None and self.replicas.shared
 
+    @property
+    def copies(self) -> Copies:
+        return "tokens" if self.replicas is None else self.replicas.copies
+
     def layer(self, number: int, meta: SessionMeta) -> dict[str, Any]:
         """Of a layer, what `SavedLayer` wants to know."""
-        alike = (meta.heads, meta.divided) == (self.heads, self.divided)
+        alike = (meta.heads, meta.divided, meta.copies) == (self.heads, self.divided, self.copies)
+        # Who has which sequence is told by shares, which other mappings with the same heads have others of.
+        alike = alike and self.copies == "tokens"
         shares = None if self.replicas is None else self.replicas.shares(number)
         own = self.heads[number][self.tp_rank]
         # Copies of a head that have not divided its tokens have each seen some of its queries.
@@ -267,7 +276,8 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
         for layer, first in enumerate(gone):
             store, prefix = cache.store(layer), f"{sequence}.{layer}."
             try:
-                saved_layer = SavedLayer(files, prefix, tokens[first], device, **here.layer(layer, meta))
+                placed = {"prompt": int(cache.table.prompts[sequence]), **here.layer(layer, meta)}
+                saved_layer = SavedLayer(files, prefix, tokens[first], device, **placed)
                 if len(mine.slot[mine.run(sequence)]):
                     store.load(sequence, saved_layer)
                 notes = saved_layer.notes(cache.rank, cache.size)

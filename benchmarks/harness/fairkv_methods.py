@@ -23,7 +23,7 @@ from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh
 
-from .head_division import Division, Piece, make_mapping
+from .head_division import Division, Piece, copies_of, make_mapping
 from .methods import ContextParallel, Generation
 from .models import DTYPES, begin_whole, model_config, random_ids, without_stop
 from .options import CONTIGUOUS, UNIFORM
@@ -142,6 +142,7 @@ def make_engines(
             if key not in engines:
                 fairkv: dict[str, Any] = {"budget": 0.5}
                 if mapping is not None:
+                    fairkv["copies"] = copies_of(division.name)
                     fairkv["mapping"] = str(Path(folder) / f"{key}.json")
                     if world.rank == 0:
                         mapping.save(fairkv["mapping"])

@@ -14,6 +14,7 @@ from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_la
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile
+from megakv.fairkv.shares import Copies, owners
 from megakv.fairkv.splitting import split_request
 
 from .options import CONTIGUOUS, UNIFORM
@@ -107,9 +108,18 @@ def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Div
         budgets = [[sum(row) // heads] * heads for row in budgets]
     mapping = make_mapping(name, budgets, ranks=ranks, batch=batch)
     layers = [contiguous_layer(heads, ranks)] * len(budgets) if mapping is None else mapping.layers
-    divide_layer = _parts_of_sequences if name.startswith("split") else _whole_sequences
-    pieces = [divide_layer(layer, row, ranks, batch) for layer, row in zip(layers, budgets, strict=True)]
+    pieces = []
+    for number, (layer, row) in enumerate(zip(layers, budgets, strict=True)):
+        if copies_of(name) == "batch":
+            pieces.append(_whole_sequences(layer, number, row, ranks, batch))
+        else:
+            pieces.append(_parts_of_sequences(layer, row, ranks, batch))
     return Division(name, budgets, pieces)
+
+
+def copies_of(name: str) -> Copies:
+    """What copies of a method of `HEAD_METHODS` divide, in the words of `megakv.fairkv.copies`."""
+    return "batch" if name.startswith("dp") else "tokens"
 
 
 def _most_replicas(batch: int) -> int:
@@ -120,14 +130,14 @@ def _most_replicas(batch: int) -> int:
     return most
 
 
-def _whole_sequences(layer: LayerMapping, budgets: Sequence[int], ranks: int, batch: int) -> list[list[Piece]]:
-    """Copies share the batch, as in the paper: each sequence is one replica's alone."""
+def _whole_sequences(
+    layer: LayerMapping, number: int, budgets: Sequence[int], ranks: int, batch: int
+) -> list[list[Piece]]:
+    """Copies share the batch, as in the paper and as an engine does it: each sequence is one replica's alone."""
     found: list[list[Piece]] = [[] for _ in range(ranks)]
-    for head, (held, shares) in enumerate(zip(layer.ranks, layer.shares, strict=True)):
-        first = 0
-        for rank, count in zip(held, divide(batch, shares, most=batch).tolist(), strict=True):
-            found[rank] += [Piece(sequence, head, 0, budgets[head]) for sequence in range(first, first + count)]
-            first += count
+    for head, of_prompts in enumerate(owners(layer, number)):
+        for sequence, rank in enumerate(np.resize(of_prompts, batch).tolist()):
+            found[rank].append(Piece(sequence, head, 0, budgets[head]))
     return found
 
 

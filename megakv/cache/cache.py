@@ -16,7 +16,7 @@ from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.store import KVStore
 from megakv.cache.window import first_held
-from megakv.distributed.sharding import Layout, TokenTable
+from megakv.distributed.sharding import IntArray, Layout, TokenTable
 from megakv.errors import MegaKVError
 from megakv.fairkv.notes import Notes
 
@@ -55,9 +55,9 @@ class ShardedCache(Cache):
     """A cache of global length whose keys and values are spread over the context-parallel ranks.
 
     `size` and `rank` are the context-parallel degree and this rank's index in it. `new_store` makes the store of a
-    layer for a batch of so many sequences; with `compresses`, compressed tokens are held beside it. `shares_heads` says
-    whether any rank holds only some tokens of a head that others hold too, and `rotate` moves a layer's keys ``[n, D]``
-    on by so many positions.
+    layer for sequences of prompts (`TokenTable.prompts`); with `compresses`, compressed tokens are held beside it.
+    `shares_heads` says whether any rank holds only some tokens of a head that others hold too, and `rotate` moves a
+    layer's keys ``[n, D]`` on by so many positions.
 
     `length` are the slots that are cached. `compressed` has by sequence the ranges of slots that were compressed,
     ascending: not all of their tokens are held any more.
@@ -76,7 +76,7 @@ class ShardedCache(Cache):
         *,
         size: int,
         rank: int,
-        new_store: Callable[[int, int], KVStore] = lambda layer, batch: DenseStore(batch),
+        new_store: Callable[[int, IntArray], KVStore] = lambda layer, prompts: DenseStore(len(prompts)),
         compresses: bool = False,
         shares_heads: bool = False,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
@@ -100,14 +100,17 @@ class ShardedCache(Cache):
     def batch_size(self) -> int:
         return self.table.batch if self.length else -1
 
-    def begin(self, layout: Layout, batch: int, *, stays: bool = True, turn: bool = False) -> None:
+    def begin(
+        self, layout: Layout, batch: int, *, prompts: int | None = None, stays: bool = True, turn: bool = False
+    ) -> None:
         """Register the tokens of a pass in the table, before its layers append their keys and values.
 
-        `stays` says whether what is cached is attended to by the rank that holds it, and nowhere else; `turn` whether
-        the pass belongs to a turn that may be compressed.
+        The batch are copies of so many `prompts`, as many of each; by default it has no copies. `stays` says whether
+        what is cached is attended to by the rank that holds it, and nowhere else; `turn` whether the pass belongs to a
+        turn that may be compressed.
         """
         if self.length == 0:
-            self.table = TokenTable(self.size, batch)
+            self.table = TokenTable(self.size, batch, prompts)
             self.compressed = [[] for _ in range(batch)]
             self.gone, self.reach = [0] * len(self._stores), 0
             self._stores = [None] * len(self._stores)
@@ -179,7 +182,7 @@ class ShardedCache(Cache):
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
         if store is None:
-            store = self._new_store(layer, self.table.batch)
+            store = self._new_store(layer, self.table.prompts)
             if self.compresses:
                 store = self._compressing(store, None if self._rotate is None else partial(self._rotate, layer))
             self._stores[layer] = store

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.notes import Notes
-from megakv.fairkv.splitting import HeadShares
+from megakv.fairkv.shares import HeadShares
 from megakv.tensor_files import read_where_present
 
 
@@ -99,6 +99,8 @@ class SavedLayer:
     own: Sequence[int]
     alike: int | None = None
     shares: HeadShares | None = None
+    prompt: int = 0
+    """As which the sequence goes on (`TokenTable.prompts`)."""
     noted: bool = True
     """Whether what was noted of attention can be told apart by heads."""
 
@@ -197,7 +199,7 @@ class SavedLayer:
             counted = np.cumsum(first)
             within = counted - counted[np.searchsorted(head, head)]
             for index in range(len(self.shares.patterns)):
-                first &= (head != self.shares.alone + index) | self.shares.own_tokens(index, within)
+                first &= (head != self.shares.alone + index) | self.shares.own_tokens(index, self.prompt, within)
         rows = torch.from_numpy(places[first])
         keys = torch.cat([part[2] for part in parts])[rows].to(self.device)
         values = torch.cat([part[3] for part in parts])[rows].to(self.device)

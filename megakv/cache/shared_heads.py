@@ -16,7 +16,7 @@ from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenColumn
 from megakv.fairkv.attention import attend_by_heads
-from megakv.fairkv.splitting import HeadShares
+from megakv.fairkv.shares import HeadShares
 from megakv.tensor_files import StreamedTensor
 
 
@@ -25,13 +25,14 @@ class SharedHeadsPart:
     """One sequence's keys and values, other tokens in other heads (see `megakv.attention.partial.Part`).
 
     Every pair of a query and a key is counted on one replica of its head only: with a token of an earlier pass on that
-    which keeps it; with a token of this pass on that which has the query.
+    which keeps it; with a token of this pass on that which has the query. The sequence began as a `prompt`.
 
     `held` is what is kept: of the heads of this rank alone, then of each shared one; None where there is nothing. `new`
     are tokens of this pass, of all heads.
     """
 
     sequence: int
+    prompt: int
     shares: HeadShares
     held: tuple[KVPart | None, ...]
     new: KVPart | None
@@ -48,7 +49,7 @@ class SharedHeadsPart:
             if held is not None:
                 held.add_to(part)
             if self.new is not None:
-                own = None if index == 0 else self.shares.own_queries(index - 1, partial.q_slots)
+                own = None if index == 0 else self.shares.own_queries(index - 1, self.prompt, partial.q_slots)
                 _add_rows(part, self.new, slice(bounds[index], bounds[index + 1]), own)
 
         attend_by_heads(partial, bounds, add)
@@ -80,9 +81,12 @@ class SharedHeadsStore(KVStore):
 
     A pass before which nothing was cached attends on every replica to all there is, by whatever method, and what counts
     of it is decided afterwards.
+
+    `prompts` ``[B]`` are those that the sequences began as (`TokenTable.prompts`).
     """
 
-    def __init__(self, batch: int, shares: HeadShares, least_growth: int = GROWTH_MINIMUM):
+    def __init__(self, prompts: IntArray, shares: HeadShares, least_growth: int = GROWTH_MINIMUM):
+        self._prompts, batch = prompts.tolist(), len(prompts)
         self._shares, self._least_growth = shares, least_growth
         self._complete, self._turn, self._ends = False, False, True
         # Of the heads of this rank alone, then of each shared one.
@@ -122,7 +126,7 @@ class SharedHeadsStore(KVStore):
             self._kept[0].append(sequence, k_KSD[:alone], v_KSD[:alone])
         rows = np.arange(first, first + k_KSD.shape[1])
         for index, columns in enumerate(self._kept_rows):
-            own = np.flatnonzero(self._shares.own_tokens(index, rows))
+            own = np.flatnonzero(self._shares.own_tokens(index, self._prompts[sequence], rows))
             if len(own):
                 head, chosen = slice(alone + index, alone + index + 1), upload(own, k_KSD.device)
                 self._kept[1 + index].append(sequence, k_KSD[head, chosen], v_KSD[head, chosen])
@@ -141,7 +145,8 @@ class SharedHeadsStore(KVStore):
             if self._complete:
                 yield new
                 return
-        yield SharedHeadsPart(sequence, self._shares, tuple(self._held(sequence, slots, positions)), new)
+        held = tuple(self._held(sequence, slots, positions))
+        yield SharedHeadsPart(sequence, self._prompts[sequence], self._shares, held, new)
 
     def _held(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[KVPart | None]:
         for index, store in enumerate(self._kept):
@@ -179,13 +184,15 @@ class SharedHeadsStore(KVStore):
             store.crop(sequence, rows.length)
 
     def reorder(self, index: list[int]) -> None:
+        self._prompts = [self._prompts[source] for source in index]
         self._given = [self._given[source] for source in index]
         self._kept_rows = [[columns[source].copy() for source in index] for columns in self._kept_rows]
         for store in self._kept:
             store.reorder(index)
 
     def fork(self) -> SharedHeadsStore:
-        twin = SharedHeadsStore(0, self._shares, self._least_growth)
+        twin = SharedHeadsStore(np.arange(0), self._shares, self._least_growth)
+        twin._prompts = list(self._prompts)
         twin._given = list(self._given)
         twin._kept_rows = [[rows.copy() for rows in columns] for columns in self._kept_rows]
         twin._kept = [store.fork() for store in self._kept]

@@ -167,11 +167,15 @@ class TokenColumn:
 
 
 class TokenTable:
-    """Slots and positions of the cached tokens of every sequence on every context-parallel rank."""
+    """Slots and positions of the cached tokens of every sequence on every context-parallel rank.
 
-    def __init__(self, size: int, batch: int):
+    `prompts` ``[B]`` are the numbers of the prompts that sequences began as: beams of one, and copies, have the same.
+    """
+
+    def __init__(self, size: int, batch: int, prompts: int | None = None):
         self.size = size
         self.batch = batch
+        self.prompts: IntArray = np.arange(batch) * (batch if prompts is None else prompts) // max(1, batch)
         self._columns = [[TokenColumn(2) for _ in range(batch)] for _ in range(size)]
         self._tokens: tuple[TokenBlock, ...] | None = None
 
@@ -251,20 +255,21 @@ class TokenTable:
     def fork(self) -> TokenTable:
         """A copy."""
         twin = TokenTable(self.size, self.batch)
+        twin.prompts = self.prompts
         twin._columns = [[column.copy() for column in row] for row in self._columns]
         return twin
 
     def only(self, group: range) -> TokenTable:
         """The same tokens of some sequences, as long as none come; all others have none."""
         twin, none = TokenTable(self.size, 0), TokenColumn(2)
-        twin.batch = self.batch
+        twin.batch, twin.prompts = self.batch, self.prompts
         twin._columns = [[column if at in group else none for at, column in enumerate(row)] for row in self._columns]
         return twin
 
     def without(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> TokenTable:
         """The same tokens but for ranges of slots of each sequence, ascending, as long as none come."""
         twin = TokenTable(self.size, 0)
-        twin.batch = self.batch
+        twin.batch, twin.prompts = self.batch, self.prompts
         twin._columns = [
             [column.without(own) if own else column for column, own in zip(row, ranges, strict=True)]
             for row in self._columns
@@ -273,7 +278,7 @@ class TokenTable:
 
     def reorder(self, index: list[int]) -> None:
         """Row b becomes the present row ``index[b]``."""
-        self.batch, self._tokens = len(index), None
+        self.batch, self.prompts, self._tokens = len(index), self.prompts[index], None
         self._columns = [[row[source].copy() for source in index] for row in self._columns]
 
 

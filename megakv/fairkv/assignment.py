@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+Criterion = Literal["slowest", "difference"]
 
 TOLERANCE = 1e-9
 """Relative; two loads closer than this are equal."""
@@ -37,11 +40,11 @@ class Schemes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of every head under the best scheme, the slowest place's time, and what no placement is below."""
+    """Places of every head under the best scheme, its value by the criterion, and what no placement's is below."""
 
     scheme: int
     places: list[tuple[int, ...]]
-    slowest: float
+    value: float
     bound: float
 
 
@@ -73,7 +76,7 @@ def lower_bounds(sizes: NDArray[np.float64], schemes: Schemes, start: float = 0.
 def largest_first(
     sizes: NDArray[np.float64], schemes: Schemes, start: float = 0.0
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Every scheme at once: the slowest place's time [schemes], and who is where [schemes, heads, places]."""
+    """Every scheme at once: the time of places [schemes, places], and who is where [schemes, heads, places]."""
     rows, heads = sizes.shape
     places = schemes.speeds.shape[1]
     loads = np.full((rows, places), start)
@@ -89,7 +92,7 @@ def largest_first(
         np.put_along_axis(chosen, first, rank < schemes.counts[row, head][:, None], axis=1)
         loads += chosen * size[:, None]
         held[row, head] = chosen
-    return (loads / schemes.speeds).max(axis=1), held
+    return loads / schemes.speeds, held
 
 
 def exchange(
@@ -117,10 +120,13 @@ def exchange(
 
 
 class _Search:
-    """Depth first, the largest replica first, for a placement that beats the best so far."""
+    """Depth first, the largest replica first, for a placement that beats the best so far.
 
-    def __init__(self, best: float, nodes: int, start: float = 0.0):
-        self.best, self.nodes, self.start = best, nodes, start
+    With a `mean` load it is beaten by a smaller difference between the fullest and the emptiest place, all as fast.
+    """
+
+    def __init__(self, best: float, nodes: int, *, start: float = 0.0, mean: float | None = None):
+        self.best, self.nodes, self.start, self.mean = best, nodes, start, mean
 
     def run(self, sizes: Sequence[float], counts: Sequence[int], speeds: Sequence[int]) -> NDArray[np.bool_] | None:
         """Which heads are at which places; None where nothing better is found."""
@@ -136,7 +142,10 @@ class _Search:
     def _visit(self, step: int) -> None:
         loads, speeds = self.loads, self.speeds
         if step == len(self.items):
-            self.best, self.found = max(map(float.__truediv__, loads, speeds)), self.held.copy()
+            times = list(map(float.__truediv__, loads, speeds))
+            value = max(times) - (0.0 if self.mean is None else min(times))
+            if value < self.best * (1 - TOLERANCE):
+                self.best, self.found = value, self.held.copy()
             return
         self.nodes -= 1
         state = (step, *sorted(zip(speeds, loads, strict=True)))
@@ -144,16 +153,18 @@ class _Search:
             return
         self.seen.add(state)
         size, count, head = self.items[step]
-        target = self.best * (1 - TOLERANCE)
+        target = self._most()
         places = [place for place, load in enumerate(loads) if load + size < target * speeds[place]]
         places.sort(key=lambda place: loads[place] / speeds[place])
         room = [target * speed - load for speed, load in zip(speeds, loads, strict=True)]
         if sum(free for free in room if free > self.items[-1][0]) < self.left[step] * (1 - TOLERANCE):
             return
+        if self.mean is not None and sum(max(0.0, 2 * self.mean - target - load) for load in loads) > self.left[step]:
+            return
         tried = set()
         for chosen in combinations(places, count):
             before = tuple((speeds[place], loads[place]) for place in chosen)
-            best = self.best * (1 - TOLERANCE)
+            best = self._most()
             if before in tried or any(load + size >= best * speed for speed, load in before):
                 continue
             tried.add(before)
@@ -165,30 +176,52 @@ class _Search:
             for place, (_, load) in zip(chosen, before, strict=True):
                 loads[place] = load
 
+    def _most(self) -> float:
+        """What places, per speed, stay below where a placement beats the best; as much above the mean as below it."""
+        best = self.best * (1 - TOLERANCE)
+        # The others of as many places are on average as far from the mean as the fullest is, divided by their number.
+        return best if self.mean is None else self.mean + best * (1 - 1 / len(self.speeds))
+
 
 def assign(
-    weights: Sequence[float], schemes: Schemes, *, nodes: int = NODES, fixed: float = 0.0, start: float = 0.0
+    weights: Sequence[float],
+    schemes: Schemes,
+    *,
+    nodes: int = NODES,
+    fixed: float = 0.0,
+    start: float = 0.0,
+    criterion: Criterion = "slowest",
 ) -> Placement:
-    """Place heads, positive and the largest first, so that the slowest place is fastest.
+    """Place heads, positive and the largest first, so that the slowest place is fastest, or so that places, all as
+    fast, have the smallest difference between the fullest and the emptiest of them.
 
     Each replica takes `fixed` beside its part of the weight, and each place `start`, which may be negative, beside its
     replicas. Exact unless the search is cut off at `nodes`; the bound then says how far from the optimum it can be.
     """
     sizes, speeds = np.asarray(weights) / schemes.counts + fixed, schemes.speeds
     bounds = lower_bounds(sizes, schemes, start)
-    reached, placed = largest_first(sizes, schemes, start)
+    times, placed = largest_first(sizes, schemes, start)
+    reached = times.max(axis=1)
+    mean: float | None = None
+    if criterion == "difference":
+        assert not fixed and not start
+        places = speeds.shape[1]
+        mean = sum(weights) / places
+        reached = reached - times.min(axis=1)
+        bounds = np.maximum(0.0, bounds - mean) * places / max(1, places - 1)
     scheme = int(reached.argmin())
-    held, search = placed[scheme], _Search(float(reached[scheme]), nodes, start)
+    held, search = placed[scheme], _Search(float(reached[scheme]), nodes, start=start, mean=mean)
     for row in np.lexsort((reached, bounds)):
         if search.nodes < 0 or bounds[row] >= search.best * (1 - TOLERANCE):
             break
         found = search.run(sizes[row].tolist(), schemes.counts[row].tolist(), speeds[row].tolist())
         scheme, held = (scheme, held) if found is None else (int(row), found)
-    slowest = lowest = search.best
-    if search.nodes < 0:
+    value = lowest = search.best
+    if search.nodes < 0 and mean is None:
         held = exchange(sizes[scheme], speeds[scheme], held, start)
-        slowest = float(((sizes[scheme] @ held + start) / speeds[scheme]).max())
+        value = float(((sizes[scheme] @ held + start) / speeds[scheme]).max())
     if search.nodes < 0 or not schemes.complete:
         least = sum(weights) + fixed * len(weights) + start * speeds.shape[1]
-        lowest = min(slowest, float(bounds.min()) if schemes.complete else least / float(speeds[0].sum()))
-    return Placement(scheme, [tuple(np.flatnonzero(row).tolist()) for row in held], slowest, lowest)
+        anyway = least / float(speeds[0].sum()) if mean is None else 0.0
+        lowest = min(value, float(bounds.min()) if schemes.complete else anyway)
+    return Placement(scheme, [tuple(np.flatnonzero(row).tolist()) for row in held], value, lowest)

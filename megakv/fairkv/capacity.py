@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakv.fairkv import program
-from megakv.fairkv.assignment import TOLERANCE, Schemes, lower_bounds
+from megakv.fairkv.assignment import TOLERANCE, Criterion, Schemes, lower_bounds
 from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
 from megakv.fairkv.layer import LayerMapping
 
@@ -93,9 +93,11 @@ def arrange(
     return [m.renumbered(order.tolist()) for m, order in zip(mappings, orders, strict=True)]
 
 
-def _start(budgets: Weights, limits: CopyLimits, split: Split, enough: float) -> tuple[list[float], list[LayerMapping]]:
+def _start(
+    budgets: Weights, limits: CopyLimits, split: Split, enough: float, criterion: Criterion = "slowest"
+) -> tuple[list[float], list[LayerMapping]]:
     """Bounds of the layers, and the best mapping of each, with ranks renumbered so that they hold equally much."""
-    solutions = [map_layer(row, limits, split) for row in budgets]
+    solutions = [map_layer(row, limits, split, criterion=criterion) for row in budgets]
     mappings = arrange([solution.mapping for solution in solutions], budgets, limits.tp_size, enough)
     return [solution.bound for solution in solutions], mappings
 
@@ -191,6 +193,14 @@ def least_total(budgets: Weights, limits: CopyLimits, split: Split = "free") -> 
         if better is not None and (reached := max(memory_of(better, budgets, size))) < largest:
             mappings, largest = better, reached
     return TotalSolution(mappings, largest, min(largest, bound))
+
+
+def level_layers(budgets: Weights, limits: CopyLimits) -> tuple[list[LayerMapping], float]:
+    """Mappings by Algorithm 2: in every layer the smallest difference between the fullest rank and the emptiest,
+    replicas sharing a head equally; and a bound that no sum of such differences is below.
+    """
+    least, mappings = _start(budgets, limits, "even", inf, "difference")
+    return mappings, sum(least)
 
 
 def map_layers(

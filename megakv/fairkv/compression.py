@@ -113,7 +113,7 @@ class Compressor:
             over_all=partial(self.comm.all_reduce, over="world", operation="compression", layer=call.layer),
         )
         if self.replicas is not None:
-            keep = self.replicas.split(call.layer, keep)
+            keep = self.replicas.split(call.layer, keep, call.table.prompts[list(rows)])
         slots = [segment.slots for segment in segments]
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):

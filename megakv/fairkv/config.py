@@ -10,6 +10,7 @@ from pydantic_core import InitErrorDetails
 
 from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS
+from megakv.fairkv.shares import Copies
 from megakv.laws import CombinationError
 from megakv.sections import OneOf, Section
 
@@ -38,8 +39,12 @@ class FairKVConfig(Section):
     after a prompt: docs/fairkv.md#eviction-while-decoding."""
 
     mapping: str | None = None
-    """File that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. Ranks that
-    share a head divide its tokens. Works with and without a ``budget``."""
+    """File that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. Works with
+    and without a ``budget``."""
+
+    copies: Copies = "tokens"
+    """What ranks that hold copies of a KV head divide: the ``tokens`` of every sequence, or the ``batch``, of which
+    each copy serves some sequences, as in the paper: docs/fairkv.md#copies-that-divide-the-batch."""
 
     @field_validator("budget")
     @classmethod
@@ -61,12 +66,18 @@ class FairKVConfig(Section):
         if unknown:
             details = [InitErrorDetails(type="extra_forbidden", loc=(name,), input=own[name]) for name in unknown]
             raise ValidationError.from_exception_data(type(self).__name__, details)
-        given = [name for name in known if name in self.model_fields_set - {"budget", "mapping"}]
+        given = [name for name in known if name in self.model_fields_set - {"budget", "mapping", "copies"}]
         if self.budget is None and given:
             raise CombinationError(
                 "needs",
                 f"megakv.fairkv.{given[0]} is given, but nothing is compressed without megakv.fairkv.budget: set it "
                 "to a fraction such as 0.25, or a number of tokens such as 1024",
+            )
+        if self.mapping is None and self.copies != "tokens":
+            raise CombinationError(
+                "needs",
+                f"megakv.fairkv.copies = {self.copies!r} is given, but no KV head has a copy without "
+                "megakv.fairkv.mapping: set it to a file that megakv fairkv-map --copies C wrote",
             )
         if self.decode_interval is not None and self.budget is not None and self.budget <= 1:
             raise CombinationError(

@@ -1,7 +1,8 @@
 """Fair-copying: one layer's KV heads on ranks, some with replicas (FairKV-DP, Section 4 and Algorithms 1-2).
 
 Where replicas share a head equally, the schemes are Algorithm 1's; Algorithm 2's exhaustive placing of each is replaced
-by `megakv.fairkv.assignment`. Where they may share it in any way there are fewer: replicas and ranks form a forest, so
+by `megakv.fairkv.assignment`, for its own criterion, the smallest difference between the fullest and the emptiest rank,
+as for the slowest rank. Where they may share it in any way there are fewer: replicas and ranks form a forest, so
 with C copies the ranks fall into R - C groups, and inside a group of s ranks McNaughton's wrap-around rule makes all of
 them equally loaded with s - 1 cuts. A scheme then says how many ranks each group has. Without copies it is one of each:
 the paper's best-effort assignment (FairKV-NoDP).
@@ -19,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from megakv.fairkv.assignment import NODES, TOLERANCE, Schemes, assign, positive
+from megakv.fairkv.assignment import NODES, TOLERANCE, Criterion, Schemes, assign, positive
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.splitting import split_heads
 
@@ -88,7 +89,9 @@ class CopyLimits:
 
 @dataclass(frozen=True)
 class LayerSolution:
-    """A layer's mapping, the load of its slowest rank, and a bound that no mapping within the limits is below."""
+    """A layer's mapping, the load of its slowest rank, and a bound that no mapping within the limits is below, by the
+    criterion that it was found by.
+    """
 
     mapping: LayerMapping
     slowest: float
@@ -239,8 +242,11 @@ def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int, fixed
     return LayerMapping.of([parts[head] for head in range(len(weights))]), found.bound + fixed
 
 
-def _evenly(weights: Sequence[float], limits: CopyLimits, nodes: int, fixed: float) -> tuple[LayerMapping, float]:
-    found = assign(weights, _even_schemes(len(weights), limits), nodes=nodes, fixed=fixed)
+def _evenly(
+    weights: Sequence[float], limits: CopyLimits, nodes: int, fixed: float = 0.0, criterion: Criterion = "slowest"
+) -> tuple[LayerMapping, float]:
+    schemes = _even_schemes(len(weights), limits)
+    found = assign(weights, schemes, nodes=nodes, fixed=fixed, criterion=criterion)
     return LayerMapping.even(_filled(found.places, limits.tp_size)), found.bound
 
 
@@ -268,18 +274,29 @@ def slowest_rank(mapping: LayerMapping, weights: Sequence[float], size: int, fix
 
 
 def map_layer(
-    weights: Sequence[float], limits: CopyLimits, split: Split = "free", *, fixed: float = 0.0, nodes: int = NODES
+    weights: Sequence[float],
+    limits: CopyLimits,
+    split: Split = "free",
+    *,
+    fixed: float = 0.0,
+    nodes: int = NODES,
+    criterion: Criterion = "slowest",
 ) -> LayerSolution:
     """One layer's heads on ranks so that the slowest rank is fastest, within `limits` that are checked already.
 
     Replicas may share a head in any way ("free") or equally ("even"); each takes `fixed` beside its part of the weight.
-    With a free split and fixed parts, the solution is the best of those with as many copies as `limits` allow.
+    With a free split and fixed parts, the solution is the best of those with as many copies as `limits` allow. For the
+    smallest difference between the fullest and the emptiest rank replicas share only equally.
     """
     order = sorted(range(len(weights)), key=lambda head: -weights[head])
     raised = positive([weights[head] for head in order])
-    found, bound = (_freely if split == "free" else _evenly)(raised, limits, nodes, fixed)
+    if split == "free" and criterion == "slowest":
+        found, bound = _freely(raised, limits, nodes, fixed)
+    else:
+        found, bound = _evenly(raised, limits, nodes, fixed, criterion)
     back = [order.index(head) for head in range(len(weights))]
     mapping = LayerMapping(tuple(found.ranks[at] for at in back), tuple(found.shares[at] for at in back))
     slowest = slowest_rank(mapping, weights, limits.tp_size, fixed)
+    value = slowest - (min(mapping.loads(weights, limits.tp_size)) if criterion == "difference" else 0.0)
     # What was added to heads that keep nothing is no part of the bound.
-    return LayerSolution(mapping, slowest, min(slowest, max(0.0, bound - (sum(raised) - sum(weights)))))
+    return LayerSolution(mapping, slowest, min(value, max(0.0, bound - (sum(raised) - sum(weights)))))

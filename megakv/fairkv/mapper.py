@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import get_args
 
 from megakv.costmodel.head_times import HeadTimes
-from megakv.fairkv.capacity import Weights, arrange, check_cap, least_total, map_layers
+from megakv.fairkv.capacity import Weights, arrange, check_cap, least_total, level_layers, map_layers
 from megakv.fairkv.fair_copying import CopyLimits, Split
 from megakv.fairkv.layer import LayerMapping, barrier_utilisation, busy_rates, contiguous_layer, efficiency
 from megakv.fairkv.mapping import Balance, HeadMapping, Objective, by_rank
@@ -54,13 +54,14 @@ def map_heads(
         Extra replicas per layer, at most. None: for the objective ``time`` as many as pay, else none.
     split : {"free", "even"}
         Whether replicas share a head in any way, or equally.
-    objective : {"time", "barrier", "equation4", "requests"}, optional
+    objective : {"time", "barrier", "equation4", "algorithm2", "requests"}, optional
         ``time``, the default with `times`: predicted seconds of a decoding step, in which every head costs its weights
         on each rank that holds it, too; never slower than contiguous heads, and without copies that do not pay.
         ``barrier``, the default otherwise: the sum over layers of the slowest rank's tokens, each layer ending in an
         all-reduce; what is left of the copies goes where requests unlike the profile need them. ``equation4``: the
-        paper's, the largest sum over layers of a rank. ``requests``: the barrier for the profile's single prompts, each
-        with its own split between replicas.
+        paper's, the largest sum over layers of a rank. ``algorithm2``: what the paper's listing picks by, in every
+        layer the smallest difference between the fullest rank and the emptiest; replicas share a head equally.
+        ``requests``: the barrier for the profile's single prompts, each with its own split between replicas.
     times : HeadTimes, optional
         What predicts a step of the model on the machine; with another objective, it is only reported.
     memory_cap : float, optional
@@ -93,14 +94,20 @@ def map_heads(
             raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
         if split != "free":
             raise ValueError(f"objective = 'requests': split = {split!r} leaves requests nothing to decide; use 'free'")
-        if memory is not None:
-            raise ValueError("objective = 'requests' knows no memory_cap; use objective = 'barrier'")
+    if objective == "algorithm2" and split == "free" and copies:
+        raise ValueError(
+            "objective = 'algorithm2': split = 'free', but Algorithm 2 divides a head's tokens equally; use 'even'"
+        )
+    if objective in ("requests", "algorithm2") and memory is not None:
+        raise ValueError(f"objective = {objective!r} knows no memory_cap; use objective = 'barrier'")
     budgets = profile.budgets
 
     def mapped(cap: float | None) -> tuple[list[LayerMapping], float]:
         if objective == "time":
             assert times is not None
             return fastest_layers(times, budgets, limits, split, cap=cap)
+        if objective == "algorithm2":
+            return level_layers(budgets, limits)
         if objective == "equation4":
             solution = least_total(budgets, limits, split)
             check_cap(cap, solution, tp_size)

@@ -1,8 +1,9 @@
-"""KV heads on several tensor-parallel ranks, each of which attends to its own part of their tokens.
+"""KV heads on several tensor-parallel ranks, each of which attends to its own part of their tokens, or of the batch.
 
 A replica has all query heads of its KV head, so the output of the attention is a sum over replicas: each weighs its
 partial output by ``exp(lse_i - lse)``, and the all-reduce behind the output projection, which tensor parallelism has
-anyway, adds them up. Only the log-sum-exps, one number for each query head and query, are exchanged for it.
+anyway, adds them up. Only the log-sum-exps, one number for each query head and query, are exchanged for it. Where
+copies divide the batch nothing is: of a sequence one replica has the output, and all others have zeros.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megakv.attention.method import AttentionCall
 from megakv.device import upload
 from megakv.distributed.comm import Communicator
 from megakv.distributed.mesh import Mesh
-from megakv.distributed.sharding import TokenBlock
+from megakv.distributed.sharding import IntArray
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.splitting import HeadShares, shares_of_rank, split_request
+from megakv.fairkv.shares import BatchShares, Copies, HeadShares, shares_of_rank
+from megakv.fairkv.splitting import split_request
 from megakv.weights.placement.heads import HeadMap
 
 
 class HeadReplicas:
-    """The replicas of a mapping's KV heads, as one rank sees them; `head_map` is its placement, copies whole."""
+    """The replicas of a mapping's KV heads, as one rank sees them; `head_map` is its placement, copies whole.
 
-    def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator):
-        self._heads, self._comm = head_map, comm
-        self._views = [_LayerView(layer, head_map, number, comm.mesh) for number, layer in enumerate(mapping.layers)]
+    `copies` says whether they divide the tokens of every sequence, or the sequences.
+    """
+
+    def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator, copies: Copies = "tokens"):
+        self._heads, self._comm, self.copies = head_map, comm, copies
+        self._views = [
+            _LayerView(layer, head_map, number, comm.mesh, copies) for number, layer in enumerate(mapping.layers)
+        ]
 
     @property
     def shared(self) -> bool:
@@ -41,31 +49,35 @@ class HeadReplicas:
         return view.shares if view.shared else None
 
     def merge(
-        self, layer: int, out_HLD: Tensor, lse_HL: Tensor, tokens: TokenBlock, *, complete: bool
+        self, call: AttentionCall, out_HLD: Tensor, lse_HL: Tensor, *, complete: bool, scored: bool
     ) -> tuple[Tensor, Tensor]:
         """Weigh this rank's partial outputs so that those of all ranks add up to the attention over all tokens.
 
         Every rank of the tensor-parallel group must call it. Outputs ``[H, L, Dv]`` and log-sum-exps ``[H, L]`` of this
         rank's heads, over the tokens that it has, are changed in place and returned, the latter over all tokens. Where
-        every replica is `complete`, having attended to all tokens, each counts with some of the queries.
+        every replica is `complete`, having attended to all tokens, each counts with some of the queries. Where copies
+        divide the batch, replicas without a sequence know its log-sum-exps only where attention is `scored`.
         """
-        view = self._views[layer]
+        view, tokens = self._views[call.layer], call.tokens
         if not len(tokens) or not view.entries:
             return out_HLD, lse_HL
         group = self._heads.n_heads // self._heads.n_kv_heads
         queries = slice(view.shares.alone * group, None)
         if complete:
             for index in range(len(view.shared)):
-                own = upload(view.shares.own_queries(index, tokens.slot), out_HLD.device)
+                prompts = call.table.prompts[tokens.sequence]
+                own = upload(view.shares.own_queries(index, prompts, tokens.slot), out_HLD.device)
                 first = (view.shares.alone + index) * group
                 out_HLD[first : first + group] *= own[None, :, None]
+            return out_HLD, lse_HL
+        if self.copies == "batch" and not scored:
             return out_HLD, lse_HL
         length = lse_HL.shape[1]
         # The last row is that of no replica.
         everyone = lse_HL.new_zeros((view.entries + 1, group, length))
         everyone[-1] = -torch.inf
         everyone[view.own_rows] = lse_HL[queries].reshape(len(view.shared), group, length)
-        self._comm.tp_all_reduce(everyone[:-1], operation="lse", layer=layer)
+        self._comm.tp_all_reduce(everyone[:-1], operation="lse", layer=call.layer)
         if view.shared:
             own = lse_HL[queries].clone()
             whole = everyone[view.all_rows].logsumexp(1).flatten(0, 1)
@@ -74,15 +86,21 @@ class HeadReplicas:
             lse_HL[queries] = whole
         return out_HLD, lse_HL
 
-    def split(self, layer: int, keep: Sequence[Tensor]) -> list[Tensor]:
-        """Divide what each sequence keeps among the replicas, from its true budgets, so that the slowest is fastest.
+    def split(self, layer: int, keep: Sequence[Tensor], prompts: IntArray) -> list[Tensor]:
+        """Divide what each sequence keeps among the replicas, from its true budgets, so that the slowest is fastest;
+        or where copies divide the batch, leave it with the replica of the sequence.
 
         Every rank of the tensor-parallel group must call it. Masks are per sequence ``[K, n]``, the same on all
-        replicas of a head; returned is what this rank keeps.
+        replicas of a head; `prompts` as in `TokenTable`; returned is what this rank keeps.
         """
         view, mesh = self._views[layer], self._comm.mesh
         if not view.entries:
             return list(keep)
+        if isinstance(view.shares, BatchShares):
+            return [
+                mask & upload(view.shares.own_heads(prompt), mask.device)[:, None]
+                for mask, prompt in zip(keep, prompts.tolist(), strict=True)
+            ]
         counts = torch.zeros((len(keep), self._heads.n_kv_heads), dtype=torch.int64, device=mesh.device)
         for row, mask in enumerate(keep):
             counts[row, view.kv_heads] = mask.sum(1).to(counts.device)
@@ -108,10 +126,10 @@ class _LayerView:
     `all_rows` ``[n, most]`` where those of each head's replicas are, filled up by the row behind the last.
     """
 
-    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, mesh: Mesh):
+    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, mesh: Mesh, copies: Copies):
         self.mapping, rank = mapping, mesh.tp_rank
         self.kv_heads = list(heads.shard(layer, rank).kv_heads)
-        self.shares = shares_of_rank(mapping, rank, mesh.tp_size)
+        self.shares = shares_of_rank(mapping, rank, mesh.tp_size, layer=layer, copies=copies)
         self.shared = self.kv_heads[self.shares.alone :]
         assert all(len(mapping.ranks[head]) > 1 for head in self.shared), "heads of this rank alone come first"
         counts = [len(ranks) if len(ranks) > 1 else 0 for ranks in mapping.ranks]

@@ -8,13 +8,11 @@ these ranks alone over the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megakv.distributed.sharding import IntArray
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.page_index import PAGE_SIZES
@@ -24,15 +22,6 @@ MOST_SETS = 1 << 12
 FINENESS = 128
 """A cut moves by no more than half this part of the slowest rank's tokens, so that parts of a head are whole pages, all
 but one: ends anywhere make up to 21 small pages a part, and a small page costs as much as dozens of tokens."""
-
-PERIOD = 32
-"""Blocks after which the pattern of tokens begins anew."""
-BLOCK = 16
-"""Tokens that follow one another on a replica: whole pages of memory, and hardly any imbalance."""
-ROW_BLOCK = 64
-"""Queries of one pass that follow one another on a replica: attention wants long runs of rows."""
-
-BoolArray = NDArray[np.bool_]
 
 
 def split_heads(
@@ -136,50 +125,3 @@ def slowest_loads(ranks: Sequence[Sequence[int]], budgets: ArrayLike, tp_size: i
         return np.array([split_heads(row.tolist(), ranks, tp_size)[0] for row in rows])
     highest: NDArray[np.float64] = (rows @ inside_sets([mask_of(held) for held in ranks], tp_size)).max(axis=1)
     return highest
-
-
-@dataclass(frozen=True)
-class HeadShares:
-    """How one rank shares its KV heads of a layer with others.
-
-    The `alone` heads that this rank alone holds come first, in the order of its tensors. For each of the others a
-    pattern ``[PERIOD]`` says which of as many consecutive blocks are this rank's.
-    """
-
-    alone: int
-    patterns: tuple[BoolArray, ...]
-
-    @property
-    def kv_heads(self) -> int:
-        """This rank's KV heads."""
-        return self.alone + len(self.patterns)
-
-    def own_tokens(self, index: int, rows: IntArray) -> BoolArray:
-        """Which of a sequence's tokens, by their row on this context-parallel rank, shared head `index` keeps here."""
-        own: BoolArray = self.patterns[index][rows // BLOCK % PERIOD]
-        return own
-
-    def own_queries(self, index: int, slots: IntArray) -> BoolArray:
-        """Which of a pass's queries attend to the pass's own tokens here, in shared head `index`."""
-        own: BoolArray = self.patterns[index][slots // ROW_BLOCK % PERIOD]
-        return own
-
-
-def interleaved(counts: Sequence[int]) -> IntArray:
-    """``[sum(counts)]`` the receiver of each thing when everybody gets its count, spread as evenly as can be."""
-    total = sum(counts)
-    given = np.zeros(len(counts))
-    owners = np.empty(total, dtype=np.int64)
-    for place in range(total):
-        lacking = np.asarray(counts) * (place + 1) / total - given
-        owners[place] = int(np.argmax(lacking))
-        given[owners[place]] += 1
-    return owners
-
-
-def shares_of_rank(mapping: LayerMapping, rank: int, tp_size: int) -> HeadShares:
-    """The shares of one rank in tokens that all heads keep alike: generated ones, and those of uncompressed prompts."""
-    _, parts = split_heads([PERIOD] * len(mapping.ranks), mapping.ranks, tp_size, whole=True)
-    own = [(part, held.index(rank)) for part, held in zip(parts, mapping.ranks, strict=True) if rank in held]
-    shared = [interleaved([int(count) for count in part]) == place for part, place in own if len(part) > 1]
-    return HeadShares(len(own) - len(shared), tuple(shared))

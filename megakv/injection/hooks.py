@@ -75,7 +75,8 @@ class ForwardHooks:
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         step = self._runtime.plan(new, cache, past + length, wanted)
         self._runtime.current = step
-        cache.begin(step.layout, batch, stays=step.stays, turn=step.turn is not None)
+        prompts = None if generation is None else generation.prompts
+        cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.turn is not None)
         if step.evict:
             cache.evicts(step.slots)
         step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))

@@ -20,7 +20,7 @@ from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import Rotate
 from megakv.cache.store import KVStore
-from megakv.distributed.sharding import Layout, TokenBlock, TokenTable, chunk_bounds
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.fairkv.attention import RaggedPart
 from megakv.offload.bodies import TieredBody
 from megakv.offload.store import StoreEngine, TieredStore
@@ -49,8 +49,8 @@ class OffloadedCache(ShardedCache):
         compresses: bool = False,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
     ):
-        def new_store(layer: int, batch: int) -> KVStore:
-            return TieredStore(layer, batch, engine)
+        def new_store(layer: int, prompts: IntArray) -> KVStore:
+            return TieredStore(layer, len(prompts), engine)
 
         super().__init__(layers, size=size, rank=rank, new_store=new_store, compresses=compresses, rotate=rotate)
         self._engine = engine
@@ -70,8 +70,10 @@ class OffloadedCache(ShardedCache):
         batch = self.table.batch
         return CompressedStore(batch, TurnStore(store, DenseStore(batch, least_growth=2)), rotate)
 
-    def begin(self, layout: Layout, batch: int, *, stays: bool = True, turn: bool = False) -> None:
-        super().begin(layout, batch)
+    def begin(
+        self, layout: Layout, batch: int, *, prompts: int | None = None, stays: bool = True, turn: bool = False
+    ) -> None:
+        super().begin(layout, batch, prompts=prompts)
         self._engine.begin(self, layout, stays=stays, turn=turn)
 
     def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:

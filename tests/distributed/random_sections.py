@@ -30,7 +30,7 @@ def is_lossy(section: dict[str, Any]) -> bool:
 def lossy_part(section: dict[str, Any]) -> dict[str, Any]:
     """What of a section changes answers: for one rank, which offloads nothing, but where few bits are asked for."""
     part: dict[str, Any] = {"timeout_s": 120}
-    fairkv = {key: value for key, value in section.get("fairkv", {}).items() if key != "mapping"}
+    fairkv = {key: value for key, value in section.get("fairkv", {}).items() if key not in ("mapping", "copies")}
     part |= {"fairkv": fairkv} if fairkv else {}
     part |= {key: section[key] for key in ("feed_forward",) if key in section}
     bits = {key: value for key, value in section.get("offload", {}).items() if key in ("kv_bits", "kv_group")}
@@ -57,7 +57,7 @@ def draw_section(rng: Random, cp: int, tp: int, *, lossy: bool = True) -> dict[s
     if 0.25 <= kind < 0.75:
         section["fairkv"] = draw_compression(rng, lossy=lossy and rng.random() < 0.7)
     if tp > 1 and rng.random() < (0.05 if "offload" in section else 0.35):
-        section.setdefault("fairkv", {})["mapping"] = DRAWN
+        section.setdefault("fairkv", {}).update(mapping=DRAWN, copies=rng.choice(("tokens", "batch")))
     if lossy and tp == 1 and rng.random() < 0.12:
         # A rank's part of a row has a scale of its own: each TP degree has its own rounding.
         section["feed_forward"] = "fp8"

@@ -51,11 +51,11 @@ def test_kept_sets_and_logits_on_all_meshes(tmp_path: Path, pytestconfig: pytest
     sizes = [len(head) for head in shared["kept"][0][0]]
     assert len(set(sizes)) > 1
     assert {len(head) for head in own["kept"][0][0]} == {80}
-    meshes = ["1x4", "4x1:runahead", "2x2:last", "2x2:mapped"]
+    meshes = ["1x4", "4x1:runahead", "2x2:last", "2x2:mapped", "1x4:batched"]
     judge(launch(tmp_path, ",".join(meshes if full else random.sample(meshes, 2)), 4, 12, *asked, "5"), alone)
     if full:
         judge(launch(tmp_path, "1x2,2x1", 2, 300, *asked), alone)
-        more = "1x4,2x2,4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather,4x1:tsp,1x4:mapped"
+        more = "1x4,2x2,4x1,4x1:last,2x2:runahead,4x1:pass_kv,4x1:all_gather,4x1:tsp,1x4:mapped,2x2:batched"
         judge(launch(tmp_path, more, 4, 300, *asked), alone)
         judge(launch(tmp_path, "1x8,2x4", 8, 10, *asked), alone)
 
@@ -66,7 +66,8 @@ SESSIONS = Path(__file__).parent / "ranks" / "fairkv_sessions.py"
 def converse(folder: Path, mesh: str, stage: str) -> dict[str, Any]:
     cp, tp = (int(part) for part in mesh.split("x"))
     out = folder / f"{stage}.json"
-    run_ranks(SESSIONS, out, folder, mesh, stage, ranks=cp * tp, timeout=200).check()
+    copies = random.choice(("tokens", "batch"))
+    run_ranks(SESSIONS, out, folder, mesh, stage, copies, ranks=cp * tp, timeout=200).check()
     return json.loads(out.read_text())
 
 
@@ -108,12 +109,12 @@ def test_eviction_while_decoding(tmp_path: Path, pytestconfig: pytest.Config) ->
     asked = ",".join(conversed + others if full else [random.choice(conversed), random.choice(others)])
     steps = 45 if full else 24
     alone = decode(tmp_path, "1x1", 1, asked, steps)
-    meshes = ["2x1", "1x2", "1x2:mapped"]
+    meshes = ["2x1", "1x2", "1x2:mapped", "1x2:batched"]
     # Several ranks do what one does: one of each kind is enough.
     some = asked if full else random.choice(asked.split(","))
     several = decode(tmp_path, ",".join(meshes if full else random.sample(meshes, 1)), 2, some, steps)
     if full:
-        several |= decode(tmp_path, "2x2,2x2:mapped,4x1:last,1x4:mapped", 4, asked, steps)
+        several |= decode(tmp_path, "2x2,2x2:mapped,4x1:last,1x4:mapped,2x2:batched", 4, asked, steps)
         several |= decode(tmp_path, "1x8", 8, asked, steps)
     for name, result in (alone | several).items():
         first = alone[f"1x1 {name.split()[1]}"]
@@ -163,7 +164,7 @@ def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pyt
     """Not on the chunks that a prompt is read in, nor on the other rows of its batch, nor on the mesh."""
     full = pytestconfig.getoption("--full")
     asked = [some_cases(("ada_snapkv",), 2, full=full), *(["full"] if full else [])]
-    meshes, away = ["2x1", "1x2", "1x2:mapped", "2x1:last"], ["2x1:offloaded", "1x2:offloaded"]
+    meshes, away = ["2x1", "1x2", "1x2:mapped", "1x2:batched", "2x1:last"], ["2x1:offloaded", "1x2:offloaded"]
     drawn = [*meshes, *away] if full else [*random.sample(meshes, 2), random.choice(away)]
     single = read_in_pieces(tmp_path, "1x1", 1, *asked)
     several = [read_in_pieces(tmp_path, ",".join(drawn), 2, *asked)]
@@ -176,7 +177,7 @@ def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pyt
             rows = range(len(found["answers"]))
             for key in ("answers", "kept", "ranges"):
                 assert found[key] == [expected[key][row] for row in rows], (case, key)
-            if not case.startswith("1x2:mapped"):
+            if not case.startswith(("1x2:mapped", "1x2:batched")):
                 assert found["held"] == [expected["held"][row] for row in rows], case
     # Of the rows of 102, 40, 63, 3 and 71 tokens, then 72, 21, 64, 68 and none.
     ranges = {case: found["ranges"] for case, found in single.items() if case.endswith("whole")}

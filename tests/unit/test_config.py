@@ -97,6 +97,11 @@ def test_deprecated_spelling_of_tp_size() -> None:
             {"megakv": {"offload": {"enabled": True}, "fairkv": {"mapping": "m.json"}}},
             "megakv.fairkv.mapping = 'm.json' is not supported with megakv.offload.enabled = true: ranks that share",
         ),
+        ({"megakv": {"fairkv": {"copies": "batch"}}}, "copies = 'batch' is given, but no KV head has a copy without"),
+        (
+            {"megakv": {"fairkv": {"mapping": "m.json", "copies": "rows"}}},
+            "copies = 'rows': allowed: 'tokens' or 'batch'",
+        ),
         (
             {"megakv": {"offload": {"enabled": True, "kv_bits": 8}, "fairkv": {"budget": 0.25}}},
             "megakv.fairkv.budget = 0.25 is not supported with megakv.offload.kv_bits = 8: what compression keeps",

@@ -22,7 +22,7 @@ from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import TokenBlock
 from megakv.errors import MegaKVError
-from megakv.fairkv.splitting import PERIOD, HeadShares
+from megakv.fairkv.shares import PERIOD, HeadShares, TokenShares
 from megakv.session_files import FORMAT, HeadsHere, SessionMeta, first_fingerprint, read_cache, write_shard
 from megakv.session_folder import PendingSave, shard_file
 from megakv.tensor_files import StreamedTensor, write_tensors
@@ -252,7 +252,7 @@ def peak_growth(action: Callable[[], Any]) -> int:
 
 def halves(rank: int) -> HeadShares:
     """Two heads of a rank alone, and two of which it and another rank have every other block."""
-    return HeadShares(2, (np.arange(PERIOD) % 2 == rank, np.arange(PERIOD) % 2 != rank))
+    return TokenShares(2, (np.arange(PERIOD) % 2 == rank, np.arange(PERIOD) % 2 != rank))
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged", "shared", "host", "disk"])
@@ -263,7 +263,7 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     torch.randn(1)
     options: dict[str, Any] = {"compresses": kind == "ragged"}
     if kind == "shared":
-        options["new_store"] = lambda layer, batch: SharedHeadsStore(batch, halves(0))
+        options["new_store"] = lambda layer, prompts: SharedHeadsStore(prompts, halves(0))
     caches: list[ShardedCache] = []
     if kind in ("host", "disk"):
         settings = {"host_gb": 0.3} if kind == "host" else {"host_gb": 0.02, "disk_gb": 0.3, "disk_path": str(tmp_path)}
@@ -287,7 +287,7 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     if kind == "shared":
         # What this rank keeps of the heads that it shares is found among what both ranks had.
         heads, tp = [[[0, 1, 2, 3], [4, 5, 2, 3]]] * LAYERS, 2
-        other = ShardedCache(LAYERS, size=1, rank=0, new_store=lambda _, batch: SharedHeadsStore(batch, halves(1)))
+        other = ShardedCache(LAYERS, size=1, rank=0, new_store=lambda _, prompts: SharedHeadsStore(prompts, halves(1)))
         fill(other)
         write_shard(folder, other, 1, 1)
         del other
@@ -339,7 +339,7 @@ def test_replicas_divide_what_whole_copies_have_kept(tmp_path: Path) -> None:
     pattern = np.arange(PERIOD) % 2 == 0
     found = []
     for own, alone, mine in (([0, 1], 1, pattern), ([1], 0, ~pattern)):
-        layer = SavedLayer(files, "0.0.", tokens, torch.device("cpu"), heads[0], own, None, HeadShares(alone, (mine,)))
+        layer = SavedLayer(files, "0.0.", tokens, torch.device("cpu"), heads[0], own, None, TokenShares(alone, (mine,)))
         kept = layer.kept()
         assert kept is not None
         found.append(kept)

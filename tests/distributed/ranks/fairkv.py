@@ -3,7 +3,8 @@
 Usage: fairkv.py OUT.json WORK_DIR MESHES STEPS CASES FAMILIES [BATCHES], meshes as CPxTP or CPxTP:PREFILL, separated by
 commas as are the CASES of compression_cases.py and FAMILIES, whose caches are kept whole; STEPS further tokens. PREFILL
 is a method, or ``last``: the chain whose last rank keeps all, or ``mapped``: any method, with heads and copies of heads
-on random ranks, or ``offloaded``. BATCHES are by default all of `LENGTHS`.
+on random ranks, or ``batched``: the same, but copies divide the batch, or ``offloaded``. BATCHES are by default all of
+`LENGTHS`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def config_of(mesh: str, fairkv: dict[str, Any], mapping: Path) -> dict[str, Any
     shape, _, prefill = mesh.partition(":")
     cp, tp = (int(part) for part in shape.split("x"))
     section: dict[str, Any] = {"context_parallel": {"size": cp}, "fairkv": fairkv}
-    if prefill == "mapped":
-        section["fairkv"] = {**fairkv, "mapping": str(mapping)}
+    if prefill in ("mapped", "batched"):
+        copies = "batch" if prefill == "batched" else "tokens"
+        section["fairkv"] = {**fairkv, "mapping": str(mapping), "copies": copies}
     elif prefill == "offloaded":
         section["offload"] = OFFLOAD
     elif prefill:
@@ -117,7 +119,7 @@ def written_mapping(path: Path, tp_size: int) -> None:
 def mapping_for(mesh: str, work: Path) -> Path:
     """That of a mesh, if its heads are placed by one."""
     path = work / f"mapping-{mesh.replace(':', '-')}.json"
-    if mesh.endswith("mapped"):
+    if mesh.endswith(("mapped", "batched")):
         written_mapping(path, int(mesh.partition(":")[0].split("x")[1]))
     return path
 

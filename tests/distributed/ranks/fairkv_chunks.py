@@ -96,7 +96,7 @@ def main() -> None:
         AutoModelForCausalLM.from_config(llama(initializer_range=0.3), dtype=torch.float32).save_pretrained(folder)
         layers = llama().num_hidden_layers
         importance.write_text(json.dumps({"budgets": torch.rand(layers, 4).tolist()}))
-    if dist.get_rank() == 0 and "mapped" in sys.argv[3]:
+    if dist.get_rank() == 0 and ("mapped" in sys.argv[3] or "batched" in sys.argv[3]):
         random_mapping(llama().num_hidden_layers, 4, dist.get_world_size()).save(mapping)
     dist.barrier()
     results: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Started on every rank: conversations over compressed caches, their forks, and folders on disk.
 
-Usage: fairkv_sessions.py OUT.json WORK_DIR CPxTP STAGE, with STAGE ``save`` or ``restore`` (usually on another mesh).
+Usage: fairkv_sessions.py OUT.json WORK_DIR CPxTP STAGE COPIES, with STAGE ``save`` or ``restore`` (usually on another
+mesh), and what copies of heads divide.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     mapping = work / f"mapping-{tp}.json"
     written_mapping(mapping, tp)
-    mapped = {"fairkv": {**FAIRKV, "mapping": str(mapping)}}
+    mapped = {"fairkv": {**FAIRKV, "mapping": str(mapping), "copies": sys.argv[5]}}
     offloaded = {"fairkv": FAIRKV, "offload": OFFLOAD}
     sections = {"compressing": {"fairkv": FAIRKV}, "plain": {}, "mapped": mapped, "offloaded": offloaded}
     for name, section in sections.items():

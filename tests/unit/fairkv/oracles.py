@@ -184,8 +184,10 @@ def printed_schemes(heads: int, most: int) -> Iterator[list[int]]:
     yield from backtrack(0, [])
 
 
-def printed_selection(weights: Sequence[float], most: int, size: int) -> tuple[float, float]:
-    """Algorithm 2 over everything: the slowest rank where max - min is least, and the fastest slowest rank of all."""
+def printed_selection(weights: Sequence[float], most: int, size: int) -> tuple[float, float, float]:
+    """Algorithm 2 over everything: the slowest rank where max - min is least, the fastest slowest rank of all, and the
+    least max - min.
+    """
     spread, chosen, fastest = float("inf"), float("inf"), float("inf")
     for scheme in printed_schemes(len(weights), most):
         if len(scheme) < size:
@@ -204,4 +206,4 @@ def printed_selection(weights: Sequence[float], most: int, size: int) -> tuple[f
             fastest = min(fastest, max(loads))
             if max(loads) - min(loads) < spread - 1e-12:
                 spread, chosen = max(loads) - min(loads), max(loads)
-    return chosen, fastest
+    return chosen, fastest, spread

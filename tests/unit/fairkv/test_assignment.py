@@ -52,7 +52,7 @@ def test_groups_get_the_ranks_that_make_the_slowest_fastest() -> None:
     found = map_layer([12, 3, 3, 2], CopyLimits(5, 3))
     assert found.slowest == pytest.approx(found.bound) == pytest.approx(4.0)
     found_places = assign([12, 3, 3, 2], places(3, 2, heads=4))
-    assert found_places.slowest == found_places.bound == 4.0 and found_places.places == [(0,), (1,), (1,), (1,)]
+    assert found_places.value == found_places.bound == 4.0 and found_places.places == [(0,), (1,), (1,), (1,)]
 
 
 def test_bounds_by_counting() -> None:

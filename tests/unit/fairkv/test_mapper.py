@@ -61,6 +61,19 @@ def test_every_kind(split: Any, objective: Any, size: int, copies: int) -> None:
         assert found.bound <= max(found.rank_loads) * (1 + 1e-6)
 
 
+def test_the_criterion_of_algorithm_2() -> None:
+    rows = skewed(4, 6)
+    found, barrier = (
+        map_heads(profile_of(rows), tp_size=4, copies=2, split="even", objective=objective)
+        for objective in ("algorithm2", "barrier")
+    )
+    apart, other = (np.ptp(np.array(each.loads), axis=1) for each in (found, barrier))
+    assert (apart <= other + 1e-6).all() and found.bound == pytest.approx(apart.sum(), rel=1e-4)
+    assert found.barrier_utilisation <= barrier.barrier_utilisation + 1e-9
+    # Without copies there is nothing to share, in any way.
+    assert map_heads(profile_of(rows), tp_size=4, objective="algorithm2").objective == "algorithm2"
+
+
 def test_anything_that_is_possible_keeps_its_limits() -> None:
     """Odd sizes, empty layers, budgets far apart, and every setting that may go with them."""
     for _ in range(15):
@@ -167,7 +180,9 @@ def test_held_out_requests() -> None:
         ({"tp_size": 0}, "tp = 0"),
         ({"copies": 25}, "copies = 25: each of 8 KV heads can be on each of tp = 4 ranks once, which is 24"),
         ({"split": "odd"}, "split = 'odd': allowed: even, free"),
-        ({"objective": "speed"}, "objective = 'speed': allowed: time, barrier, equation4, requests"),
+        ({"objective": "speed"}, "objective = 'speed': allowed: time, barrier, equation4, algorithm2, requests"),
+        ({"objective": "algorithm2", "copies": 1}, "split = 'free', but Algorithm 2 .* use 'even'"),
+        ({"objective": "algorithm2", "memory_cap": 1e6}, "objective = 'algorithm2' knows no memory_cap"),
         ({"memory_cap": 0}, "memory_cap = 0: allowed: tokens per rank, above 0"),
         ({"memory_cap": float("nan")}, "memory_cap = nan"),
         ({"memory_cap": 100}, "memory_cap = 100 tokens on each of 4 ranks is infeasible: .* keep is 200"),

@@ -1,6 +1,7 @@
 """Heads shared by ranks: stores that hold parts of their tokens, and the merge of what ranks see of them."""
 
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from megakv.cache.ragged import RaggedStore
 from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.store import KVStore
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.splitting import BLOCK, PERIOD, interleaved, shares_of_rank
+from megakv.fairkv.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
 from tests.mappings import mapping_of, random_ranks
 
 DIM, VALUE_DIM, GROUP = 16, 24, 2
@@ -20,27 +21,54 @@ DIM, VALUE_DIM, GROUP = 16, 24, 2
 
 def test_things_are_shared_out_evenly() -> None:
     for counts in ([32], [31, 1], [16, 16], [0, 5, 27], [11, 11, 10]):
-        owners = interleaved(counts)
-        assert np.bincount(owners, minlength=len(counts)).tolist() == counts
-        for place in range(1, len(owners) + 1):
-            given = np.bincount(owners[:place], minlength=len(counts))
-            assert (abs(given - np.array(counts) * place / len(owners)) <= 1).all()
+        found = interleaved(counts, sum(counts))
+        assert np.bincount(found, minlength=len(counts)).tolist() == counts
+        for place in range(1, len(found) + 1):
+            given = np.bincount(found[:place], minlength=len(counts))
+            assert (abs(given - np.array(counts) * place / len(found)) <= 1).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_copies_divide_any_batch_by_their_shares(size: int) -> None:
+    ranks = random_ranks(6, size)
+    even = LayerMapping.even(ranks)
+    uneven = even.with_shares(
+        [np.random.default_rng(random.randint(0, 99)).random(len(held)).tolist() for held in ranks]
+    )
+    for mapping in (even, uneven):
+        found = owners(mapping, random.randint(0, 9))
+        for head, held in enumerate(mapping.ranks):
+            for batch in (1, 2, 3, 5, 24):
+                served = [int((found[head][:batch] == rank).sum()) for rank in held]
+                assert sum(served) == batch
+                assert np.abs(np.array(served) - np.array(mapping.shares[head]) * batch).max() <= 1
+
+
+def test_what_is_left_over_of_a_batch_is_not_on_one_rank() -> None:
+    mapping = LayerMapping.even([[0, 1], [1], [0, 1], [0], [0, 1], [0, 1]])
+    for layer in range(3):
+        found = owners(mapping, layer)
+        served = np.bincount([rank for head in (0, 2, 4, 5) for rank in found[head][:5]], minlength=2)
+        assert served.tolist() == [10, 10]
+    assert owners(mapping, 0)[0][0] != owners(mapping, 1)[0][0]
 
 
 class Ranks:
     """The stores of all ranks of one layer, with what they were given."""
 
-    def __init__(self, kv_heads: int, size: int, batch: int, *, ragged: bool):
-        self.kv_heads, self.size, self.batch = kv_heads, size, batch
+    def __init__(self, kv_heads: int, size: int, batch: int, *, ragged: bool, copies: Copies = "tokens"):
+        self.kv_heads, self.size, self.batch, self.copies = kv_heads, size, batch, copies
         self.mapping = LayerMapping.even(random_ranks(kv_heads, size))
+        self.prompts = np.arange(batch) + random.randint(0, 9)
+        self.owners = owners(self.mapping, 1) if copies == "batch" else None
         whole = mapping_of([list(map(list, self.mapping.ranks))], size).head_map(kv_heads * GROUP)
         self.heads = [list(whole.shard(0, rank).kv_heads) for rank in range(size)]
         self.stores: list[KVStore] = []
         self.shares = []
         for rank in range(size):
-            shares = shares_of_rank(self.mapping, rank, size)
+            shares = shares_of_rank(self.mapping, rank, size, layer=1, copies=copies)
             self.shares.append(shares)
-            store = SharedHeadsStore(batch, shares)
+            store = SharedHeadsStore(self.prompts, shares)
             self.stores.append(RaggedStore(batch, store) if ragged else store)
         self.k = [torch.empty(kv_heads, 0, DIM) for _ in range(batch)]
         self.v = [torch.empty(kv_heads, 0, VALUE_DIM) for _ in range(batch)]
@@ -64,11 +92,13 @@ class Ranks:
             store.finish()
 
     def compress(self, sequence: int, count: int) -> None:
-        """Keep some of the last tokens; the replicas of a head divide them at random places."""
+        """Keep some of the last tokens; the replicas of a head divide them at random places, or one has all."""
         keep = torch.rand(self.kv_heads, count) < torch.rand(self.kv_heads, 1)
         owner = torch.empty(self.kv_heads, count, dtype=torch.long)
         for head, ranks in enumerate(self.mapping.ranks):
             owner[head] = torch.tensor(ranks)[torch.randint(len(ranks), (count,))]
+            if self.owners is not None:
+                owner[head] = int(self.owners[head][self.prompts[sequence]])
         for rank, store in enumerate(self.stores):
             store.compress(sequence, (keep & (owner == rank))[self.heads[rank]])
         self.kept[sequence][:, -count:] = keep
@@ -86,6 +116,7 @@ class Ranks:
             store.reorder(index)
         self.k, self.v = [self.k[source] for source in index], [self.v[source] for source in index]
         self.kept = [self.kept[source].clone() for source in index]
+        self.prompts = self.prompts[index]
 
     def held(self, stores: list, sequence: int) -> list[int]:
         """Tokens of each head on all ranks."""
@@ -118,9 +149,12 @@ class Ranks:
                 outs.append(out)
                 lses.append(lse)
             whole = torch.stack(lses).logsumexp(0)
-            merged = sum(
-                out * (lse - whole).exp().nan_to_num(0.0)[..., None] for out, lse in zip(outs, lses, strict=True)
-            )
+            weights = [(lse - whole).exp().nan_to_num(0.0)[..., None] for lse in lses]
+            if self.copies == "batch":
+                assert all(bool(((weight == 0) | (weight == 1)).all()) for weight in weights)
+                merged = sum(outs)
+            else:
+                merged = sum(out * weight for out, weight in zip(outs, weights, strict=True))
             assert torch.allclose(merged, self.reference(sequence, q, slots, first, scoring), atol=1e-5, rtol=0)
 
     def reference(self, sequence: int, q: Tensor, slots: np.ndarray, first: int, scoring: Scoring) -> Tensor:
@@ -139,8 +173,9 @@ class Ranks:
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_together_hold_and_see_all_tokens_once(ragged: bool, size: int) -> None:
-    ranks = Ranks(random.choice((1, 2, 5)), size, 3, ragged=ragged)
+@pytest.mark.parametrize("copies", get_args(Copies))
+def test_ranks_together_hold_and_see_all_tokens_once(ragged: bool, size: int, copies: Copies) -> None:
+    ranks = Ranks(random.choice((1, 2, 5)), size, 3, ragged=ragged, copies=copies)
     lengths = [random.randint(100, 400), 1, 0]
     ranks.append(lengths)
     ranks.check(max(lengths))
