@@ -58,6 +58,8 @@ class Way:
         World, this rank in it, and tensor-parallel degree.
     options : dict
         Of `generate`.
+    dtype : torch.dtype
+        Of the model.
     most : int
         Waits of a step that it comes with.
     """
@@ -69,6 +71,7 @@ class Way:
     rank: int = 0
     tp: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
     most: int = 1
 
 
@@ -124,6 +127,8 @@ def paths(folder: str) -> Iterator[Way]:
         if method == "headkv":
             section["fairkv"]["importance"] = write_importance(folder)
         yield Way(f"compression {method}", section)
+    # By another kernel.
+    yield Way("compression in float32", {"fairkv": {"budget": 40, "min_tokens": 48}}, dtype=torch.float32)
     yield Way(
         "compression on CP",
         {"context_parallel": {"size": 2}, "fairkv": {"budget": 40, "min_tokens": 48}},
@@ -148,9 +153,9 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
     cuda.waits.clear()
     try:
         dist.init_process_group("fake", rank=path.rank, world_size=path.ranks, store=FakeStore())
-        model = AutoModelForCausalLM.from_config(FAMILIES[path.family](), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(FAMILIES[path.family](), dtype=path.dtype)
         config = {
-            "dtype": "bf16",
+            "dtype": {torch.bfloat16: "bf16", torch.float32: "fp32"}[path.dtype],
             "tensor_parallel": {"tp_size": path.tp},
             "megakv": {"timeout_s": PATIENCE_S, **path.section},
         }

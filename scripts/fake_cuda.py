@@ -2,7 +2,8 @@
 
 Torch's fake tensors know their device: an operation on tensors of two devices raises, as on a real one. Tensors on the
 processor stay real, so that what the library decides there is decided. What is read from the device is made up: ones,
-which are a mask without padding and a valid token, and for a truth whatever `FakeCuda.truth` says.
+which are a mask without padding, the tokens that compression keeps, and a valid token, and for a truth whatever
+`FakeCuda.truth` says.
 
 The host waits for the device where it reads from it, where it copies to it from memory that is not pinned, or not with
 ``non_blocking``, and where it synchronises a stream or an event. Each such place is noted with its line.
@@ -135,7 +136,8 @@ class FakeCuda(TorchDispatchMode):
         self.wait("copy to the host")
         with unset_fake_temporarily():
             dtype = kwargs.get("dtype") or tensor.dtype
-            return torch.full(tensor.shape, dtype != torch.bool, dtype=dtype)
+            # Masks are full; of each row of a batch it is false that it has ended.
+            return torch.full(tensor.shape, dtype != torch.bool or tensor.dim() > 1, dtype=dtype)
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         there, here = isinstance(target, FakeTensor), isinstance(source, FakeTensor)

@@ -11,13 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megakv.fairkv.attention import paged_attention
+from megakv.attention.partial import PartialAttention
+from megakv.attention.reference import Scoring
+from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.pages import RaggedBody
 
 from .head_division import Division, Piece
-
-MOST_HEADS = 256
-"""Heads of one `RaggedBody`."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,16 @@ class RankLayer:
         places = [[p.sequence * shape.kv_heads + p.head for p in held] for held in division.pieces[layer]]
         pieces = division.pieces[layer][rank]
         self.index = torch.tensor(places[rank], dtype=torch.long, device=shape.device)
-        self.scale = shape.dim**-0.5
+        self._scoring = Scoring(shape.dim**-0.5)
         queries = pool.queries(layer, batch).flatten(0, 1)[self.index]
-        self._parts = []
-        for start in range(0, len(pieces), MOST_HEADS):
-            few = pieces[start : start + MOST_HEADS]
-            body = ragged_body(pool, layer, few, [np.arange(piece.stop - piece.start) for piece in few])
-            assert body is not None
-            self._parts.append((queries[start : start + MOST_HEADS].flatten(0, 1)[:, None], body))
+        body = ragged_body(pool, layer, pieces, [np.arange(piece.stop - piece.start) for piece in pieces])
+        assert body is not None
+        slots = np.arange(body.index.last_row + 1)
+        self._part, self._queries, self._slot = (
+            RaggedPart(0, body, slots, slots),
+            queries.flatten(0, 1)[:, None],
+            slots[-1:] + 1,
+        )
         self._group, self._rank = shape.group, rank
         # ``[ranks, B K, 1]`` who has no part of which head.
         self._without = torch.ones(len(places), batch * shape.kv_heads, 1, dtype=torch.bool)
@@ -98,9 +99,9 @@ class RankLayer:
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """``[n, G, D]`` outputs and log-sum-exps ``[n, G]`` of the pieces."""
-        outs, lses = zip(*(paged_attention(queries, body, self.scale) for queries, body in self._parts), strict=True)
-        out, lse = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (outs, lses))
-        return out.view(-1, self._group, out.shape[-1]), lse.view(-1, self._group)
+        partial = PartialAttention(self._queries, self._slot, self._scoring)
+        self._part.add_to(partial)
+        return partial.out.view(-1, self._group, partial.value_dim), partial.lse.view(-1, self._group)
 
     def weigh(self, out: Tensor, lse: Tensor, add_up: Callable[[Tensor], Tensor]) -> None:
         """Weigh the parts of shared heads, in place, so that those of all ranks add up to their attention."""

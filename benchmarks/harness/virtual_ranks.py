@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megakv.attention.merge import merge_by_owner
 from megakv.errors import MegaKVError
-from megakv.fairkv.attention import merge_by_owner
 
 from .head_division import Division
 from .ragged_heads import HeadShape, RankLayer, TokenPool
@@ -105,8 +105,8 @@ class VirtualRanks:
             held = RankLayer(self._pool, self.division, layer, rank, self._batch)
             parts.append(held.attend())
             owners.append(held.index)
-        outs, lses = zip(*parts, strict=True)
-        return merge_by_owner(outs, lses, owners, self._batch * self._pool.shape.kv_heads)[0]
+        outs, lses = (torch.cat(each) for each in zip(*parts, strict=True))
+        return merge_by_owner(outs, lses, torch.cat(owners), self._batch * self._pool.shape.kv_heads)[0]
 
     @torch.inference_mode()
     def attention_seconds(self, bench: Bench) -> Times:

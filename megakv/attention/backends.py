@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,8 @@ PACKED_ROWS = 16
 
 Tile = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backend = Callable[..., tuple[Tensor, Tensor]]
+Result = tuple[Callable[[], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+"""A call, and what it has to return."""
 
 
 class Alibi(NamedTuple):
@@ -256,7 +258,6 @@ def _neutral(out: Tensor, lse: Tensor, visible: Tensor | None) -> tuple[Tensor, 
 @functools.cache
 def _agrees(backend: Backend, device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether a kernel that is not the CPU's gives the reference's results, tried once on a small example."""
-    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 67, key_dim), (2, 67, key_dim), (2, 67, value_dim)]
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
@@ -266,18 +267,25 @@ def _agrees(backend: Backend, device: torch.device, dtype: torch.dtype, key_dim:
     cases: list[tuple[Tensor, bool, Tensor | None]] = [(q, False, None), (q[:, :1], False, None), (q, True, None)]
     if backend is cuda_efficient:
         cases.append((q, False, triangle))
-    scale = key_dim**-0.5
+    scale, results = key_dim**-0.5, []
     for queries, causal, visible in cases:
         seen = triangle.logical_or(torch.eye(67, dtype=torch.bool, device=device)) if causal else visible
         expected = dense_attention(queries, k, v, scale, visible_LS=seen)
+        call = functools.partial(backend, queries, k, v, scale, causal=causal, visible_LS=visible)
+        results.append((call, expected))
+    return trusted(backend, results, dtype, f"{dtype} with head dims {key_dim}, {value_dim} on {device}")
+
+
+def trusted(kernel: Callable[..., object], results: Sequence[Result], dtype: torch.dtype, case: str) -> bool:
+    """Whether a kernel's calls give what is expected of each; a warning says which case it is not used for."""
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 5e-2)
+    for call, expected in results:
         try:
-            actual = backend(queries, k, v, scale, causal=causal, visible_LS=visible)
-            problem = difference(actual, expected, tolerance)
+            problem = difference(call(), expected, tolerance)
         except RuntimeError as error:
             problem = str(error)
         if problem:
-            name = getattr(backend, "__name__", str(backend))
-            case = f"{dtype} with head dims {key_dim}, {value_dim} on {device}"
-            logger.warning("%s is not used for %s, slower matrix products are: %s", name, case, problem)
+            name = getattr(kernel, "__name__", str(kernel))
+            logger.warning("%s is not used for %s, slower kernels are: %s", name, case, problem)
             return False
     return True

@@ -41,6 +41,21 @@ def merge_parts(outs_NHLD: Tensor, lses_NHL: Tensor) -> tuple[Tensor, Tensor]:
     return out, total.log_().add_(top)
 
 
+def merge_by_owner(out_PRD: Tensor, lse_PR: Tensor, owners_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Merge P partial results over disjoint keys, each of the owner that it names.
+
+    Returns ``[count, R, D]`` and ``[count, R]`` in the log-sum-exps' type; 0 and -inf for an owner without a part.
+    """
+    top = lse_PR.new_full((count, lse_PR.shape[1]), -torch.inf)
+    top.scatter_reduce_(0, owners_P[:, None].expand_as(lse_PR), lse_PR, "amax")
+    # An owner whose parts saw no key is shifted by 0: its sum stays 0 instead of NaN.
+    shift = top.masked_fill_(top == -torch.inf, 0.0)
+    weights = torch.exp(lse_PR - shift[owners_P])
+    total = torch.zeros_like(shift).index_add_(0, owners_P, weights)
+    out = lse_PR.new_zeros((count, *out_PRD.shape[1:])).index_add_(0, owners_P, out_PRD * weights.unsqueeze(-1))
+    return out.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), total.log_().add_(shift)
+
+
 def add_sinks(out_HLD: Tensor, lse_HL: Tensor, sinks: Tensor) -> Tensor:
     """Rescale merged outputs by an attention sink per head: a key that is always visible and has value zero."""
     return out_HLD * torch.sigmoid(lse_HL - sinks.to(lse_HL.dtype)[:, None]).unsqueeze(-1)

@@ -56,6 +56,7 @@ class Span:
         """Of its body, on the accelerator, what `RaggedBody.flat` gives, with keys as they were."""
         keys, values, rows = body.flat()
         if self.moved is not None:
+            keys = keys.clone()
             keys[upload(np.flatnonzero(rows < self.moved.before), keys.device)] = self.moved.keys
         return keys, values, rows
 
@@ -66,8 +67,9 @@ class Span:
         keys, values, rows = self.body.here().flat()
         where = upload(np.flatnonzero(rows < move.before), keys.device)
         was = keys[where]
-        keys[where] = rotate(was, move.shift)
         body = RaggedBody.packed(keys, values, self.body.counts, rows)
+        assert body is not None
+        body.k_nD[where] = rotate(was, move.shift)
         return Span(self.start, self.stop, body, Moved(*move, was))
 
     def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
@@ -84,9 +86,9 @@ class Span:
 
 
 class RaggedStore(KVStore):
-    """Compressed tokens in pages, and all others, of any turn, in a store of their own.
+    """Compressed tokens in bodies, and all others, of any turn, in a store of their own.
 
-    Tokens that were not compressed belong to all heads alike, so they need no pages. Their rows in the inner store
+    Tokens that were not compressed belong to all heads alike, so they need none. Their rows in the inner store
     count nothing that was compressed. `rotate` moves keys of this layer on.
     """
 

@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megakv.attention.backends import attend_block
 from megakv.attention.compiled import TYPES, load_kernel
 from megakv.attention.partial import PartialAttention
+from megakv.attention.varlen import select_varlen
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.pages import RaggedBody
 
-PAGED_ROWS = 64
-"""Up to this many query rows per KV head, all pages of one size are one kernel call; every page repeats its rows."""
+FEW_ROWS = 64
+"""Up to this many query rows per KV head, all heads are one kernel call on CUDA: a tile of the kernel has as many."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,17 @@ class RaggedPart:
         if not len(partial.q_slots):
             return
         q_HLD, scoring = partial.q_HLD, partial.scoring
-        rows = q_HLD.shape[0] // len(self.body.counts) * q_HLD.shape[1]
         index = self.body.index
         seen = self.slots[index.last_row] <= partial.q_slots[0]
         if scoring.window is not None:
             seen = seen and self.slots[index.first_row] > partial.q_slots[-1] - scoring.window
-        if seen and rows <= PAGED_ROWS and scoring.alibi_slopes is None:
-            value_dim = scoring.value_columns
-            found = paged_attention(q_HLD, self.body, scoring.scale, softcap=scoring.softcap, value_dim=value_dim)
-            partial.merge(*found)
-        else:
-            # For many queries, and where slots or positions matter.
+        found = None
+        if seen and scoring.plain:
+            found = attend_whole(q_HLD, self.body, scoring.scale, scoring.value_columns)
+        if found is None:
             attend_by_heads(partial, range(len(self.body.counts) + 1), self._add)
+        else:
+            partial.merge(*found)
 
     def _add(self, head: int, part: PartialAttention) -> None:
         shift, before = self.moved
@@ -78,54 +77,28 @@ def attend_by_heads(
     partial.merge(torch.cat(outs), torch.cat(lses))
 
 
-def paged_attention(
-    q_HLD: Tensor, body: RaggedBody, scale: float, *, softcap: float | None = None, value_dim: int | None = None
-) -> tuple[Tensor, Tensor]:
+def attend_whole(
+    q_HLD: Tensor, body: RaggedBody, scale: float, value_dim: int | None = None
+) -> tuple[Tensor, Tensor] | None:
     """Few queries ``[H, L, D]`` against every kept token of their head, whose values may be columns of its keys.
 
-    On a processor all pages go through the compiled kernel at once. Elsewhere, and without that kernel, all pages of a
-    size go through the kernel of dense attention as if each were a KV head; their results are merged by log-sum-exp.
-
-    Returns ``[H, L, Dv]`` and the log-sum-exp ``[H, L]``, float32 (float64 for float64); 0 and -inf for a head without
-    tokens.
+    All heads are one call of a kernel. Returns ``[H, L, Dv]`` and the log-sum-exp ``[H, L]``, float32, 0 and -inf for a
+    head without tokens; None where there is no such kernel.
     """
     heads, length, dim = q_HLD.shape
     kv_heads = len(body.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
-    # The kernel reads addresses: what does not fit together, as from a session's broken file, must not come to it.
-    fits = q_HLD.dtype == body.block.dtype and q_HLD.dtype in TYPES and body.key_dim == dim
-    kernel = load_kernel()[0] if q_HLD.device.type == "cpu" and softcap is None and fits else None
-    if kernel is not None and kernel.few(heads // kv_heads, length):
-        out, lse = kernel.ready(grouped[:, None], body.runs, 1, value_dim or body.value_dim, scale)()
-        return out.view(heads, length, -1), lse.view(heads, length)
-    outs, lses, owners = [], [], []
-    for pages in body.pages:
-        values = pages.v_PSD if value_dim is None else pages.k_PSD[..., :value_dim]
-        out, lse = attend_block(grouped.index_select(0, pages.heads_P), pages.k_PSD, values, scale, softcap=softcap)
-        outs.append(out.to(lse.dtype))
-        lses.append(lse)
-        owners.append(pages.heads_P)
-    out, lse = merge_by_owner(outs, lses, owners, kv_heads)
+    values = body.v_nD if value_dim is None else body.k_nD[:, :value_dim]
+    if q_HLD.device.type == "cpu":
+        kernel, _ = load_kernel()
+        # The kernel reads addresses: what does not fit together, as from a session's broken file, must not come to it.
+        fits = q_HLD.dtype == body.block.dtype and q_HLD.dtype in TYPES and body.key_dim == dim
+        if kernel is None or not fits or not kernel.few(heads // kv_heads, length):
+            return None
+        out, lse = kernel.ready(grouped[:, None], body.runs, 1, values.shape[1], scale)()
+    else:
+        varlen = select_varlen(grouped, body.k_nD, values)
+        if varlen is None or grouped.shape[1] > FEW_ROWS:
+            return None
+        out, lse = varlen(grouped, body.k_nD, values, body.key_runs, scale)
     return out.reshape(heads, length, -1), lse.reshape(heads, length)
-
-
-def merge_by_owner(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], owners: Sequence[Tensor], kv_heads: int
-) -> tuple[Tensor, Tensor]:
-    """Merge partial results over disjoint keys that belong to the same head.
-
-    Outputs ``[P, R, Dv]``, which are used up, log-sum-exps ``[P, R]`` and heads ``[P]`` of each come in several lots.
-    Returns ``[K, R, Dv]`` and ``[K, R]``; 0 and -inf for a head without a part.
-    """
-    lses_PR, owners_P = torch.cat(list(lses)), torch.cat(list(owners))
-    top = lses_PR.new_full((kv_heads, lses_PR.shape[1]), -torch.inf)
-    top.scatter_reduce_(0, owners_P[:, None].expand_as(lses_PR), lses_PR, "amax")
-    # A head without a part is shifted by 0: its sum stays 0 instead of NaN.
-    shift = top.masked_fill(top == -torch.inf, 0.0)
-    weights = torch.exp(lses_PR - shift[owners_P])
-    total = torch.zeros_like(top).index_add_(0, owners_P, weights)
-    out = outs[0].new_zeros((kv_heads, *outs[0].shape[1:]))
-    # In place and piece by piece: outputs are large beside pages, and each copy costs several percent of the time.
-    for part, owner, weight in zip(outs, owners, weights.split([len(piece) for piece in owners]), strict=True):
-        out.index_add_(0, owner, part.mul_(weight.unsqueeze(-1)))
-    return out.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1)), total.log() + shift

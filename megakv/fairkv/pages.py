@@ -1,22 +1,80 @@
-"""The kept tokens of one sequence in one layer, in pages of every head (see `page_index.py`)."""
+"""The kept tokens of one sequence in one layer, head after head, as many of each as it kept."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megakv.attention.compiled import RunTable
+from megakv.attention.varlen import KeyRuns
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.page_index import BodyIndex
 from megakv.tensor_files import StreamedTensor
+
+OffsetArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class BodyIndex:
+    """Which tokens the rows of a body are, one at least: head after head, ascending in each.
+
+    A token is named by its row: its index among all tokens that this rank was given of the sequence. `counts` ``[K]``
+    are the tokens of each head, `offsets` ``[n]`` the rows of all, counted from the first.
+    """
+
+    counts: IntArray
+    offsets: OffsetArray
+    first_row: int
+    last_row: int
+    _runs: dict[torch.device, KeyRuns] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, counts: IntArray, rows: IntArray) -> BodyIndex:
+        first, last = int(rows.min()), int(rows.max())
+        # Two bytes a token where they will do: heads of few dimensions are hardly larger.
+        return cls(counts, (rows - first).astype(np.uint16 if last - first < 1 << 16 else np.uint32), first, last)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the body."""
+        return len(self.offsets)
+
+    @property
+    def rows(self) -> IntArray:
+        """``[n]`` of all tokens."""
+        return self.offsets.astype(np.int64) + self.first_row
+
+    @cached_property
+    def bounds(self) -> IntArray:
+        """``[K + 1]`` where the tokens of each head begin and end."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    def pieces(self, head: int) -> Iterator[tuple[slice, IntArray]]:
+        """Of a head's tokens, if it has any, where they lie in the body, and their rows ``[n]``."""
+        first, last = self.bounds[head : head + 2].tolist()
+        if last > first:
+            yield slice(first, last), self.offsets[first:last].astype(np.int64) + self.first_row
+
+    def runs_on(self, device: torch.device) -> KeyRuns:
+        """The tokens of each head as a run, for kernels of a device."""
+        if device not in self._runs:
+            self._runs[device] = KeyRuns(self.counts, device)
+        return self._runs[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}
+
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+        return self.offsets.nbytes
 
 
 class Body(ABC):
@@ -49,15 +107,6 @@ class Body(ABC):
         """Bytes held, coordinates included."""
 
 
-@dataclass(frozen=True)
-class Pages:
-    """Keys ``[P, S, D]`` and values ``[P, S, Dv]`` of all pages of one size, and the local KV head ``[P]`` of each."""
-
-    k_PSD: Tensor
-    v_PSD: Tensor
-    heads_P: Tensor
-
-
 class RaggedBody(Body):
     """On one device, in one `block` of its memory ``[n, D + Dv]``: the keys of all tokens, then their values.
 
@@ -77,28 +126,21 @@ class RaggedBody(Body):
         return int(self.block.shape[1]) - self.key_dim
 
     @cached_property
-    def pages(self) -> tuple[Pages, ...]:
-        """Views of its tokens."""
-        found = []
-        for pages in self.index.pages:
-            span, shape = slice(pages.first, pages.first + pages.offsets.size), pages.offsets.shape
-            k_PSD, v_PSD = (each[span].unflatten(0, shape) for each in (self.k_nD, self.v_nD))
-            found.append(Pages(k_PSD, v_PSD, pages.heads_on(self.block.device)))
-        return tuple(found)
-
-    @cached_property
     def runs(self) -> RunTable:
         """Tokens for `DecodeKernel.ready`, each head as a sequence. Values without columns are the first ones of the
         keys.
         """
-        runs, bounds = self.index.runs
         pair = self.k_nD, self.v_nD if self.value_dim else self.k_nD
-        table = np.empty((len(runs), 7), dtype=np.int64)
+        table = np.zeros((len(self.counts), 7), dtype=np.int64)
         for column, tokens in enumerate(pair):
-            table[:, column] = tokens.data_ptr() + runs[:, 0] * (tokens.shape[1] * tokens.element_size())
-        table[:, 2] = runs[:, 1]
-        table[:, 3:] = 0, pair[0].shape[1], 0, pair[1].shape[1]
-        return RunTable(table, bounds)
+            table[:, column] = tokens.data_ptr() + self.index.bounds[:-1] * (tokens.shape[1] * tokens.element_size())
+        table[:, 2], table[:, 4], table[:, 6] = self.counts, pair[0].shape[1], pair[1].shape[1]
+        return RunTable(table, np.arange(len(table) + 1))
+
+    @property
+    def key_runs(self) -> KeyRuns:
+        """Tokens for a `VarlenKernel`."""
+        return self.index.runs_on(self.block.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `runs` has addresses, and views would become tensors of their own: the tokens of a copy lie elsewhere.
@@ -111,22 +153,17 @@ class RaggedBody(Body):
         if not len(heads):
             return None
         counts = np.bincount(heads, minlength=len(keep_KS)).astype(np.int64)
-        index, order = BodyIndex.of(counts, rows[places])
-        return cls._of(index, k_KSD, v_KSD, tuple(upload(part[order], k_KSD.device) for part in (heads, places)))
+        where = tuple(upload(part, k_KSD.device) for part in (heads, places))
+        return cls.packed(k_KSD[where], v_KSD[where], counts, rows[places])
 
     @classmethod
     def packed(cls, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray) -> RaggedBody | None:
-        """The inverse of `flat`."""
+        """A copy of what `flat` gives of it."""
         if not len(rows):
             return None
-        index, order = BodyIndex.of(counts, rows)
-        return cls._of(index, keys, values, (upload(order, keys.device),))
-
-    @classmethod
-    def _of(cls, index: BodyIndex, keys: Tensor, values: Tensor, where: tuple[Tensor, ...]) -> RaggedBody:
-        """Copy the tokens of an index, given where each is in `keys` and `values`."""
-        body = cls(index, keys.new_empty((index.tokens, keys.shape[-1] + values.shape[-1])), keys.shape[-1])
-        body.k_nD[:], body.v_nD[:] = keys[where], values[where]
+        block = keys.new_empty((len(rows), keys.shape[-1] + values.shape[-1]))
+        body = cls(BodyIndex.of(counts, rows), block, keys.shape[-1])
+        body.k_nD[:], body.v_nD[:] = keys, values
         return body
 
     def here(self) -> RaggedBody:
@@ -136,23 +173,20 @@ class RaggedBody(Body):
         return streamed(self.index, slots, (self.key_dim, self.value_dim), self.block.dtype, lambda: self)
 
     def pieces(self, head: int) -> Iterator[tuple[Tensor, Tensor, IntArray]]:
-        """``[1, n, D]`` keys, ``[1, n, Dv]`` values and ``[n]`` rows of a head, a view for each size of page."""
+        """A view of ``[1, n, D]`` keys and ``[1, n, Dv]`` values, and the ``[n]`` rows of a head, if it has any."""
         for span, rows in self.index.pieces(head):
             yield self.k_nD[None, span], self.v_nD[None, span], rows
 
     def flat(self) -> tuple[Tensor, Tensor, IntArray]:
-        """``[n, D]`` keys, ``[n, Dv]`` values and ``[n]`` rows, head after head, rows ascending in each."""
-        spans, rows = zip(*self.index.every_piece(), strict=True)
-        keys, values = (torch.cat([each[span] for span in spans]) for each in (self.k_nD, self.v_nD))
-        return keys, values, np.concatenate(rows)
+        """``[n, D]`` keys, ``[n, Dv]`` values and ``[n]`` rows, head after head, rows ascending in each: views."""
+        return self.k_nD, self.v_nD, self.index.rows
 
     def below(self, row: int) -> RaggedBody | None:
         if self.index.last_row < row:
             return self
         keys, values, rows = self.flat()
         kept = rows < row
-        owner = np.repeat(np.arange(len(self.counts)), self.counts)
-        counts = np.bincount(owner[kept], minlength=len(self.counts)).astype(np.int64)
+        counts = np.diff(np.concatenate([[0], np.cumsum(kept)])[self.index.bounds])
         where = upload(np.flatnonzero(kept), keys.device)
         return RaggedBody.packed(keys[where], values[where], counts, rows[kept])
 
@@ -164,20 +198,10 @@ def streamed(
     index: BodyIndex, slots: IntArray, dims: tuple[int, int], dtype: torch.dtype, load: Callable[[], RaggedBody]
 ) -> dict[str, StreamedTensor]:
     """What a file holds of a body, given the slots of all rows and the head dimensions of keys and values."""
-    spans, rows = zip(*index.every_piece(), strict=True)
-    where = slots[np.concatenate(rows)]
-
-    def of_keys() -> Iterator[Tensor]:
-        keys = load().k_nD
-        return (keys[span] for span in spans)
-
-    def of_values() -> Iterator[Tensor]:
-        values = load().v_nD
-        return (values[span] for span in spans)
-
+    where, parts = slots[index.rows], index.counts.tolist()
     return {
         "counts": StreamedTensor.of(torch.from_numpy(index.counts)),
         "slots": StreamedTensor.of(torch.from_numpy(where)),
-        "k": StreamedTensor((len(where), dims[0]), dtype, of_keys),
-        "v": StreamedTensor((len(where), dims[1]), dtype, of_values),
+        "k": StreamedTensor((len(where), dims[0]), dtype, lambda: load().k_nD.split(parts)),
+        "v": StreamedTensor((len(where), dims[1]), dtype, lambda: load().v_nD.split(parts)),
     }

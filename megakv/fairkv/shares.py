@@ -23,7 +23,7 @@ Copies = Literal["tokens", "batch"]
 PERIOD = 32
 """Blocks after which the pattern of tokens begins anew."""
 BLOCK = 16
-"""Tokens that follow one another on a replica: whole pages of memory, and hardly any imbalance."""
+"""Tokens that follow one another on a replica: long runs of memory, and hardly any imbalance."""
 ROW_BLOCK = 64
 """Queries of one pass that follow one another on a replica: attention wants long runs of rows."""
 PROMPTS = 840

@@ -8,20 +8,15 @@ these ranks alone over the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.page_index import PAGE_SIZES
 
 MOST_SETS = 1 << 12
 """Sets of ranks that `slowest_loads` looks at; beyond, the flow itself is faster."""
-FINENESS = 128
-"""A cut moves by no more than half this part of the slowest rank's tokens, so that parts of a head are whole pages, all
-but one: ends anywhere make up to 21 small pages a part, and a small page costs as much as dozens of tokens."""
 
 
 def split_heads(
@@ -86,22 +81,12 @@ def split_heads(
 
 
 def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -> list[list[int]]:
-    """Divide one request's kept tokens of one layer, ``budgets[head]``, among the replicas of its heads, at the ends of
-    pages.
+    """Divide one request's kept tokens of one layer, ``budgets[head]``, among the replicas of its heads.
 
-    The split, along with ``mapping.ranks``, whose slowest rank is fastest, its cuts then moved to the nearest multiple
-    of the largest page size that is fine enough.
+    The split, along with ``mapping.ranks``, whose slowest rank is fastest.
     """
-    slowest, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
-    step = next(size for size in PAGE_SIZES if size * FINENESS <= slowest or size == PAGE_SIZES[-1])
-    return [_moved(row, step) for row in parts]
-
-
-def _moved(parts: Sequence[float], step: int) -> list[int]:
-    """The same parts with the cuts between them at multiples of `step`."""
-    ends = [int(end) for end in accumulate(parts)]
-    cuts = [min((end + step // 2) // step * step, ends[-1]) for end in ends[:-1]] + ends[-1:]
-    return [end - start for start, end in pairwise([0, *cuts])]
+    _, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
+    return [[int(part) for part in row] for row in parts]
 
 
 def mask_of(ranks: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
-from megakv.fairkv.attention import RaggedPart, paged_attention
+from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.pages import RaggedBody
 from megakv.fairkv.selection import thresholds
 
@@ -56,14 +56,15 @@ def test_time_goes_with_what_was_kept():
     skewed[0] = True
     skewed[1:, ::64] = True
     bodies = [RaggedBody.kept(k, v, mask, np.arange(length)) for mask in (skewed, torch.ones_like(skewed))]
-    times = []
+    times, slots = [], np.arange(length)
     for body in bodies:
         assert body is not None
         best = float("inf")
         for _ in range(20):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            paged_attention(q, body, 0.1)
+            partial = PartialAttention(q, np.array([length]), Scoring(0.1))
+            RaggedPart(0, body, slots, slots).add_to(partial)
             stop.record()
             torch.cuda.synchronize()
             best = min(best, start.elapsed_time(stop))

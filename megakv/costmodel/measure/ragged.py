@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megakv.attention.partial import PartialAttention
+from megakv.attention.reference import Scoring
 from megakv.costmodel.curves import RaggedTable
 from megakv.costmodel.measure.stopwatch import Case, Cases, Pool, rising
 from megakv.costmodel.shape import AttentionShape
-from megakv.fairkv.attention import paged_attention
-from megakv.fairkv.page_index import BodyIndex
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.pages import BodyIndex, RaggedBody
 
 HEADS = (1, 8)
-TOKENS = (4, 36, 292, 1316, 8484)
-"""Half of the smaller pages that a head can have, beside whole pages: ends that are as usual as any."""
+TOKENS = (4, 32, 256, 1024, 8192)
 LEAST = 3
 """Of `TOKENS`, however long calls may take."""
 TWINS, LEAST_BYTES = 64, 32 << 20
@@ -43,13 +43,14 @@ class RaggedCases:
 
     def _call(self, heads: int, tokens: int) -> Callable[[], object]:
         counts = np.full(heads, tokens)
-        index, _ = BodyIndex.of(counts, np.tile(np.arange(tokens), heads))
+        index = BodyIndex.of(counts, np.tile(np.arange(tokens), heads))
         width = 2 * self._dim
         twins = max(2, min(TWINS, LEAST_BYTES // (index.tokens * width * self._pool.dtype.itemsize)))
         bodies = [RaggedBody(index, self._pool.take(index.tokens, width), self._dim) for _ in range(twins)]
-        queries = self._pool.take(heads * self._group, 1, self._dim)
-        turns = itertools.cycle(bodies)
-        return lambda: paged_attention(queries, next(turns), self._dim**-0.5)
+        queries, slots = self._pool.take(heads * self._group, 1, self._dim), np.arange(tokens + 1)
+        turns = itertools.cycle(RaggedPart(0, body, slots[:-1], slots[:-1]) for body in bodies)
+        scoring = Scoring(self._dim**-0.5)
+        return lambda: next(turns).add_to(PartialAttention(queries, slots[-1:], scoring))
 
     def table(self) -> RaggedTable:
         """Once the cases have run."""

@@ -207,7 +207,7 @@ def run_case(engine: Any, plain: PreTrainedModel, batch: int, steps: int) -> dic
             hooks.pop().remove()
     kept = kept_slots(engine, cache)
     counts = [int(np.sum([len(head) for head in layer[row]])) for layer in kept for row in range(batch)]
-    element = cache.store(0).bodies(0)[0].pages[0].k_PSD.element_size() if cache.store(0).bodies(0) else 4
+    element = cache.store(0).bodies(0)[0].block.element_size() if cache.store(0).bodies(0) else 4
     width_bytes = 2 * (plain.config.hidden_size // plain.config.num_attention_heads) * element
     tokens = [int(np.sum(cache.store(layer).kept(row))) for layer in range(len(cache)) for row in range(batch)]
     held = engine._comm.gather_objects((cache.nbytes(), sum(tokens) * width_bytes))

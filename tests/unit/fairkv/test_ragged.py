@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from megakv.attention.merge import merge_by_owner
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
-from megakv.fairkv.attention import RaggedPart, merge_by_owner, paged_attention
-from megakv.fairkv.page_index import PAGE_SIZES
+from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.pages import RaggedBody
 
 DIM, VALUE_DIM = 16, 24
@@ -33,6 +33,16 @@ def skewed_mask(kv_heads: int, length: int) -> torch.Tensor:
         mask[2] = False
         mask[2, length // 2] = True
     return mask
+
+
+def attend(
+    q: torch.Tensor, body: RaggedBody, scoring: Scoring, value_dim: int = VALUE_DIM
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From right behind a body's tokens."""
+    slots = np.arange(body.index.last_row + 1)
+    partial = PartialAttention(q, np.arange(len(slots), len(slots) + q.shape[1]), scoring, value_dim)
+    RaggedPart(0, body, slots, slots).add_to(partial)
+    return partial.out, partial.lse
 
 
 def masked_reference(
@@ -69,11 +79,10 @@ def test_ragged_attention_is_masked_dense(
     assert body is not None and body.counts.tolist() == mask.sum(1).tolist()
     q = torch.randn(kv_heads * group, rows, DIM)
     scoring = Scoring(0.3, softcap=softcap)
-    partial = PartialAttention(q, np.arange(length, length + rows), scoring, VALUE_DIM)
-    RaggedPart(0, body, np.arange(length), np.arange(length)).add_to(partial)
+    found, found_lse = attend(q, body, scoring)
     out, lse = masked_reference(q, k, v, mask[:, None].expand(-1, rows, -1), scoring)
-    assert torch.allclose(partial.out.double(), out, atol=1e-5, rtol=0)
-    assert torch.allclose(partial.lse.double(), lse, atol=1e-5, rtol=0)
+    assert torch.allclose(found.double(), out, atol=1e-5, rtol=0)
+    assert torch.allclose(found_lse.double(), lse, atol=1e-5, rtol=0)
 
 
 def test_windows_and_alibi_go_by_slots_and_positions() -> None:
@@ -97,13 +106,13 @@ def test_windows_and_alibi_go_by_slots_and_positions() -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
 def test_other_types(dtype: torch.dtype, bound: float) -> None:
-    # So many pages of 512 that 16-bit ones are taken a few at a time.
+    # So many that 16-bit ones are taken a few at a time.
     k, v = dense(3, 20_000, dtype)
     mask = skewed_mask(3, 20_000)
     body = RaggedBody.kept(k, v, mask, np.arange(20_000))
     assert body is not None
     q = torch.randn(6, 1, DIM, dtype=dtype)
-    found, found_lse = paged_attention(q, body, 0.3)
+    found, found_lse = attend(q, body, Scoring(0.3))
     out, lse = masked_reference(q, k, v, mask[:, None], Scoring(0.3))
     assert (found.double() - out).abs().max() < bound
     assert (found_lse.double() - lse)[mask.any(1).repeat_interleave(2)].abs().max() < bound
@@ -114,11 +123,11 @@ def test_copies_attend_to_their_own_tokens() -> None:
     body = RaggedBody.kept(k, v, skewed_mask(3, 700), np.arange(700))
     assert body is not None
     q = torch.randn(6, 1, DIM)
-    expected = paged_attention(q, body, 0.3)
+    expected = attend(q, body, Scoring(0.3))
     copies = copy.deepcopy(body), pickle.loads(pickle.dumps(body))
     body.block.fill_(torch.nan)
     for other in copies:
-        assert all(map(torch.equal, paged_attention(q, other, 0.3), expected))
+        assert all(map(torch.equal, attend(q, other, Scoring(0.3)), expected))
 
 
 def test_tokens_of_another_type_than_queries() -> None:
@@ -127,7 +136,7 @@ def test_tokens_of_another_type_than_queries() -> None:
     body = RaggedBody.kept(k, v, mask, np.arange(600))
     assert body is not None
     q = torch.randn(4, 1, DIM)
-    found = paged_attention(q, body, 0.3)
+    found = attend(q, body, Scoring(0.3))
     for one, other in zip(found, masked_reference(q, k, v, mask[:, None], Scoring(0.3)), strict=True):
         assert torch.allclose(one.double(), other, atol=1e-5, rtol=0)
 
@@ -138,24 +147,23 @@ def test_values_that_are_columns_of_keys(softcap: float | None) -> None:
     body = RaggedBody.kept(k, k[..., :0], mask, np.arange(700))
     assert body is not None and body.block.shape == (int(mask.sum()), DIM)
     q = torch.randn(6, 1, DIM)
-    found = paged_attention(q, body, 0.3, softcap=softcap, value_dim=DIM // 2)
+    found = attend(q, body, Scoring(0.3, softcap=softcap, value_columns=DIM // 2), DIM // 2)
     expected = masked_reference(q, k, k[..., : DIM // 2], mask[:, None], Scoring(0.3, softcap=softcap))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, atol=1e-5, rtol=0)
 
 
 def test_parts_without_keys_are_neutral() -> None:
-    out, lse = merge_by_owner([torch.zeros(1, 2, 3)], [torch.full((1, 2), -torch.inf)], [torch.tensor([1])], 2)
+    out, lse = merge_by_owner(torch.zeros(1, 2, 3), torch.full((1, 2), -torch.inf), torch.tensor([1]), 2)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-def test_pages_hold_exactly_what_was_kept() -> None:
+def test_bodies_hold_exactly_what_was_kept() -> None:
     k, v = dense(5, 2000)
     mask = skewed_mask(5, 2000)
     rows = np.arange(2000) + 17
     body = RaggedBody.kept(k, v, mask, rows)
     assert body is not None
-    assert [pages.k_PSD.shape[1] for pages in body.pages] == list(PAGE_SIZES)
     kept_bytes = int(mask.sum()) * (DIM + VALUE_DIM) * 4
     assert body.nbytes() <= 1.05 * kept_bytes
     keys, values, found = body.flat()
@@ -259,7 +267,7 @@ def test_time_goes_with_what_was_kept() -> None:
 
     def seconds(body: RaggedBody) -> float:
         start = time.thread_time()
-        paged_attention(q, body, 0.125)
+        attend(q, body, Scoring(0.125), 64)
         return time.thread_time() - start
 
     # By turns, and this thread's own time: whatever else the machine does comes to both.

@@ -42,7 +42,7 @@ def test_equal_to_the_linear_program() -> None:
 
 
 def test_whole_tokens() -> None:
-    """Every token goes to one replica, and no rank has more than the best split rounded up, but for whole pages."""
+    """Every token goes to one replica, and no rank has more than the best split rounded up."""
     for _ in range(60):
         heads, size = int(RANDOM.integers(1, 10)), int(RANDOM.integers(1, 9))
         ranks = placement(heads, size)
@@ -51,14 +51,7 @@ def test_whole_tokens() -> None:
         assert all(isinstance(part, int) and part >= 0 for row in parts for part in row)
         assert [sum(row) for row in parts] == tokens
         best = np.ceil(best_split(tokens, ranks, size) - 1e-6)
-        step = max([cut for cut in (8, 64, 512) if cut * 128 <= best], default=1)
-        loads = loads_of(parts, ranks, size)
-        shared = [sum(rank in held and len(held) > 1 for held in ranks) for rank in range(size)]
-        # A part has two ends, each of which moved by half a page at most.
-        assert all(load <= best + (step > 1) * step * count for load, count in zip(loads, shared, strict=True))
-        # Parts of a head have small pages together that the whole head has, and no more.
-        for row in parts:
-            assert sum(part % step > 0 for part in row) <= 1
+        assert max(loads_of(parts, ranks, size)) <= best
 
 
 def test_many_ranks_without_the_table_of_sets() -> None:
