@@ -2,7 +2,8 @@
 
 Four bits (KVPR, Section 4.4; FlexGen) or eight are lossy, and off unless asked for. Each head's key, and each head's
 value, is cut along the head dimension into groups, as in FlexGen. A group keeps its smallest value and a step, of which
-there are fifteen, or 255, up to its largest; every element becomes the nearest of sixteen, or 256.
+there are fifteen, or 255, up to its largest; every element becomes the nearest of sixteen, or 256. What comes back
+comes back again if it is packed once more, so a token that is written several times is rounded once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megakv.attention.compiled import Packing
-from megakv.errors import MegaKVError
 from megakv.offload.config import OffloadConfig
 
 
@@ -27,45 +28,66 @@ def group_size(key_dim: int, value_dim: int, asked: int) -> int:
 
 def packed_bytes(width: int, group: int, dtype: torch.dtype, bits: int) -> int:
     """Bytes of a row of so many elements of a type once it is packed, in groups of some size."""
-    if bits == 4 and width % 2:
-        raise MegaKVError(f"megakv.offload.kv_bits = 4 needs an even number of elements in a token's row, not {width}")
-    return width * bits // 8 + 2 * (width // group) * (2 if dtype == torch.float16 else 4)
+    return -(-width * bits // 8) + 2 * (width // group) * (2 if dtype == torch.float16 else 4)
 
 
 class GroupQuantiser:
     """Rows of a width and a type, in four or eight bits with a step and a smallest value for each group of elements.
 
     Steps and smallest values are float16 for rows in float16, and float32 otherwise. A value differs from what comes
-    back for it by at most half a step, and by what rounding those two to their type costs.
+    back for it by at most half a step, and by what rounding those two to their type costs. What came back once
+    comes back again.
     """
 
     def __init__(self, width: int, group: int, dtype: torch.dtype, bits: int = 4):
         self.nbytes = packed_bytes(width, group, dtype, bits)
         halves = dtype == torch.float16
         self.packing = Packing(bits, group, width, int(halves))
-        self._group, self._scale_dtype = group, torch.float16 if halves else torch.float32
-        self._levels, self._bytes = (1 << bits) - 1, width * bits // 8
+        self._group, self._dtype, self._scale_dtype = group, dtype, torch.float16 if halves else torch.float32
+        self._levels, self._bytes = (1 << bits) - 1, -(-width * bits // 8)
 
     def pack(self, rows: Tensor) -> Tensor:
         """``[n, W]`` rows as ``[n, nbytes]`` bytes: one or two elements in each, then steps, then smallest values."""
         groups = rows.float().unflatten(1, (-1, self._group))
-        low, high = groups.aminmax(dim=2)
-        low = low.to(self._scale_dtype)
-        step = ((high - low.float()) / self._levels).to(self._scale_dtype)
-        inverse = torch.where(step > 0, step.float().reciprocal(), 0.0)
-        levels = (groups - low.float().unsqueeze(2)).mul_(inverse.unsqueeze(2)).round_().clamp_(0, self._levels)
-        levels = levels.to(torch.uint8).flatten(1)
-        packed = levels[:, 0::2] | levels[:, 1::2] << 4 if self.packing.bits == 4 else levels
-        return torch.cat((packed, torch.cat((step, low), dim=1).view(torch.uint8)), dim=1)
-
-    def unpack(self, packed: Tensor, rows: Tensor) -> None:
-        """Write the rows that ``[n, nbytes]`` bytes stand for into ``[n, W]``."""
-        levels, scales = packed[:, : self._bytes], packed[:, self._bytes :].contiguous().view(self._scale_dtype)
-        step, low = scales.float().chunk(2, dim=1)
+        low, high = groups.aminmax(dim=2, keepdim=True)
+        step = self._step(high - low)
+        # The step is that of the largest value that comes back.
+        high = (low + step * self._nearest(high - low, step)).to(self._dtype).float()
+        step = self._step(high - low)
+        levels = self._nearest(groups - low, step).to(torch.uint8).flatten(1)
         if self.packing.bits == 4:
-            levels = torch.stack((levels & 15, levels >> 4), dim=2).flatten(1)
+            levels = functional.pad(levels, (0, levels.shape[1] % 2))
+            levels = levels[:, 0::2] | levels[:, 1::2] << 4
+        scales = torch.cat((step, low), dim=1).squeeze(2).to(self._scale_dtype)
+        return torch.cat((levels, scales.view(torch.uint8)), dim=1)
+
+    def _step(self, spread: Tensor) -> Tensor:
+        """The step of groups, given how far their largest value is from their smallest.
+
+        Of float32's 24 significant bits the first 16 are kept: any level times a step is exact then, so that all
+        processors unpack to the same values, and rounding in float32 does not turn a step into another one.
+        """
+        step = spread / self._levels
+        if self._scale_dtype == torch.float16:
+            return step.half().float()
+        return (step.view(torch.int32) + 0x80).bitwise_and_(-0x100).view(torch.float32)
+
+    def _nearest(self, above: Tensor, step: Tensor) -> Tensor:
+        """The nearest levels to values so far above the smallest one."""
+        inverse = torch.where(step > 0, step.reciprocal(), 0.0)
+        return (above * inverse).round_().clamp_(0, self._levels)
+
+    def unpack(self, packed: Tensor, *columns: Tensor) -> None:
+        """Write the rows that ``[n, nbytes]`` bytes stand for into ``[n, W]``, or each one's columns to their place."""
+        # A copy, as where scales lie in a row they may not be aligned.
+        levels, scales = packed[:, : self._bytes], packed[:, self._bytes :].clone(memory_format=torch.contiguous_format)
+        step, low = scales.view(self._scale_dtype).float().chunk(2, dim=1)
+        if self.packing.bits == 4:
+            levels = torch.stack((levels & 15, levels >> 4), dim=2).flatten(1)[:, : self.packing.width]
         levels = levels.unflatten(1, (-1, self._group))
-        rows.copy_(torch.addcmul(low.unsqueeze(2), levels.float(), step.unsqueeze(2)).flatten(1))
+        rows = torch.addcmul(low.unsqueeze(2), levels.float(), step.unsqueeze(2)).flatten(1)
+        for own, found in zip(columns, rows.split([own.shape[1] for own in columns], dim=1), strict=True):
+            own.copy_(found)
 
 
 class HeadShape(NamedTuple):
@@ -129,10 +151,21 @@ class RowFormat:
     @cached_property
     def quantiser(self) -> GroupQuantiser | None:
         """What rows are packed with off the accelerator; None where they keep their type."""
+        return self._quantiser(self.head_shape.heads)
+
+    @cached_property
+    def body_quantiser(self) -> GroupQuantiser | None:
+        """The same of what compression keeps: a token's key and its value of one head, in the groups that they have in
+        a row.
+        """
+        return self._quantiser(1)
+
+    def _quantiser(self, heads: int) -> GroupQuantiser | None:
         if self._config.kv_bits is None:
             return None
-        group = group_size(self.head_shape.key_dim, self.head_shape.value_dim, self._config.kv_group)
-        return GroupQuantiser(self.row_width, group, self.dtype, self._config.kv_bits)
+        _, key_dim, value_dim = self.head_shape
+        group = group_size(key_dim, value_dim, self._config.kv_group)
+        return GroupQuantiser(heads * (key_dim + value_dim), group, self.dtype, self._config.kv_bits)
 
     def unpacked(self, stored: Tensor) -> Tensor:
         """Rows ``[n, W]`` of rows as they lie off the accelerator."""
@@ -156,3 +189,9 @@ class RowFormat:
     def row_bytes(self) -> int:
         """Bytes of a token's keys and values off the accelerator."""
         return self.stored_width * self.stored_dtype.itemsize
+
+    @property
+    def body_row_bytes(self) -> int:
+        """Bytes of what compression keeps of a token in one head, off the accelerator."""
+        quantiser, shape = self.body_quantiser, self.head_shape
+        return (shape.key_dim + shape.value_dim) * self.dtype.itemsize if quantiser is None else quantiser.nbytes

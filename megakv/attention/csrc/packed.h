@@ -47,7 +47,7 @@ template <int BITS> struct PackedRows {
       if (next_row + i < end)
         for (int64_t byte = 0; byte < bytes; byte += 64)
           __builtin_prefetch(first + (next_row + i) * step + next_begin * BITS / 8 + byte, 0, 2);
-      const uint8_t* const scales = own + packing.width * BITS / 8;
+      const uint8_t* const scales = own + (packing.width * BITS + 7) / 8;
       for (int d = 0; d < dim;) {
         const int64_t group = (begin + d) / packing.group;
         const float factor = scale(scales, group), low = scale(scales, groups + group);
