@@ -235,11 +235,6 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError
             "values go down the chain, the activations that they could be recomputed from do not; allowed: 'stream', "
             "'cpu_rank' or 'auto', or megakv.runahead.kv = 'sharded'",
         )
-    if offload.kv_bits and section.fairkv.budget is not None:
-        yield (
-            f"megakv.fairkv.budget = {section.fairkv.budget!r} is not supported with megakv.offload.kv_bits = "
-            f"{offload.kv_bits}: what compression keeps stays in the model's type; leave one of them out"
-        )
     for key, value, allowed, reason in (
         ("fairkv.mapping", section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),
     ):

@@ -15,7 +15,7 @@ from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Move, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.attention import AttendedBody, RaggedPart
 from megakv.fairkv.pages import Body, RaggedBody
 from megakv.tensor_files import StreamedTensor
 
@@ -119,7 +119,7 @@ class RaggedStore(KVStore):
             yield from self._inner.parts(sequence, *uncompressed)
 
     def _kept_parts(
-        self, sequence: int, slots: IntArray, positions: IntArray, here: Callable[[Body], RaggedBody | None]
+        self, sequence: int, slots: IntArray, positions: IntArray, here: Callable[[Body], AttendedBody | None]
     ) -> Iterator[RaggedPart]:
         for span in self._spans[sequence]:
             if span.body is not None and (found := here(span.body)) is not None:

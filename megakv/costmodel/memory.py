@@ -108,9 +108,9 @@ def offloaded_bytes(
     Without `recomputes` no method keeps activations. Beside them compression has kept as much as `compressed` tokens.
     """
     head = (model.key_dim + model.value_dim if model.row_dim is None else model.row_dim) * model.element_bytes
-    inputs = model.input_bytes
+    inputs, stored_head = model.input_bytes, stored_bytes(model, head, offload)
     held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_kib << 10
-    host = staged = most = 0
+    host = staged = packed = most = 0
     for row, count in zip(rows, held, strict=True):
         stored = stored_bytes(model, row, offload)
         kept = inputs if recomputes and offload.keeps_inputs(inputs, stored) else 0
@@ -122,12 +122,13 @@ def offloaded_bytes(
         here = min(all_rows, here + (batch * 2 * page if count < tokens else 0))
         # One layer at a time has all of a prompt that is read whole.
         host, most = host + here, max(most, all_rows - here) if new is None else 0
-        host += batch * page_bytes(-(-compressed * row // (batch * head)), head, page)
-        # At most: all may be recomputed, and all that comes in four bits lies beside what it stands for.
-        staged = max(staged, row + kept + (0 if offload.kv_bits is None else stored))
+        host += batch * page_bytes(-(-compressed * row // (batch * head)), stored_head, page)
+        # At most: all may be recomputed, and all that comes in few bits lies beside what it stands for.
+        beside = 0 if offload.kv_bits is None else stored
+        packed, staged = max(packed, beside), max(staged, row + kept + beside)
     together, bodies = (-(-count // min(offload.groups, batch)) for count in (tokens, compressed))
     resident = min(int(offload.device_gb * GIB), sum(rows) * tokens)
-    buffers = grown_bytes(staged * together) + grown_bytes(max(rows) * bodies)
+    buffers = grown_bytes(staged * together) + grown_bytes((max(rows) + packed) * bodies)
     return STAGED_LAYERS * buffers + resident, host + most
 
 

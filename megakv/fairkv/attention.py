@@ -5,18 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import TYPES, load_kernel
+from megakv.attention.compiled import TYPES, Packing, RunTable, load_kernel
 from megakv.attention.partial import PartialAttention
 from megakv.attention.varlen import select_varlen
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.pages import BodyIndex, RaggedBody
 
 FEW_ROWS = 64
 """Up to this many query rows per KV head, all heads are one kernel call on CUDA: a tile of the kernel has as many."""
+
+
+class AttendedBody(Protocol):
+    """Tokens on one device, or what the compiled kernel unpacks to them; `here` gives themselves."""
+
+    @property
+    def index(self) -> BodyIndex: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def packing(self) -> Packing | None: ...
+    @property
+    def runs(self) -> RunTable: ...
+    def here(self) -> RaggedBody: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,7 @@ class RaggedPart:
     """
 
     sequence: int
-    body: RaggedBody
+    body: AttendedBody
     slots: IntArray
     positions: IntArray
     moved: tuple[int, int] = (0, 0)
@@ -45,15 +64,16 @@ class RaggedPart:
         found = None
         if seen and scoring.plain:
             found = attend_whole(q_HLD, self.body, scoring.scale, scoring.value_columns)
-        if found is None:
-            attend_by_heads(partial, range(len(self.body.counts) + 1), self._add)
-        else:
+        if found is not None:
             partial.merge(*found)
+        else:
+            body, (shift, before) = self.body.here(), self.moved
 
-    def _add(self, head: int, part: PartialAttention) -> None:
-        shift, before = self.moved
-        for keys, values, rows in self.body.pieces(head):
-            part.add(keys, values, self.slots[rows], self.positions[rows] + shift * (rows < before))
+            def add(head: int, part: PartialAttention) -> None:
+                for keys, values, rows in body.pieces(head):
+                    part.add(keys, values, self.slots[rows], self.positions[rows] + shift * (rows < before))
+
+            attend_by_heads(partial, range(len(index.counts) + 1), add)
 
 
 def attend_by_heads(
@@ -78,7 +98,7 @@ def attend_by_heads(
 
 
 def attend_whole(
-    q_HLD: Tensor, body: RaggedBody, scale: float, value_dim: int | None = None
+    q_HLD: Tensor, body: AttendedBody, scale: float, value_dim: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """Few queries ``[H, L, D]`` against every kept token of their head, whose values may be columns of its keys.
 
@@ -86,19 +106,23 @@ def attend_whole(
     head without tokens; None where there is no such kernel.
     """
     heads, length, dim = q_HLD.shape
-    kv_heads = len(body.counts)
+    kv_heads = len(body.index.counts)
     grouped = q_HLD.reshape(kv_heads, -1, dim)
-    values = body.v_nD if value_dim is None else body.k_nD[:, :value_dim]
     if q_HLD.device.type == "cpu":
         kernel, _ = load_kernel()
         # The kernel reads addresses: what does not fit together, as from a session's broken file, must not come to it.
-        fits = q_HLD.dtype == body.block.dtype and q_HLD.dtype in TYPES and body.key_dim == dim
+        fits = q_HLD.dtype == body.dtype and q_HLD.dtype in TYPES and body.key_dim == dim
+        # Of packed tokens it takes keys and values that lie behind one another.
+        fits = fits and (body.packing is None or value_dim is None)
         if kernel is None or not fits or not kernel.few(heads // kv_heads, length):
             return None
-        out, lse = kernel.ready(grouped[:, None], body.runs, 1, values.shape[1], scale)()
+        columns = body.value_dim if value_dim is None else value_dim
+        out, lse = kernel.ready(grouped[:, None], body.runs, 1, columns, scale, body.packing)()
     else:
-        varlen = select_varlen(grouped, body.k_nD, values)
+        here = body.here()
+        values = here.v_nD if value_dim is None else here.k_nD[:, :value_dim]
+        varlen = select_varlen(grouped, here.k_nD, values)
         if varlen is None or grouped.shape[1] > FEW_ROWS:
             return None
-        out, lse = varlen(grouped, body.k_nD, values, body.key_runs, scale)
+        out, lse = varlen(grouped, here.k_nD, values, here.key_runs, scale)
     return out.reshape(heads, length, -1), lse.reshape(heads, length)

@@ -125,6 +125,16 @@ class RaggedBody(Body):
         """Head dimension of the values."""
         return int(self.block.shape[1]) - self.key_dim
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the tokens."""
+        return self.block.dtype
+
+    @property
+    def packing(self) -> None:
+        """They are in that type where they lie."""
+        return None
+
     @cached_property
     def runs(self) -> RunTable:
         """Tokens for `DecodeKernel.ready`, each head as a sequence. Values without columns are the first ones of the

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import Packing, RunTable
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.pages import Body, RaggedBody, streamed
+from megakv.fairkv.pages import Body, BodyIndex, RaggedBody, streamed
 from megakv.offload.link import OUTGOING, Link, Move, Transfer
 from megakv.offload.pages import PagedRows, PagePool
+from megakv.offload.row_format import GroupQuantiser
 from megakv.tensor_files import StreamedTensor
 
 
@@ -27,15 +32,17 @@ class BodyEngine(Protocol):
 class TieredBody(Body):
     """Written once into pages of host memory or of the disk; its index stays with the layer's store.
 
-    Sequences and sessions that share it hold the same object: its pages are given back with the last of them.
+    With a `quantiser` each token lies there in few bits, its key before its value. Sequences and sessions that share it
+    hold the same object: its pages are given back with the last of them.
     """
 
-    def __init__(self, body: RaggedBody, layer: int, engine: BodyEngine):
+    def __init__(self, body: RaggedBody, layer: int, engine: BodyEngine, quantiser: GroupQuantiser | None = None):
         super().__init__(body.index)
-        self.key_dim, self.value_dim, self.dtype = body.key_dim, body.value_dim, body.block.dtype
-        self._layer, self._engine = layer, engine
-        self._rows = PagedRows(engine.pool, body.block.shape[1], self.dtype, layer=layer)
-        engine.outgoing.append(engine.link.start("out", self._rows.append(body.block)))
+        self.key_dim, self.value_dim, self.dtype = body.key_dim, body.value_dim, body.dtype
+        self.quantiser, self._engine = quantiser, engine
+        rows = body.block if quantiser is None else quantiser.pack(torch.cat((body.k_nD, body.v_nD), dim=1))
+        self._rows = PagedRows(engine.pool, rows.shape[1], rows.dtype, layer=layer)
+        engine.outgoing.append(engine.link.start("out", self._rows.append(rows)))
         # Until it has left, a body takes its place on the accelerator.
         while len(engine.outgoing) > OUTGOING:
             engine.outgoing.popleft().settle()
@@ -48,7 +55,7 @@ class TieredBody(Body):
     @property
     def width(self) -> int:
         """Elements of a row of its block."""
-        return self._rows.width
+        return self.key_dim + self.value_dim
 
     @property
     def in_memory(self) -> int:
@@ -60,30 +67,82 @@ class TieredBody(Body):
         """Bytes of its pages."""
         return self._rows.nbytes
 
-    def moves(self, block: Tensor) -> list[Move]:
-        """Copies of all of it to ``[n, D + Dv]`` on the accelerator."""
-        return self._rows.moves(0, block)
+    def moves(self, stored: Tensor) -> list[Move]:
+        """Copies of all of it, as it is stored, to ``[n, W]`` on the accelerator."""
+        return self._rows.moves(0, stored)
 
     def within(self, block: Tensor) -> RaggedBody:
         """The body in a block that it was, or is being, copied to."""
         return RaggedBody(self.index, block, self.key_dim)
 
+    def unpack(self, stored: Tensor, body: RaggedBody) -> None:
+        """Write the tokens that its bytes stand for."""
+        assert self.quantiser is not None
+        self.quantiser.unpack(stored, body.k_nD, body.v_nD)
+
+    def unpacked(self, stored: Tensor) -> RaggedBody:
+        """The body of its rows, as they are stored."""
+        if self.quantiser is None:
+            return self.within(stored)
+        body = self.within(torch.empty((self.tokens, self.width), dtype=self.dtype, device=stored.device))
+        self.unpack(stored, body)
+        return body
+
     def here(self) -> RaggedBody:
-        block = torch.empty((self.tokens, self.width), dtype=self.dtype, device=self._engine.device)
-        self._engine.link.start("in", self.moves(block)).wait()
-        return self.within(block)
+        stored = torch.empty((self.tokens, self._rows.width), dtype=self._rows.dtype, device=self._engine.device)
+        self._engine.link.start("in", self.moves(stored)).wait()
+        return self.unpacked(stored)
 
     def below(self, row: int) -> Body | None:
         return self if self.index.last_row < row else self.here().below(row)
 
     def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
         """From where it lies, without the accelerator."""
-        return streamed(self.index, slots, (self.key_dim, self.value_dim), self.dtype, self.on_host)
+        dims = self.key_dim, self.value_dim
+        return streamed(self.index, slots, dims, self.dtype, lambda: self.on_host().here())
 
-    def on_host(self) -> RaggedBody:
+    def on_host(self) -> RaggedBody | PackedBody:
         """Where it lies; copied where that is on disk, or not in one piece."""
         runs = [run for _, run in self._rows.runs_in_memory(self.tokens)]
-        return self.within(runs[0] if len(runs) == 1 else torch.cat(runs))
+        stored = runs[0] if len(runs) == 1 else torch.cat(runs)
+        return self.within(stored) if self.quantiser is None else PackedBody(self, stored, self.quantiser.packing)
 
     def nbytes(self) -> int:
         return self._rows.nbytes + self.index.nbytes()
+
+
+@dataclass(frozen=True)
+class PackedBody:
+    """A body on the host in few bits, `stored` as ``[n, nbytes]``, which the compiled kernel attends to as it is."""
+
+    body: TieredBody
+    stored: Tensor
+    packing: Packing
+
+    @property
+    def index(self) -> BodyIndex:
+        return self.body.index
+
+    @property
+    def key_dim(self) -> int:
+        return self.body.key_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.body.value_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body.dtype
+
+    @cached_property
+    def runs(self) -> RunTable:
+        """As of `RaggedBody`, in bytes."""
+        counts, step = self.index.counts, self.stored.stride(0)
+        table = np.zeros((len(counts), 7), dtype=np.int64)
+        table[:, 0] = table[:, 1] = self.stored.data_ptr() + self.index.bounds[:-1] * step
+        table[:, 2], table[:, 4] = counts, step
+        return RunTable(table, np.arange(len(table) + 1))
+
+    def here(self) -> RaggedBody:
+        return self.body.unpacked(self.stored)

@@ -169,7 +169,7 @@ class PagedRows:
         self.width = width
         self.length = self.gone = gone
         self._layer, self._pool = layer, pool
-        self._dtype = dtype
+        self.dtype = dtype
         self._row_bytes = width * dtype.itemsize
         self._per_page = pool.page_bytes // self._row_bytes
         page_bytes(0, self._row_bytes, pool.page_bytes)
@@ -189,7 +189,7 @@ class PagedRows:
         return len(self._pages) * self._pool.page_bytes
 
     def _rows(self, page: Page, offset: int, count: int) -> Tensor | FileRows:
-        return page.tier.rows(offset, count, self.width, self._dtype)
+        return page.tier.rows(offset, count, self.width, self.dtype)
 
     def extend(self, count: int) -> int:
         """Make room for rows behind the present ones, which stay as they were where the budgets are used up.
@@ -218,7 +218,7 @@ class PagedRows:
         # The host itself writes at once, whatever the link has queued.
         for transfer in (*shared.busy, *own.busy):
             transfer.settle()
-        buffer = torch.empty(rows, self.width, dtype=self._dtype)
+        buffer = torch.empty(rows, self.width, dtype=self.dtype)
         Move(self._rows(shared, shared.offset, rows), buffer).run("in")
         Move(self._rows(own, own.offset, rows), buffer).run("out")
         self._pages[-1] = own
@@ -278,7 +278,7 @@ class PagedRows:
             rows = self._rows(pages[0], offset, end - start)
             if not isinstance(rows, Tensor):
                 # A shared page that was in memory may have been copied to disk since these rows were counted.
-                copied = torch.empty(end - start, self.width, dtype=self._dtype)
+                copied = torch.empty(end - start, self.width, dtype=self.dtype)
                 rows.read_into(copied)
                 rows = copied
             found.append((start, rows))
@@ -307,7 +307,7 @@ class PagedRows:
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
-        twin = PagedRows(self._pool, self.width, self._dtype, layer=self._layer, gone=self.gone)
+        twin = PagedRows(self._pool, self.width, self.dtype, layer=self._layer, gone=self.gone)
         twin.length = self.length
         twin._pages, twin._given, twin._leading = list(self._pages), self._given, self._leading
         for page in twin._pages:

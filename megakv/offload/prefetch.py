@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -217,8 +218,10 @@ def _bring_rows(store: TieredStore, staged: StagedLayer, bodies: Sequence[Tiered
             if first < last:
                 target = rows[staged.row(sequence, first) : staged.row(sequence, last)]
                 if packed is not None:
-                    staged.packed.append((packed[filled : filled + last - first], target))
-                    target, filled = staged.packed[-1][0], filled + last - first
+                    assert store.quantiser is not None
+                    own, filled = packed[filled : filled + last - first], filled + last - first
+                    staged.unpacking.append(partial(store.quantiser.unpack, own, target))
+                    target = own
                 moves += store.moves(sequence, first, target)
     if moves:
         staged.streamed = link.start("in", moves)
@@ -228,11 +231,17 @@ def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Mov
     """Places for what compression kept, and copies to them."""
     moves: list[Move] = []
     if bodies:
-        first, width, dtype = 0, bodies[0].width, bodies[0].dtype
-        block = staged.buffer.take("bodies", sum(body.tokens for body in bodies), width, dtype)
+        first, like, tokens = 0, bodies[0], sum(body.tokens for body in bodies)
+        block = staged.buffer.take("bodies", tokens, like.width, like.dtype)
+        packed = None
+        if like.quantiser is not None:
+            packed = staged.buffer.take("packed bodies", tokens, like.quantiser.nbytes, torch.uint8)
         for body in bodies:
-            own = block[first : first + body.tokens]
-            staged.bodies[body], first = body.within(own), first + body.tokens
+            span = slice(first, first + body.tokens)
+            staged.bodies[body], first, own = body.within(block[span]), span.stop, block[span]
+            if packed is not None:
+                own = packed[span]
+                staged.unpacking.append(partial(body.unpack, own, staged.bodies[body]))
             moves += body.moves(own)
     return moves
 

@@ -53,10 +53,9 @@ def check_room(
     slack = pool.page_bytes // store.row_bytes
     turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
     kept: list[int | None] = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
-    dense, shape, bodies = cache.uncompressed(), store.head_shape, 0
+    dense, heads, bodies = cache.uncompressed(), store.head_shape.heads, 0
     for count in filter(None, kept):
-        width = (shape.key_dim + shape.value_dim) * store.dtype.itemsize
-        bodies += page_bytes(-(-count * shape.heads // ranks), width, pool.page_bytes)
+        bodies += page_bytes(-(-count * heads // ranks), store.body_row_bytes, pool.page_bytes)
     found: list[tuple[int, int]] = []
     for rank in range(table.size):
         # Further pieces are as long as this one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -31,7 +31,8 @@ class StagingBuffer:
     def __init__(self, device: torch.device):
         self._device = device
         self._memory = {
-            name: torch.empty(0, dtype=torch.uint8, device=device) for name in ("rows", "inputs", "packed", "bodies")
+            name: torch.empty(0, dtype=torch.uint8, device=device)
+            for name in ("rows", "inputs", "packed", "bodies", "packed bodies")
         }
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -92,8 +93,8 @@ class StagedLayer:
     chunks: list[Chunk] = field(default_factory=list)
     streamed: Transfer | None = None
     """The transfer of all other rows."""
-    packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Where rows are quantised: what comes, and the rows that it stands for."""
+    unpacking: list[Callable[[], None]] = field(default_factory=list)
+    """Where rows are quantised: makes them of what has come."""
     bodies: dict[Body, RaggedBody] = field(default_factory=dict)
     """What compression kept of the sequences, in its place; it comes with the streamed rows."""
     left: Sequence[Body] = ()
@@ -137,10 +138,9 @@ class StagedLayer:
         if self.streamed is not None:
             self.streamed.wait()
             self.streamed = None
-            for packed, rows in self.packed:
-                assert self.store.quantiser is not None
-                self.store.quantiser.unpack(packed, rows)
-            self.packed = []
+            for unpack in self.unpacking:
+                unpack()
+            self.unpacking = []
         record.arrived(begun)
 
     def recompute(self, layer: int, table: TokenTable, rank: int, recomputation: Recomputation) -> None:

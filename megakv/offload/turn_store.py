@@ -15,7 +15,7 @@ from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.attention import AttendedBody, RaggedPart
 from megakv.fairkv.pages import Body, RaggedBody
 from megakv.offload.bodies import TieredBody
 from megakv.offload.store import TieredStore
@@ -137,7 +137,7 @@ class CompressedStore(RaggedStore):
         body = body.here()
         # Of no tokens.
         self.tier.set_format(*(each[:0].expand(len(body.counts), 0, -1) for each in (body.k_nD, body.v_nD)))
-        return TieredBody(body, self.tier.layer, self.tier.engine)
+        return TieredBody(body, self.tier.layer, self.tier.engine, self.tier.body_quantiser)
 
     def _here(self, body: Body) -> RaggedBody | None:
         return None if self.tier.leaves(body) else self.tier.brought(body) or body.here()
@@ -145,7 +145,7 @@ class CompressedStore(RaggedStore):
     def left(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[RaggedPart]:
         """What the host attends to where it lies."""
 
-        def on_host(body: Body) -> RaggedBody | None:
+        def on_host(body: Body) -> AttendedBody | None:
             return body.on_host() if isinstance(body, TieredBody) and self.tier.leaves(body) else None
 
         return self._kept_parts(sequence, slots, positions, on_host)

@@ -11,7 +11,6 @@ from megakv.offload.methods import AUTO, METHODS
 
 MISSING = (
     r"megakv\.fairkv\.mapping = .* is not supported with megakv\.offload\.enabled = true",
-    r"megakv\.fairkv\.budget = .* is not supported with megakv\.offload\.kv_bits = ",
     r"megakv\.feed_forward = 'fp8' is not supported for model type .* holds the weights of several experts",
 )
 """What is refused by no law: features that are missing. A line goes when its feature comes."""

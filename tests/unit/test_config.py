@@ -103,10 +103,6 @@ def test_deprecated_spelling_of_tp_size() -> None:
             "copies = 'rows': allowed: 'tokens' or 'batch'",
         ),
         (
-            {"megakv": {"offload": {"enabled": True, "kv_bits": 8}, "fairkv": {"budget": 0.25}}},
-            "megakv.fairkv.budget = 0.25 is not supported with megakv.offload.kv_bits = 8: what compression keeps",
-        ),
-        (
             {
                 "megakv": {
                     "context_parallel": {"size": 2, "prefill": "runahead"},

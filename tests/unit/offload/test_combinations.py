@@ -113,12 +113,18 @@ def test_evicted_while_decoding_and_offloaded(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_compressed_cache_takes_its_budget_off_the_accelerator() -> None:
-    """Memory and traffic are within 5% of the budget's part of the dense cache's; nothing of it stays."""
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_a_compressed_cache_takes_its_budget_off_the_accelerator(bits: int | None) -> None:
+    """Memory and traffic are within 5% of the budget's part of the dense cache's, in as many bits; nothing of it
+    stays.
+    """
     config = CONFIGS["llama"](max_position_embeddings=2048)
     model, prompt, new = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), 1200, 4
-    layers, row = config.num_hidden_layers, 2 * 4 * config.num_key_value_heads * config.head_dim
-    section = {"fairkv": {"budget": 0.25, "min_tokens": 64}, "offload": {**SETTINGS, "method": "stream", "page_kib": 2}}
+    layers, whole = config.num_hidden_layers, 2 * 4 * config.num_key_value_heads * config.head_dim
+    # In few bits a step and a smallest value for each head's key, and value.
+    row = whole if bits is None else whole * bits // 32 + 2 * config.num_key_value_heads * 2 * 4
+    offload = {**SETTINGS, "method": "stream", "page_kib": 2, "kv_bits": bits}
+    section = {"fairkv": {"budget": 0.25, "min_tokens": 64}, "offload": offload}
     ids = torch.randint(3, 120, (2, prompt), generator=torch.Generator().manual_seed(1))
     with megakv.init_inference(model, {"dtype": "fp32", "megakv": section}) as engine:
         session, offloader = engine.session(), engine._offloader
@@ -139,8 +145,9 @@ def test_a_compressed_cache_takes_its_budget_off_the_accelerator() -> None:
         assert kept <= offloader.pool.used()["host"] <= 1.05 * kept
         # Dense rows of a layer are gone before the next one is computed; where tokens lay is what is left.
         assert max(open_turns) <= 0.05 * kept
-        # Two buffers for a layer of bodies and of the few other rows.
-        assert offloader.staging_bytes <= 2 * 17 / 16 * (kept / layers + 2 * row * new)
+        # Two buffers for a layer of bodies and of the few other rows; beside what comes in few bits what it stands for.
+        tokens = 2 * (prompt // 4 + new)
+        assert offloader.staging_bytes <= 2 * 17 / 16 * tokens * (row + (0 if bits is None else whole))
         staged = offloader._prefetch._staged.values()
         places = {storage(body) for each in staged for body in each.bodies.values()}
         gc.collect()

@@ -18,24 +18,35 @@ from tests.unit.offload.conftest import SETTINGS
 BUDGET, INTERVAL = 40, 9
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("alone", "fixed_costs")
-@pytest.mark.parametrize("away", ["here", "stream", "disk", AUTO])
+@pytest.mark.parametrize(
+    ("away", "dtype"),
+    [*((way, "fp32") for way in ("here", "stream", "disk", AUTO, 4, 8)), *((bits, "bf16") for bits in (4, 8))],
+)
 @pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
-def test_no_row_is_corrupt(pytestconfig: pytest.Config, tmp_path: Path, method: str, away: str) -> None:
-    """Over forks, copies of copies and cuts, each of which goes on by itself; a thousand steps with --full."""
+def test_no_row_is_corrupt(
+    pytestconfig: pytest.Config, tmp_path: Path, method: str, away: str | int, dtype: str
+) -> None:
+    """Over forks, copies of copies and cuts, each of which goes on by itself; a thousand steps with --full.
+
+    In few bits what was rounded once is never rounded further.
+    """
     torch.manual_seed(random.randrange(1 << 30))
-    model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), dtype=torch.float32).eval()
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), dtype=kind).eval()
     fairkv = {"budget": BUDGET, "decode_interval": INTERVAL, "min_tokens": 50, "method": method}
     if method == "ada_snapkv":
         fairkv["window"] = 8
     offload: dict[str, Any] = {"enabled": False}
-    if away != "here":
+    if isinstance(away, int):
+        offload = {**SETTINGS, "method": random.choice(("stream", "cpu_rank")), "kv_bits": away, "kv_group": 8}
+    elif away != "here":
         offload = {**SETTINGS, "method": "stream" if away == "disk" else away, "emulated_link_gb_s": 0.2}
     if away == "disk":
         offload |= {"host_gb": 8 * 10 / (1 << 20), "disk_gb": 0.02, "disk_path": str(tmp_path)}
     ids = torch.randint(3, VOCAB, (1, 70))
-    with megakv.init_inference(model, {"dtype": "fp32", "megakv": {"fairkv": fairkv, "offload": offload}}) as engine:
+    with megakv.init_inference(model, {"dtype": dtype, "megakv": {"fairkv": fairkv, "offload": offload}}) as engine:
         branches: list[tuple[Any, Rows]] = [(engine(ids).past_key_values, {})]
         for _ in range(1000 if pytestconfig.getoption("--full") else 120):
             index = random.randrange(len(branches))

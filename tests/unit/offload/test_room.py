@@ -127,8 +127,8 @@ def test_turns_are_refused_when_there_is_no_room_and_not_before(method: str, off
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("chunk", [None, 30])
-def test_what_compression_leaves_out_needs_no_room(chunk: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chunk", "bits"), [(None, None), (30, None), (None, 4), (30, 8)])
+def test_what_compression_leaves_out_needs_no_room(chunk: int | None, bits: int | None, tmp_path: Path) -> None:
     """As much as the dry run says, and not a page less."""
     model = plain_model("llama")
     model.config.save_pretrained(tmp_path)
@@ -136,7 +136,7 @@ def test_what_compression_leaves_out_needs_no_room(chunk: int | None, tmp_path: 
     mask, how = torch.ones_like(ids), {} if chunk is None else {"prefill_chunk_size": chunk}
 
     def settings(pages: int) -> dict[str, Any]:
-        offload = {"enabled": True, "method": "stream", "host_gb": pages / (1 << 18), "page_kib": 4}
+        offload = {"enabled": True, "method": "stream", "host_gb": pages / (1 << 18), "page_kib": 4, "kv_bits": bits}
         fairkv = {"budget": 0.25, "min_tokens": 16, "window": 4}
         return {"dtype": "fp32", "megakv": {"fairkv": fairkv, "offload": offload}}
 
