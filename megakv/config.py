@@ -235,14 +235,6 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError
             "values go down the chain, the activations that they could be recomputed from do not; allowed: 'stream', "
             "'cpu_rank' or 'auto', or megakv.runahead.kv = 'sharded'",
         )
-    for key, value, allowed, reason in (
-        ("fairkv.mapping", section.fairkv.mapping, None, "ranks that share a KV head keep its tokens there"),
-    ):
-        if value != allowed:
-            yield (
-                f"megakv.{key} = {value!r} is not supported with megakv.offload.enabled = true: {reason}; allowed: "
-                f"{allowed!r}, or megakv.offload.enabled = false"
-            )
 
 
 def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None, **overrides: Any) -> MegaKVConfig:

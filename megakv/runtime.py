@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,10 +77,9 @@ class Runtime:
         least_growth = 2 if compresses else GROWTH_MINIMUM
 
         def new_store(layer: int, prompts: IntArray) -> KVStore:
+            dense = partial(DenseStore, least_growth=least_growth)
             shares = None if self.replicas is None else self.replicas.shares(layer)
-            if shares is None:
-                return DenseStore(len(prompts), least_growth)
-            return SharedHeadsStore(prompts, shares, least_growth)
+            return dense(len(prompts)) if shares is None else SharedHeadsStore(prompts, shares, dense)
 
         return ShardedCache(
             layers,

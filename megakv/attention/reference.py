@@ -42,6 +42,10 @@ class Scoring:
         """Columns of an output, with values as they are given."""
         return v_KSD.shape[-1] if self.latent is None else self.latent.value_dim
 
+    def of(self, heads: slice) -> Scoring:
+        """Of some query heads."""
+        return self if self.alibi_slopes is None else replace(self, alibi_slopes=self.alibi_slopes[heads])
+
     def absorbed(self) -> Scoring:
         """For queries that `LatentHeads.absorb` has made."""
         assert self.latent is not None

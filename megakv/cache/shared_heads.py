@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import KVPart, Part, PartialAttention
-from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
+from megakv.cache.dense import DenseStore
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
@@ -82,20 +83,23 @@ class SharedHeadsStore(KVStore):
     A pass before which nothing was cached attends on every replica to all there is, by whatever method, and what counts
     of it is decided afterwards.
 
-    `prompts` ``[B]`` are those that the sequences began as (`TokenTable.prompts`).
+    `prompts` ``[B]`` are those that the sequences began as (`TokenTable.prompts`). What is kept lies in stores that
+    `new_store` makes for a batch of so many sequences.
     """
 
-    def __init__(self, prompts: IntArray, shares: HeadShares, least_growth: int = GROWTH_MINIMUM):
+    def __init__(self, prompts: IntArray, shares: HeadShares, new_store: Callable[[int], KVStore] = DenseStore):
         self._prompts, batch = prompts.tolist(), len(prompts)
-        self._shares, self._least_growth = shares, least_growth
+        self._shares = shares
         self._complete, self._turn, self._ends = False, False, True
-        # Of the heads of this rank alone, then of each shared one.
-        self._kept = [DenseStore(batch, least_growth) for _ in range(1 + len(shares.patterns))]
+        # Of the heads of this rank alone, which have all tokens though there be no such head, then of each shared one.
+        self._kept = [new_store(batch) for _ in range(1 + len(shares.patterns))]
         self._kept_rows = [[TokenColumn() for _ in range(batch)] for _ in shares.patterns]
         self._given = [0] * batch
         self._new: dict[int, Pair] = {}
 
     def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        # Of other sequences in the same pass.
+        self._keep_new()
         self._complete, self._turn, self._ends = complete, turn, ends
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
@@ -108,6 +112,16 @@ class SharedHeadsStore(KVStore):
         else:
             self._new[sequence] = k_KSD, v_KSD
         self._given[sequence] += count
+
+    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
+        if self._complete or self._turn or self._new.keys() & set(sequences):
+            super().append_each(sequences, k_KLD, v_KLD)
+            return
+        self._kept[0].append_each(sequences, *(each[: self._shares.alone] for each in (k_KLD, v_KLD)))
+        for index, sequence in enumerate(sequences):
+            row = slice(index, index + 1)
+            self._keep_shared(sequence, k_KLD[:, row], v_KLD[:, row], self._given[sequence])
+            self._given[sequence] += 1
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         held = self._new.get(sequence)
@@ -122,9 +136,11 @@ class SharedHeadsStore(KVStore):
     def _keep(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor, first: int) -> None:
         """Keep this rank's share of tokens that begin at a row."""
         alone = self._shares.alone
-        if alone:
-            self._kept[0].append(sequence, k_KSD[:alone], v_KSD[:alone])
-        rows = np.arange(first, first + k_KSD.shape[1])
+        self._kept[0].append(sequence, k_KSD[:alone], v_KSD[:alone])
+        self._keep_shared(sequence, k_KSD, v_KSD, first)
+
+    def _keep_shared(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor, first: int) -> None:
+        alone, rows = self._shares.alone, np.arange(first, first + k_KSD.shape[1])
         for index, columns in enumerate(self._kept_rows):
             own = np.flatnonzero(self._shares.own_tokens(index, self._prompts[sequence], rows))
             if len(own):
@@ -150,12 +166,14 @@ class SharedHeadsStore(KVStore):
 
     def _held(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[KVPart | None]:
         for index, store in enumerate(self._kept):
-            if store.rows(sequence) == store.gone(sequence):
+            count = store.rows(sequence)
+            if count == store.gone(sequence) or (index == 0 and not self._shares.alone):
                 yield None
                 continue
-            held = slice(store.gone(sequence), store.rows(sequence))
-            rows = held if index == 0 else self._kept_rows[index - 1][sequence].view()[held]
-            yield KVPart(sequence, *store.part(sequence), slots[rows], positions[rows])
+            keys, values = store.part(sequence)
+            here = slice(count - keys.shape[1], count)
+            rows = here if index == 0 else self._kept_rows[index - 1][sequence].view()[here]
+            yield KVPart(sequence, keys, values, slots[rows], positions[rows])
 
     def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]:
         yield from self._kept[0].pieces(sequence)
@@ -165,6 +183,18 @@ class SharedHeadsStore(KVStore):
                 yield self._shares.alone + index, keys, values, numbers[rows]
 
     def finish(self) -> None:
+        self._finish_kept()
+        # Behind those that the pass has read.
+        self._keep_new()
+        self._finish_kept()
+
+    def _finish_kept(self) -> None:
+        # Those of single heads first: with the other one the layer is done.
+        for store in reversed(self._kept):
+            store.finish()
+
+    def _keep_new(self) -> None:
+        """Of the tokens that have attended keep this rank's."""
         for sequence in list(self._new if self._ends else ()):
             keys, values = self._new.pop(sequence)
             self._keep(sequence, keys, values, self._given[sequence] - keys.shape[1])
@@ -183,6 +213,15 @@ class SharedHeadsStore(KVStore):
             rows.length = int(np.searchsorted(rows.view(), length))
             store.crop(sequence, rows.length)
 
+    def release(self, sequence: int, rows: int) -> None:
+        new = self._new.get(sequence)
+        if new is None or new[0].shape[1] != rows:
+            super().release(sequence, rows)
+            return
+        # What was kept before stays as it is.
+        del self._new[sequence]
+        self._given[sequence] -= rows
+
     def reorder(self, index: list[int]) -> None:
         self._prompts = [self._prompts[source] for source in index]
         self._given = [self._given[source] for source in index]
@@ -191,16 +230,16 @@ class SharedHeadsStore(KVStore):
             store.reorder(index)
 
     def fork(self) -> SharedHeadsStore:
-        twin = SharedHeadsStore(np.arange(0), self._shares, self._least_growth)
+        twin = copy(self)
         twin._prompts = list(self._prompts)
-        twin._given = list(self._given)
+        twin._given, twin._new = list(self._given), {}
         twin._kept_rows = [[rows.copy() for rows in columns] for columns in self._kept_rows]
         twin._kept = [store.fork() for store in self._kept]
         return twin
 
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """Of each shared head also the slots of its tokens, for other ranks hold the others."""
-        tensors = self._kept[0].save(sequence, slots)
+        tensors = self._kept[0].save(sequence, slots) if self._shares.alone else {}
         for index, store in enumerate(self._kept[1:]):
             if found := store.save(sequence, slots):
                 rows = self._kept_rows[index][sequence].view()[store.gone(sequence) :]

@@ -187,7 +187,7 @@ def _shares(total: Counts, limits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def placed(
-    tokens: Sequence[int], memory_bytes: float, *, row_bytes: int, input_bytes: int = 0
+    tokens: Sequence[int], memory_bytes: float, *, row_bytes: float, input_bytes: float = 0
 ) -> tuple[Placement, ...]:
     """Where rows of each sequence come to lie in a layer whose share of host memory is `memory_bytes`.
 

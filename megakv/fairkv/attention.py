@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -84,13 +84,11 @@ def attend_by_heads(
     A run lies between two neighbours of the ascending `bounds`, from 0 to all KV heads.
     """
     group, outs, lses = partial.q_HLD.shape[0] // bounds[-1], [], []
-    slopes = partial.scoring.alibi_slopes
     for index, (first, last) in enumerate(pairwise(bounds)):
         if first == last:
             continue
         own = slice(first * group, last * group)
-        scoring = replace(partial.scoring, alibi_slopes=None if slopes is None else slopes[own])
-        part = PartialAttention(partial.q_HLD[own], partial.q_slots, scoring, partial.value_dim)
+        part = PartialAttention(partial.q_HLD[own], partial.q_slots, partial.scoring.of(own), partial.value_dim)
         add(index, part)
         outs.append(part.out)
         lses.append(part.lse)

@@ -9,6 +9,7 @@ copies divide the batch nothing is: of a sequence one replica has the output, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -47,6 +48,19 @@ class HeadReplicas:
         """How this rank shares its heads of a layer; None where it shares none."""
         view = self._views[layer]
         return view.shares if view.shared else None
+
+    def held(self, layer: int) -> HeadShares:
+        """This rank's heads of a layer, whether it shares any."""
+        return self._views[layer].shares
+
+    @cached_property
+    def everywhere(self) -> list[list[HeadShares]]:
+        """The same of all layers, by tensor-parallel rank."""
+        size, views = self._comm.mesh.tp_size, list(enumerate(self._views))
+        return [
+            [shares_of_rank(view.mapping, rank, size, layer=layer, copies=self.copies) for layer, view in views]
+            for rank in range(size)
+        ]
 
     def merge(
         self, call: AttentionCall, out_HLD: Tensor, lse_HL: Tensor, *, complete: bool, scored: bool

@@ -32,7 +32,7 @@ PROMPTS = 840
 BoolArray = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadShares(ABC):
     """How one rank shares its KV heads of a layer with others.
 
@@ -47,6 +47,15 @@ class HeadShares(ABC):
     def kv_heads(self) -> int:
         """This rank's KV heads."""
         return self.alone + len(self.patterns)
+
+    @property
+    def whole_heads(self) -> tuple[float, ...]:
+        """As many as would keep as many tokens as those of this rank alone, and as each of the others."""
+        return (float(self.alone), *(float(pattern.mean()) for pattern in self.patterns))
+
+    @abstractmethod
+    def most_tokens(self, prompt: int, count: int) -> list[int]:
+        """Of so many tokens of a sequence that follow one another, those that each shared head keeps here at most."""
 
     @abstractmethod
     def own_tokens(self, index: int, prompts: int | IntArray, rows: IntArray) -> BoolArray:
@@ -63,6 +72,11 @@ class HeadShares(ABC):
 class TokenShares(HeadShares):
     """Of every sequence some tokens: of as many consecutive blocks those in the pattern ``[PERIOD]``."""
 
+    def most_tokens(self, prompt: int, count: int) -> list[int]:
+        periods, rest = divmod(count, PERIOD * BLOCK)
+        own = [BLOCK * int(pattern.sum()) for pattern in self.patterns]
+        return [each * periods + min(rest, each) for each in own]
+
     def own_tokens(self, index: int, prompts: int | IntArray, rows: IntArray) -> BoolArray:
         own: BoolArray = self.patterns[index][rows // BLOCK % PERIOD]
         return own
@@ -77,6 +91,9 @@ class BatchShares(HeadShares):
 
     Of as many consecutive prompts of a batch those in the pattern ``[PROMPTS]``; copies of a sequence stay with it.
     """
+
+    def most_tokens(self, prompt: int, count: int) -> list[int]:
+        return [count * int(pattern[prompt % PROMPTS]) for pattern in self.patterns]
 
     def own_heads(self, prompt: int) -> BoolArray:
         """``[K]`` which of this rank's KV heads serve a sequence here."""

@@ -39,7 +39,7 @@ class TieredBody(Body):
     def __init__(self, body: RaggedBody, layer: int, engine: BodyEngine, quantiser: GroupQuantiser | None = None):
         super().__init__(body.index)
         self.key_dim, self.value_dim, self.dtype = body.key_dim, body.value_dim, body.dtype
-        self.quantiser, self._engine = quantiser, engine
+        self.layer, self.quantiser, self._engine = layer, quantiser, engine
         rows = body.block if quantiser is None else quantiser.pack(torch.cat((body.k_nD, body.v_nD), dim=1))
         self._rows = PagedRows(engine.pool, rows.shape[1], rows.dtype, layer=layer)
         engine.outgoing.append(engine.link.start("out", self._rows.append(rows)))
@@ -56,6 +56,11 @@ class TieredBody(Body):
     def width(self) -> int:
         """Elements of a row of its block."""
         return self.key_dim + self.value_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a row off the accelerator."""
+        return self._rows.width * self._rows.dtype.itemsize
 
     @property
     def in_memory(self) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -22,8 +23,11 @@ from megakv.cache.ragged import Rotate
 from megakv.cache.store import KVStore
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.fairkv.attention import RaggedPart
+from megakv.fairkv.replicas import HeadReplicas
+from megakv.fairkv.shares import HeadShares
 from megakv.offload.bodies import TieredBody
-from megakv.offload.store import StoreEngine, TieredStore
+from megakv.offload.shared_tiers import SharedTiers
+from megakv.offload.store import StoreEngine, Strip, TieredStore
 from megakv.offload.turn_store import CompressedStore, TurnStore
 
 
@@ -34,6 +38,16 @@ class CacheEngine(StoreEngine, Protocol):
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]: ...
     def end(self, cache: OffloadedCache) -> None: ...
     def abandon(self, cache: OffloadedCache) -> None: ...
+
+
+class References(NamedTuple):
+    """Stores that stand for those of all layers, with rows as wide as any: of those with rows of all tokens, and all.
+    In the mean of all layers a token has `row_bytes`.
+    """
+
+    whole: TieredStore
+    sample: TieredStore
+    row_bytes: Callable[[], float]
 
 
 class OffloadedCache(ShardedCache):
@@ -47,13 +61,25 @@ class OffloadedCache(ShardedCache):
         rank: int,
         engine: CacheEngine,
         compresses: bool = False,
+        replicas: HeadReplicas | None = None,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
     ):
         def new_store(layer: int, prompts: IntArray) -> KVStore:
-            return TieredStore(layer, len(prompts), engine)
+            shares = None if replicas is None else replicas.shares(layer)
+            if shares is None:
+                return TieredStore(layer, len(prompts), engine)
+            return SharedTiers(layer, prompts, shares, engine)
 
-        super().__init__(layers, size=size, rank=rank, new_store=new_store, compresses=compresses, rotate=rotate)
-        self._engine = engine
+        super().__init__(
+            layers,
+            size=size,
+            rank=rank,
+            new_store=new_store,
+            compresses=compresses,
+            shares_heads=replicas is not None,
+            rotate=rotate,
+        )
+        self._engine, self._replicas = engine, replicas
 
     def _empty(self) -> OffloadedCache:
         return OffloadedCache(
@@ -62,13 +88,16 @@ class OffloadedCache(ShardedCache):
             rank=self.rank,
             engine=self._engine,
             compresses=self.compresses,
+            replicas=self._replicas,
             rotate=self._rotate,
         )
 
     def _compressing(self, store: Any, rotate: Rotate | None) -> CompressedStore:
-        # Beside what heads keep, unused capacity of a turn's rows counts.
         batch = self.table.batch
-        return CompressedStore(batch, TurnStore(store, DenseStore(batch, least_growth=2)), rotate)
+        if not isinstance(store, SharedTiers):
+            # Beside what heads keep, unused capacity of a turn's rows counts.
+            store = TurnStore(store, DenseStore(batch, least_growth=2))
+        return CompressedStore(batch, store, rotate)
 
     def begin(
         self, layout: Layout, batch: int, *, prompts: int | None = None, stays: bool = True, turn: bool = False
@@ -81,10 +110,51 @@ class OffloadedCache(ShardedCache):
         self._engine.end(self)
 
     def tier(self, layer: int) -> TieredStore:
-        """The rows of a layer that lie in tiers whole, with all heads."""
+        """The rows of a layer that lie in tiers whole: all tokens, and all heads but those of several ranks."""
         store: Any = self.store(layer)
         tier: TieredStore = store.tier
         return tier
+
+    def strips(self, layer: int) -> list[Strip]:
+        """The tiers of a layer, that one first."""
+        store: Any = self.store(layer)
+        strips: list[Strip] = store.strips
+        return strips
+
+    def set_format(self, layer: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Take the format of a layer's keys and values, of which there may be none."""
+        store: Any = self.store(layer)
+        store.set_format(k_KSD, v_KSD)
+
+    @property
+    def heads(self) -> Sequence[Sequence[HeadShares | None]]:
+        """Of each tensor-parallel rank, its KV heads of all layers; None stands for those of any layer, where all ranks
+        have as many in all layers.
+        """
+        return [[None] * len(self._stores)] if self._replicas is None else self._replicas.everywhere
+
+    def references(self, store: TieredStore) -> References:
+        """What plans go by; a layer's store, where layers are alike."""
+        if self._replicas is None:
+            return References(store, store, partial(self.row_bytes, store))
+        used = [layer for layer, own in enumerate(self._stores) if own is not None]
+        strips = [self.strips(layer) for layer in used]
+
+        def widest(stores: Iterable[TieredStore]) -> TieredStore:
+            known = (own for own in stores if own.known)
+            return max(known, key=lambda own: own.row_width, default=store)
+
+        sample = widest(strip.store for own in strips for strip in own)
+        return References(widest(own[0].store for own in strips), sample, partial(self.row_bytes, sample))
+
+    def row_bytes(self, store: TieredStore) -> float:
+        """Bytes of a token's keys and values in the mean of all layers, given a store that has some."""
+        if self._replicas is None:
+            return store.row_bytes
+        layers = range(len(self._stores))
+        heads = sum(sum(self._replicas.held(layer).whole_heads) for layer in layers) / len(layers)
+        # A rank may have copies alone whose tokens are all with others.
+        return store.body_row_bytes * heads or 1.0
 
     def bodies(self, layer: int, group: range) -> list[TieredBody]:
         """What compression has kept of some sequences in a layer, each body once."""
@@ -108,15 +178,20 @@ class OffloadedCache(ShardedCache):
         if not self.holds_compressed:
             return 0.0, 0.0
         found = [body for layer in range(len(self._stores)) for body in self.bodies(layer, group)]
-        tokens = sum(body.tokens / len(body.counts) for body in found)
-        in_memory = sum(body.in_memory / len(body.counts) for body in found)
-        return tokens / len(self._stores), (tokens - in_memory) / len(self._stores)
+        if not found:
+            return 0.0, 0.0
+        # Heads are not as many in all layers, and of those that other ranks have, too, all tokens are no whole head's.
+        token = len(self._stores) * self.row_bytes(self.tier(found[0].layer))
+        head = found[0].token_bytes
+        tokens, in_memory = (sum(getattr(body, name) for body in found) for name in ("tokens", "in_memory"))
+        return tokens * head / token, (tokens - in_memory) * head / token
 
     def page_bytes(self) -> tuple[int, int]:
         """Bytes of pages: of rows, and of what compression kept."""
         layers = [layer for layer, store in enumerate(self._stores) if store is not None]
         bodies = (body for layer in layers for body in self.bodies(layer, range(self.table.batch)))
-        return sum(self.tier(layer).nbytes() for layer in layers), sum(body.page_bytes for body in bodies)
+        rows = sum(strip.store.nbytes() for layer in layers for strip in self.strips(layer))
+        return rows, sum(body.page_bytes for body in bodies)
 
     def uncompressed(self) -> TokenTable:
         """The tokens of those rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class LayerSpeeds:
     attention `host_fixed_s` for each sequence, and `host_call_s` at all, beside `host_attend_s` for each token.
     """
 
-    row_bytes: int
+    row_bytes: float
     input_bytes: int
     link_bytes_s: float
     transfer_s: float
@@ -84,18 +84,18 @@ class LayerSpeeds:
     disk_read_bytes_s: float
 
     @classmethod
-    def of(cls, profile: HostProfile, store: TieredStore, *, sharers: int) -> LayerSpeeds:
+    def of(cls, profile: HostProfile, store: TieredStore, row_bytes: float, *, sharers: int) -> LayerSpeeds:
         """`sharers` ranks of a host divide the bandwidth of its disk, and that of its memory where they attend."""
         link, flops, attention = profile.host_link, profile.recompute_flops, profile.host_attention_bandwidth
         assert link is not None
         return cls(
-            row_bytes=store.row_bytes,
+            row_bytes=row_bytes,
             input_bytes=store.input_bytes,
             link_bytes_s=link.bandwidth,
             transfer_s=link.latency,
             recompute_s=recompute_operations(store) / flops if flops else 0.0,
             launch_s=profile.recompute_call_s,
-            host_attend_s=sharers * store.row_bytes / attention if attention else 0.0,
+            host_attend_s=sharers * row_bytes / attention if attention else 0.0,
             host_fixed_s=profile.host_sequence_s,
             host_call_s=profile.host_call_s,
             disk_read_bytes_s=(profile.disk_bandwidth or 0.0) / sharers,
@@ -135,16 +135,24 @@ class OffloadCosts:
         self._steps = 0
 
     def layer(
-        self, store: TieredStore, recomputation: Recomputation | None, host: HostRank | None, *, groups: int = 1
+        self,
+        store: TieredStore,
+        recomputation: Recomputation | None,
+        host: HostRank | None,
+        *,
+        groups: int = 1,
+        row_bytes: Callable[[], float] | None = None,
     ) -> LayerCosts:
         """Costs of a layer that holds cached tokens, but for `device_s`, for one of `groups` groups of sequences.
 
-        The first call measures, or reads the profile; a ValueError says that it is of another machine.
+        In the mean of all layers a token has `row_bytes`, the store's if None. The first call measures, or reads the
+        profile; a ValueError says that it is of another machine.
         """
         known = self.profile
         if known is None or (host is not None and not known.host_attend_s) or store.input_bytes > known.input_bytes:
             found = self._profiler.profile(store, recomputation, host)
-            self.measured = self.profile = known = LayerSpeeds.of(found, store, sharers=self._profiler.sharers)
+            mean = store.row_bytes if row_bytes is None else row_bytes()
+            self.measured = self.profile = known = LayerSpeeds.of(found, store, mean, sharers=self._profiler.sharers)
         return replace(known.costs(len(store.lengths()) / groups), attend_s=self._shown.get("attend_s"))
 
     def of_plan(self, plan: str, groups: int, costs: LayerCosts) -> LayerCosts:

@@ -10,8 +10,8 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Part
 from megakv.distributed.sharding import TokenBlock, TokenTable
-from megakv.offload.host_rank import HostPart, HostRank, LiftedPart, Queries
-from megakv.offload.store import TieredStore
+from megakv.offload.host_rank import HeadParts, HostPart, HostRank, HostRows, LiftedPart, Queries
+from megakv.offload.store import Strip
 
 
 def attend_on_host(
@@ -20,25 +20,56 @@ def attend_on_host(
     table: TokenTable,
     q_HLD: Tensor,
     tokens: TokenBlock,
-    store: TieredStore,
-    parts: Sequence[Part],
-) -> HostPart | LiftedPart | None:
-    """Begin to attend to what was left to the host, and to `parts`, as of `HostRank.start`; None for nothing."""
-    staged, latent = store.staged, call.scoring.latent
+    strips: Sequence[Strip],
+    left: Sequence[Part],
+) -> HeadParts | None:
+    """Begin to attend to what was left to the host of a layer's strips, and to `left`, parts of all heads, as of
+    `HostRank.start`; None where all is on the accelerator.
+    """
+    staged, latent = strips[0].store.staged, call.scoring.latent
     if latent is not None:
         # It has no weights to expand them with.
         own, q_HLD = latent.absorb(call.q_HLD[:, :0]), latent.absorb(q_HLD)
         call = replace(call, q_HLD=own, scoring=call.scoring.absorbed())
+    group = len(q_HLD) // call.kv_heads
     if host.queries is None:
         # It is given what its queries see.
-        host.queries = Queries(call.q_HLD.shape[0], call.q_HLD.shape[2], replace(call.scoring, window=None))
+        host.queries = Queries(group, call.q_HLD.shape[2], replace(call.scoring, window=None))
     if staged is None or not staged.host_attends:
         return None
+    found: list[tuple[slice | None, HostPart]] = []
+    if left and len(strips) > 1:
+        # Of all heads, whose rows are not in one tier.
+        found.append((None, host.start(call, q_HLD, tokens, strips[0].store, HostRows([], [], []), left)))
+        left = []
+    for strip in strips:
+        rows = _rows(strip, table, call.rank)
+        if not any(rows.runs) and not left:
+            continue
+        heads = None if strip.heads is None else slice(group * strip.heads.start, group * strip.heads.stop)
+        own_call, queries = call, q_HLD
+        if heads is not None:
+            own_call, queries = replace(call, scoring=call.scoring.of(heads)), q_HLD[heads]
+        found.append((heads, host.start(own_call, queries, tokens, strip.store, rows, left)))
+    staged.host_parts += [part for _, part in found]
+    if latent is None:
+        return HeadParts(found)
+    shape = *q_HLD.shape[:2], latent.rank
+    return HeadParts([(None, LiftedPart(part, latent, shape)) for _, part in found])
+
+
+def _rows(strip: Strip, table: TokenTable, rank: int) -> HostRows:
+    """The rows of a strip that were left on the host."""
+    store, staged = strip.store, strip.store.staged
+    if staged is None or not store.head_shape.heads:
+        return HostRows([], [], [])
     if staged.on_host is None:
         # What was brought ahead may have been counted before the latest rows were left behind.
         firsts = [max(first, store.gone(row)) for row, first in enumerate(staged.out_of_window)]
         spans = enumerate(zip(firsts, staged.away, strict=True))
         staged.on_host = [store.rows_in_memory(row, end, min(first, end)) for row, (first, end) in spans]
-    part = host.start(call, table, q_HLD, tokens, store, staged.on_host, parts)
-    staged.host_parts.append(part)
-    return part if latent is None else LiftedPart(part, latent, (*q_HLD.shape[:2], latent.rank))
+    slots, positions = (
+        [strip.numbers(sequence, column(rank, sequence)) for sequence in store.sequences]
+        for column in (table.slots, table.positions)
+    )
+    return HostRows(staged.on_host, slots, positions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,20 +24,27 @@ from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Part, Scoring
 from megakv.attention.visibility import sees_all
 from megakv.device import Clock, HostClock, upload
-from megakv.distributed.sharding import IntArray, TokenBlock, TokenTable
+from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.offload.pages import Runs
 from megakv.offload.row_format import RowFormat
 
 UNPACKED_ROWS = 1024
 """Of quantised rows, so many are in the model's type at a time, where the kernel does not unpack them itself."""
-HostRows = Sequence[Runs]
-"""Tokens of each sequence where they lie."""
+
+
+class HostRows(NamedTuple):
+    """Rows of each sequence where they lie, and slots and positions of all that are numbered with them."""
+
+    runs: Sequence[Runs]
+    slots: Sequence[IntArray]
+    positions: Sequence[IntArray]
 
 
 class Queries(NamedTuple):
     """What a layer's queries look like on this rank."""
 
-    heads: int
+    group: int
+    """To each KV head."""
     dim: int
     scoring: Scoring
 
@@ -78,6 +86,17 @@ class LiftedPart(NamedTuple):
         merge_(out_HLD, lse_HL, self.latent.lift(out), lse)
 
 
+class HeadParts(NamedTuple):
+    """Parts of some query heads each, all if None, for an accelerator that attends to all of them."""
+
+    parts: Sequence[tuple[slice | None, HostPart | LiftedPart]]
+
+    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """As `HostPart.merge_into`."""
+        for heads, part in self.parts:
+            part.merge_into(*((out_HLD, lse_HL) if heads is None else (out_HLD[heads], lse_HL[heads])))
+
+
 class HostRank:
     """A thread that attends, with so many cores: as many as the process's other computations if None.
 
@@ -92,7 +111,6 @@ class HostRank:
     def start(
         self,
         call: AttentionCall,
-        table: TokenTable,
         q_HLD: Tensor,
         tokens: TokenBlock,
         store: RowFormat,
@@ -100,15 +118,11 @@ class HostRank:
         parts: Sequence[Part] = (),
     ) -> HostPart:
         """Begin to attend from queries of whichever rank, and their tokens, to rows of a layer, and to `parts`."""
-        slots, positions = (
-            [column(call.rank, sequence) for sequence in range(table.batch)]
-            for column in (table.slots, table.positions)
-        )
         q_HLD, device = q_HLD.cpu(), q_HLD.device
-        own = partial(_job, q_HLD, tokens, call.scoring, store, _Rows(rows, slots, positions))
+        own = partial(_job, q_HLD, tokens, call.scoring, store, rows)
         if parts:
             attention = PackedAttention(q_HLD, tokens, call.scoring, _value_dim(call.scoring, store))
-            job: Job = partial(_with_parts, attention, parts, own() if any(rows) else None)
+            job: Job = partial(_with_parts, attention, parts, own() if any(rows.runs) else None)
         else:
             job = own()
         return HostPart(self._pool.submit(_timed, job), device, self._clock)
@@ -120,22 +134,16 @@ class HostRank:
         count, each = sum(len(rows) for _, rows in runs), np.arange(sequences)
         slots = [np.arange(count)] * sequences
         tokens = TokenBlock(each, each * 0 + count, each * 0 + count, sequences)
-        query = torch.zeros(sequences, queries.heads, queries.dim, dtype=store.dtype).transpose(0, 1)
-        rows = _Rows([runs] * sequences, slots, slots)
-        job = _job(query, tokens, queries.scoring, store, rows)
+        heads, scoring = queries.group * store.head_shape.heads, queries.scoring
+        if scoring.alibi_slopes is not None:
+            scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes.new_zeros(heads))
+        query = torch.zeros(sequences, heads, queries.dim, dtype=store.dtype).transpose(0, 1)
+        job = _job(query, tokens, scoring, store, HostRows([runs] * sequences, slots, slots))
         return self._pool.submit(_timed, job).result()[2]
 
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown()
-
-
-class _Rows(NamedTuple):
-    """Rows of each sequence, and slots and positions of all its tokens."""
-
-    runs: HostRows
-    slots: Sequence[IntArray]
-    positions: Sequence[IntArray]
 
 
 Job = Callable[[], tuple[Tensor, Tensor]]
@@ -147,7 +155,7 @@ def _timed(job: Job) -> tuple[Tensor, Tensor, float]:
     return *job(), time.perf_counter() - begun
 
 
-def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows) -> Job:
+def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows) -> Job:
     """What the thread does."""
     together = _together(q_HLD, tokens, scoring, store, rows)
     return together or partial(_one_by_one, q_HLD, tokens, scoring, store, rows)
@@ -169,7 +177,7 @@ def _value_dim(scoring: Scoring, store: RowFormat) -> int:
 
 @torch.no_grad()
 def _one_by_one(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows
 ) -> tuple[Tensor, Tensor]:
     attention = PackedAttention(q_HLD, tokens, scoring, _value_dim(scoring, store))
     for sequence, (runs, slots, positions) in enumerate(zip(*rows, strict=True)):
@@ -183,7 +191,7 @@ def _one_by_one(
     return attention.result()
 
 
-def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: _Rows) -> Job | None:
+def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows) -> Job | None:
     """All sequences in one kernel call, as calls by sequence take longer than attending to few tokens.
 
     None where there is more to it: several tokens of a sequence, hidden keys, terms added to scores, or no kernel.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -152,6 +153,8 @@ class PagePool:
 
 def page_bytes(count: int, row_bytes: int, size: int) -> int:
     """Bytes of the pages of a size that so many rows take; a MegaKVError if a row does not fit a page."""
+    if not row_bytes:
+        return 0
     if row_bytes > size:
         raise MegaKVError(
             f"megakv.offload.page_kib = {size >> 10} is too small: a token's row in one layer has {in_units(row_bytes)}"
@@ -171,7 +174,8 @@ class PagedRows:
         self._layer, self._pool = layer, pool
         self.dtype = dtype
         self._row_bytes = width * dtype.itemsize
-        self._per_page = pool.page_bytes // self._row_bytes
+        # Rows without elements need none.
+        self._per_page = pool.page_bytes // self._row_bytes if width else sys.maxsize
         page_bytes(0, self._row_bytes, pool.page_bytes)
         self._pages: list[Page] = []
         # Pages before those, of which no row is held.
@@ -196,7 +200,7 @@ class PagedRows:
 
         Returns the first one's index.
         """
-        first, needed = self.length, -(-(self.length + count) // self._per_page) - self._given
+        first, needed = self.length, -(-(self.length + count) // self._per_page) - self._given if self.width else 0
         taken: list[Page] = []
         try:
             inner = first % self._per_page
@@ -231,7 +235,7 @@ class PagedRows:
 
     def moves(self, first: int, device: Tensor) -> list[Move]:
         """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow."""
-        count = device.shape[0]
+        count = device.shape[0] if self.width else 0
         if count == 1:
             # Each step of decoding writes single rows: in little time.
             index, inner = divmod(first, self._per_page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megakv.costmodel.offload import (
@@ -16,12 +16,13 @@ from megakv.costmodel.offload import (
 )
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.auto import Auto
+from megakv.offload.cache import References
 from megakv.offload.config import OffloadConfig
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_rank import HostRank
 from megakv.offload.method import Plan, Split
 from megakv.offload.methods import AUTO, METHODS, methods_of
-from megakv.offload.reach import Reach
+from megakv.offload.reach import Reach, seen
 from megakv.offload.record import StepRecord
 from megakv.offload.store import TieredStore
 from megakv.offload.weight_stream import WeightStream
@@ -71,10 +72,12 @@ class Planner:
         """A generation begins that may add so many tokens to each sequence; 0 if that is not known."""
         self._new_tokens = new_tokens
         self.ahead = self.wants_inputs = self._undecided = True
+        self._latest = None
 
     def plan(
         self,
-        store: TieredStore,
+        cached: Sequence[int],
+        references: Callable[[], References],
         groups: Sequence[range],
         out_of_window: Sequence[int],
         *,
@@ -84,22 +87,27 @@ class Planner:
     ) -> Plan:
         """What becomes of the cached tokens of a step's layers, by the first that is asked for: the same for all.
 
-        The first `out_of_window` tokens of each sequence need not be there, in the mean of all layers. `kept` is what
-        compression has kept of each group, and how much of it lies on disk, as of `GroupCosts`. Where tokens do not
-        stay with their rank, the host attends to none. With `beyond` it is for the next step.
+        Of `cached` tokens of each sequence, where `references` have theirs decides, and what their rows take. Other
+        layers may hold fewer activations, or have more on disk: they do what they can. The first `out_of_window` tokens
+        of each sequence need not be there, in the mean of all layers. `kept` is what compression has kept of each
+        group, and how much of it lies on disk, as of `GroupCosts`. Where tokens do not stay with their rank, the host
+        attends to none. With `beyond` it is for the next step.
         """
 
-        reach = Reach.of(store, out_of_window)
+        firsts = tuple(out_of_window)
+        lengths = seen(cached, firsts)
         # A rank may have the same tokens in several steps.
-        key = (reach[1:], tuple(groups), stays, tuple(kept), self.ahead, self._step + beyond)
+        key = (lengths, tuple(groups), stays, tuple(kept), self.ahead, self._step + beyond)
         if self._latest is None or self._latest[0] != key:
-            found = self._groups(store, reach, groups, stays, kept)
-            self._latest = key, self._plan(store, found, self._agreed[beyond])
+            known = references()
+            found = self._groups(known, Reach.of(known.whole, lengths, firsts), groups, stays, kept)
+            self._latest = key, self._plan(known.whole, found, self._agreed[beyond])
         return self._latest[1]
 
     def seconds(
         self,
-        store: TieredStore,
+        cached: Sequence[int],
+        references: Callable[[], References],
         groups: Sequence[range],
         out_of_window: Sequence[int],
         *,
@@ -110,7 +118,8 @@ class Planner:
 
         Arguments are as of `plan`.
         """
-        found = self._groups(store, Reach.of(store, out_of_window), groups, stays, kept)
+        known, firsts = references(), tuple(out_of_window)
+        found = self._groups(known, Reach.of(known.whole, seen(cached, firsts), firsts), groups, stays, kept)
         tokens = sum(group.tokens for group in found) + round(sum(group.kept for group in found))
         plans = self._plans(found).items() if tokens and self._costs.warmed_up else ()
         return min((plan.seconds * self._auto.correction(name, tokens) for name, plan in plans), default=None)
@@ -192,7 +201,7 @@ class Planner:
 
     def _groups(
         self,
-        store: TieredStore,
+        known: References,
         reach: Reach,
         groups: Sequence[range],
         stays: bool,
@@ -201,11 +210,12 @@ class Planner:
         """What a layer costs for each group."""
         attends = self._in_reach = self._host_rank is not None and stays
         costs = LayerCosts(0.0, 0.0, 0.0)
-        if any(reach.lengths) or (store.known and any(map(any, kept))):
+        if any(reach.lengths) or (known.sample.known and any(map(any, kept))):
             host = self._host_rank if self._host_rank is not None and self._host_rank.queries is not None else None
-            costs = self._costs.layer(store, self._recomputation, host, groups=len(groups))
+            store, width = known.sample, known.row_bytes
+            costs = self._costs.layer(store, self._recomputation, host, groups=len(groups), row_bytes=width)
             costs = costs.with_weights(self._weight_times(), len(groups))
-        placements = reach.placements(store)
+        placements = reach.placements(known.whole)
         return [
             GroupCosts(
                 costs,

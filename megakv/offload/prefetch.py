@@ -18,7 +18,7 @@ from megakv.offload.method import Plan, Split, spread
 from megakv.offload.planner import Planner
 from megakv.offload.reach import OutOfWindow, Windows
 from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
-from megakv.offload.store import TieredStore
+from megakv.offload.store import Strip, TieredStore
 
 BUFFERS = 2
 
@@ -75,24 +75,42 @@ class Prefetch:
 
     def _valid(self, staged: StagedLayer, cache: OffloadedCache, layer: int) -> bool:
         """Whether what was brought is what the pass needs."""
-        store = cache.tier(layer)
         capacity, group, new = staged.capacity, staged.group, self.new
         fits = len(new) == len(capacity) and all(new[sequence] <= capacity[sequence] for sequence in group)
         fits = fits and group in self.groups and (self._stays or not staged.host_attends)
         fits = fits and [*staged.bodies, *staged.left] == cache.bodies(layer, group)
-        return fits and staged.version == store.version and staged.cached == _within(group, store.lengths())
+        strips = zip((staged, *staged.shared), cache.strips(layer), strict=True) if fits else ()
+        return fits and all(
+            each.version == strip.store.version and each.cached == _within(group, strip.store.lengths())
+            for each, strip in strips
+        )
 
     def plan(self, store: TieredStore, *, beyond: bool = False) -> Plan:
         """What becomes of the cached tokens of a layer, in this step or the next."""
+        assert self._cache is not None
         out_of_window = self._hidden.in_the_mean(beyond=beyond)
-        return self._planner.plan(store, self.groups, out_of_window, stays=self._stays, kept=self._kept, beyond=beyond)
+        return self._planner.plan(
+            store.cached_before_step(),
+            partial(self._cache.references, store),
+            self.groups,
+            out_of_window,
+            stays=self._stays,
+            kept=self._kept,
+            beyond=beyond,
+        )
 
     def seconds(self, layout: Layout, count: int) -> float | None:
         """What a step like the pass that was entered is predicted to take in so many groups; None: nothing is known."""
         assert self._cache is not None
         store, groups = self._cache.tier(0), groups_of(layout, count)
-        kept = [self._cache.kept(group) for group in groups]
-        return self._planner.seconds(store, groups, self._hidden.in_the_mean(), stays=self._stays, kept=kept)
+        return self._planner.seconds(
+            store.cached_before_step(),
+            partial(self._cache.references, store),
+            groups,
+            self._hidden.in_the_mean(),
+            stays=self._stays,
+            kept=[self._cache.kept(group) for group in groups],
+        )
 
     def begin(self) -> None:
         """Bring the first groups of a pass."""
@@ -122,17 +140,28 @@ class Prefetch:
         assert self._cache is not None
         if (layer, index) in self._staged or not self._free or not self._cached(layer, index):
             return
-        store, group = self._cache.tier(layer), self.groups[index]
-        store.flush()
+        strips, group = self._cache.strips(layer), self.groups[index]
+        for strip in strips:
+            strip.store.flush()
+        store = strips[0].store
         plan = self.plan(store, beyond=beyond)
         new, out_of_window = [1] * len(self.new) if beyond else self.new, self._hidden.in_layer(layer, beyond=beyond)
-        staged = _placed(store, group, self._free.pop(), plan.splits[index], new, out_of_window)
-        self._staged[layer, index] = staged
-        _bring_inputs(store, staged, self._link, plan.splits[index].chunk)
+        buffer, split = self._free.pop(), plan.splits[index]
+        given = group, buffer, split, new, out_of_window
+        placed = [_placed(strip, number, *given) for number, strip in enumerate(strips)]
+        staged = self._staged[layer, index] = placed[0]
+        staged.shared = placed[1:]
+        _bring_inputs(store, staged, self._link, split.chunk)
         bodies = self._cache.bodies(layer, group)
         if plan.kept_on_host:
             staged.left, bodies = bodies, []
-        _bring_rows(store, staged, bodies, self._link)
+        moves = _bring_bodies(staged, bodies)
+        for number, (strip, own) in enumerate(zip(strips, placed, strict=True)):
+            moves += _bring_rows(strip.store, number, own)
+        if moves:
+            transfer = self._link.start("in", moves)
+            for own in placed:
+                own.streamed = transfer
 
     def _cached(self, layer: int, index: int) -> bool:
         """Whether there is anything to bring of a group in a layer."""
@@ -166,21 +195,23 @@ def _within(group: range, counts: Sequence[int]) -> list[int]:
 
 
 def _placed(
-    store: TieredStore,
+    strip: Strip,
+    number: int,
     group: range,
     buffer: StagingBuffer,
     split: Split,
     new: list[int],
     out_of_window: Sequence[int],
 ) -> StagedLayer:
-    """Where a group's rows of a layer will lie in a buffer, by the split of its cached tokens in the mean layer.
+    """Where a group's rows of a strip will lie in a buffer, by the split of its cached tokens in the mean layer.
 
     Everything appended to the store was sent to its tier. Room is left for `new` tokens of each sequence; the layer's
     window leaves out the first `out_of_window` ones.
     """
+    store = strip.store
     cached, new = _within(group, store.cached_before_step()), _within(group, new)
     # Of a turn that may be compressed no row is in the store yet, however many are hidden.
-    firsts = (max(first, store.gone(row)) for row, first in enumerate(out_of_window))
+    firsts = (max(strip.before(row, first), store.gone(row)) for row, first in enumerate(out_of_window))
     out_of_window = [min(each) for each in zip(firsts, cached, strict=True)]
     if any(out_of_window) or sum(cached) != split.tokens:
         split = split.of_tokens(sum(cached) - sum(out_of_window))
@@ -192,18 +223,17 @@ def _placed(
     splits = spread(min(split.recomputed, sum(inputs)), inputs)
     sizes = [count - first + capacity for count, first, capacity in zip(cached, away, new, strict=True)]
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    rows = buffer.take("rows", starts[-1], store.row_width, store.dtype)
+    rows = buffer.take(f"rows {number}", starts[-1], store.row_width, store.dtype)
     return StagedLayer(store, store.version, group, buffer, rows, starts[:-1], cached, new, splits, out_of_window, away)
 
 
-def _bring_rows(store: TieredStore, staged: StagedLayer, bodies: Sequence[TieredBody], link: Link) -> None:
-    """Begin to bring what is not recomputed, and bodies, in one transfer, and put what is resident in its place."""
-    rows, cached = staged.rows, staged.cached
+def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Move]:
+    """Copies of a strip's rows that are not recomputed to their places; what is resident is put there."""
+    rows, cached, moves = staged.rows, staged.cached, list[Move]()
     packed, filled = None, 0
     if store.quantiser is not None:
         streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
-        packed = staged.buffer.take("packed", streamed, store.stored_width, store.stored_dtype)
-    moves = _bring_bodies(staged, bodies)
+        packed = staged.buffer.take(f"packed {number}", streamed, store.stored_width, store.stored_dtype)
     for sequence, count in enumerate(cached):
         begin = staged.away[sequence] + staged.splits[sequence]
         spans = [(begin, count)]
@@ -223,8 +253,7 @@ def _bring_rows(store: TieredStore, staged: StagedLayer, bodies: Sequence[Tiered
                     staged.unpacking.append(partial(store.quantiser.unpack, own, target))
                     target = own
                 moves += store.moves(sequence, first, target)
-    if moves:
-        staged.streamed = link.start("in", moves)
+    return moves
 
 
 def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Move]:

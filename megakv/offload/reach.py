@@ -70,20 +70,21 @@ class Reach(NamedTuple):
     inputs: tuple[int, ...]
 
     @classmethod
-    def of(cls, store: TieredStore, firsts: Sequence[int]) -> Reach:
-        lengths = _seen(store.cached_before_step(), firsts)
+    def of(cls, store: TieredStore, lengths: Sequence[int], firsts: Sequence[int]) -> Reach:
+        """Of so many tokens in reach."""
         # Some layers have this step's tokens already: those that count are the same in all.
-        both = store.residents.counts(), _seen(store.with_inputs(), firsts)
-        return cls(tuple(firsts), lengths, *(tuple(map(min, lengths, each)) for each in both))
+        both = store.residents.counts(), seen(store.with_inputs(), firsts)
+        return cls(tuple(firsts), tuple(lengths), *(tuple(map(min, lengths, each)) for each in both))
 
     def placements(self, store: TieredStore) -> list[Placement]:
         """Where the rows of each sequence lie."""
-        memory, held = (_seen(store.in_memory(inputs=inputs), self.firsts) for inputs in (False, True))
+        memory, held = (seen(store.in_memory(inputs=inputs), self.firsts) for inputs in (False, True))
         return [
             Placement(length - kept, given, min(length, rows), min(given, own))
             for length, kept, given, rows, own in zip(*self[1:], memory, held, strict=True)
         ]
 
 
-def _seen(counts: Sequence[int], firsts: Sequence[int]) -> tuple[int, ...]:
+def seen(counts: Sequence[int], firsts: Sequence[int]) -> tuple[int, ...]:
+    """So many tokens, less those that lie before all windows."""
     return tuple(max(0, count - first) for count, first in zip(counts, firsts, strict=True))

@@ -22,9 +22,11 @@ class ResidentBudget:
         self._share = nbytes // layers
         self.used = [0] * layers
 
-    def tokens(self, layer: int, row_bytes: int, batch: int, *, shared: bool = False) -> int:
-        """Tokens that one of a batch's sequences may keep in a layer; with `shared`, a copy keeps some of them."""
-        fair = self._share // batch
+    def tokens(self, layer: int, row_bytes: int, batch: int, *, part: float = 1.0, shared: bool = False) -> int:
+        """Tokens that one of a batch's sequences may keep in a part of a layer; with `shared`, a copy keeps some of
+        them.
+        """
+        fair = int(part * self._share) // batch
         if fair > self._share - self.used[layer] and not shared:
             # Caches that nobody holds any more may still wait for the garbage collector.
             gc.collect()
@@ -54,12 +56,13 @@ class ResidentRows:
 class LayerResidents:
     """The rows of one layer that stay, by sequence.
 
-    Where more of a prompt, a later turn, or many tokens one by one have come, the last rows stay from then on.
+    Where more of a prompt, a later turn, or many tokens one by one have come, the last rows stay from then on, in
+    a `part` of the layer's memory.
     """
 
-    def __init__(self, budget: ResidentBudget, layer: int, rows: Sequence[ResidentRows | None]):
+    def __init__(self, budget: ResidentBudget, layer: int, rows: Sequence[ResidentRows | None], part: float = 1.0):
         self.rows = list(rows)
-        self._budget, self._layer = budget, layer
+        self._budget, self._layer, self._part = budget, layer, part
         self._grown: set[int] = set()
         # Tokens that a sequence had when its rows were moved, or could not be.
         self._moved: dict[int, int] = {}
@@ -105,8 +108,12 @@ class LayerResidents:
 
     def _last_of(self, rows: Tensor, first: int, *, shared: bool = False) -> ResidentRows | None:
         """A sequence's share of its rows from `first` on: the first ones are left to the host and to recomputation."""
-        row_bytes = rows.shape[1] * rows.element_size()
-        count = min(len(rows), self._budget.tokens(self._layer, row_bytes, len(self.rows), shared=shared))
+        row_bytes, batch = rows.shape[1] * rows.element_size(), len(self.rows)
+        # Of no head none are kept.
+        if not row_bytes:
+            return None
+        most = self._budget.tokens(self._layer, row_bytes, batch, part=self._part, shared=shared)
+        count = min(len(rows), most)
         if not count:
             return None
         first += len(rows) - count
@@ -134,4 +141,4 @@ class LayerResidents:
         self._moved.clear()
 
     def fork(self) -> LayerResidents:
-        return LayerResidents(self._budget, self._layer, self.rows)
+        return LayerResidents(self._budget, self._layer, self.rows, self._part)

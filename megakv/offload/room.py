@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from megakv.cache.window import held_rows
 from megakv.distributed.sharding import Layout
+from megakv.fairkv.shares import HeadShares
 from megakv.offload.cache import OffloadedCache
 from megakv.offload.pages import PagePool, page_bytes
 from megakv.offload.store import TieredStore
@@ -40,22 +42,20 @@ def check_room(
     """Refuse a generation, with a MegaKVError, if not all that will be held has room.
 
     A first pass over its prompt, which may come in pieces, is under way: its tokens are in the table, the rows of none
-    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows. Budgets
-    are the same on all ranks, tokens are not quite: every rank looks at the one with most, so that none is refused
-    while others wait for it. What is still to come is spread over so many `ranks`, and what a `turn` keeps, too: which
-    rank and head keep how much is known when it ends. Until then its tokens are on the accelerator. Where
-    heads hold no more than `most` tokens while decoding, what is evicted makes room for what comes.
+    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows, and
+    their heads where a mapping places them. Budgets are the same on all ranks, tokens and heads are not quite: every
+    rank looks at the one with most, so that none is refused while others wait for it. What is still to come is spread
+    over so many `ranks`, and what a `turn` keeps, too: which rank and head keep how much is known when it ends. Until
+    then its tokens are on the accelerator. Where heads hold no more than `most` tokens while decoding, what is evicted
+    makes room for what comes.
     """
     table, new_tokens = cache.table, new_tokens if most is None else min(new_tokens, most)
     ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
     pieces = max(0, prompt - 1 - int(max(ends)))
     to_come = -(-(new_tokens + pieces) // ranks)
-    slack = pool.page_bytes // store.row_bytes
     turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
     kept: list[int | None] = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
-    dense, heads, bodies = cache.uncompressed(), store.head_shape.heads, 0
-    for count in filter(None, kept):
-        bodies += page_bytes(-(-count * heads // ranks), store.body_row_bytes, pool.page_bytes)
+    dense, prompts = cache.uncompressed(), table.prompts.tolist()
     found: list[tuple[int, int]] = []
     for rank in range(table.size):
         # Further pieces are as long as this one.
@@ -64,26 +64,35 @@ def check_room(
         longest = max([longest, *(length for length, count in zip(turns, kept, strict=False) if count is None)])
         slots = [dense.slots(rank, row) for row in range(table.batch)]
         more = [to_come] * table.batch
-        for row, own in enumerate(kept):
-            if turn is not None and own is not None:
+        for row, count in enumerate(kept):
+            if turn is not None and count is not None:
                 slots[row], more[row] = slots[row][: np.searchsorted(slots[row], turn.first)], -(-new_tokens // ranks)
-        needed = layer = 0
-        for (window, gone), layers in Counter(zip(windows, cache.gone, strict=True)).items():
-            held = [len(own) - int(np.searchsorted(own, gone)) for own in slots]
-            rows = [count + coming for count, coming in zip(held, more, strict=True)]
-            if window is not None:
-                # Of a first pass one layer at a time holds all rows, of others every layer.
-                stay = [held_rows(window, count) + longest + slack for count in rows]
-                stay = [max(each) for each in zip(stay, held, strict=True)] if cache.length or turns else stay
-                rows = [min(each) for each in zip(stay, rows, strict=True)]
-                layer = max(layer, store.bytes_for(held) - store.bytes_for(rows))
-            needed += layers * store.bytes_for(rows)
-        found.append((needed + layer, rank))
+        for heads in cache.heads:
+            needed = layer = 0
+            for (window, gone, own), layers in Counter(zip(windows, cache.gone, heads, strict=True)).items():
+                held = [len(each) - int(np.searchsorted(each, gone)) for each in slots]
+                rows = [count + coming for count, coming in zip(held, more, strict=True)]
+                if window is not None:
+                    # Of a first pass one layer at a time holds all rows, of others every layer.
+                    slack = pool.page_bytes // (store.row_bytes if own is None else store.body_row_bytes)
+                    stay = [held_rows(window, count) + longest + slack for count in rows]
+                    stay = [max(each) for each in zip(stay, held, strict=True)] if cache.length or turns else stay
+                    rows = [min(each) for each in zip(stay, rows, strict=True)]
+                    layer = max(layer, store.bytes_for(held, own, prompts) - store.bytes_for(rows, own, prompts))
+                bodies = (_body_bytes(store, own, count / ranks, pool.page_bytes) for count in filter(None, kept))
+                needed += layers * (store.bytes_for(rows, own, prompts) + sum(bodies))
+            found.append((needed + layer, rank))
     needed, rank = max(found)
     lengths = table.counts()[rank].tolist()
     tokens = f"{sum(lengths)} tokens so far, up to {to_come} more for each of {len(lengths)} sequences"
     if any(kept) or cache.holds_compressed:
         tokens += ", of which megakv.fairkv.budget keeps a part"
     rows_bytes, held_bodies = cache.page_bytes()
-    needed += len(windows) * bodies + held_bodies
+    needed += held_bodies
     pool.check_capacity(needed, rows_bytes + held_bodies, tokens)
+
+
+def _body_bytes(store: TieredStore, heads: HeadShares | None, count: float, page: int) -> int:
+    """Bytes of the pages of what a layer's heads keep of a turn, so many tokens each on average."""
+    heads_here = store.head_shape.heads if heads is None else sum(heads.whole_heads)
+    return page_bytes(ceil(count * heads_here), store.body_row_bytes, page)

@@ -161,7 +161,7 @@ class RowFormat:
         return self._quantiser(1)
 
     def _quantiser(self, heads: int) -> GroupQuantiser | None:
-        if self._config.kv_bits is None:
+        if self._config.kv_bits is None or not heads:
             return None
         _, key_dim, value_dim = self.head_shape
         group = group_size(key_dim, value_dim, self._config.kv_group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.costs import LayerSpeeds, OffloadCosts
 from megakv.offload.host_attention import attend_on_host
-from megakv.offload.host_rank import HostPart, HostRank, LiftedPart
+from megakv.offload.host_rank import HeadParts, HostRank
 from megakv.offload.layer_columns import LayerColumns
 from megakv.offload.link import OUTGOING, Transfer
 from megakv.offload.pages import PagePool
@@ -34,7 +34,7 @@ from megakv.offload.residents import ResidentBudget
 from megakv.offload.resources import made_tiers, make_link
 from megakv.offload.room import CompressedTurn, check_room
 from megakv.offload.schedule import GroupSchedule
-from megakv.offload.store import TieredStore
+from megakv.offload.store import Strip, TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import LayerWeights
 from megakv.runtime import Runtime
@@ -127,6 +127,7 @@ class Offloader:
             rank=mesh.cp_rank,
             engine=self,
             compresses=compresses,
+            replicas=runtime.replicas,
             rotate=runtime.rotate,
         )
 
@@ -181,12 +182,14 @@ class Offloader:
         if cache is None or self._layout is None or step is None:
             return
         store, index = cache.tier(layer), step.part or 0
+        for strip in cache.strips(layer):
+            if index:
+                strip.store.pause()
+            else:
+                strip.store.enter()
         if index:
-            store.pause()
             self._send_off()
             self._pass_on(store, index - 1)
-        else:
-            store.enter()
         if self._recomputes and self._keeps and store.keeps_inputs:
             inputs = self._recomputation.inputs(layer, hidden_LE)
             store.offer(step.layout.stored[cache.rank], inputs, step.layout.kept_rows(cache.rank))
@@ -197,9 +200,8 @@ class Offloader:
         self._prefetch.windows[call.layer] = call.scoring.window
         if call.layout.gathered:
             # The last rank alone takes what it collects, but whether that has room all must know.
-            store = cache.tier(call.layer)
-            store.set_format(call.k_KLD, call.v_KLD)
-            self.expect(store)
+            cache.set_format(call.layer, call.k_KLD, call.v_KLD)
+            self.expect(cache.tier(call.layer))
         if cache is not self._cache or len(self._prefetch.groups) == 1:
             yield call
             return
@@ -213,7 +215,8 @@ class Offloader:
             if index:
                 self._pass_on(store, index - 1)
                 self._prepare(store, index)
-                store.put_new()
+                for strip in cache.strips(call.layer):
+                    strip.store.put_new()
             yield group_call(call, group)
 
     def expect(self, store: TieredStore) -> None:
@@ -234,7 +237,9 @@ class Offloader:
         check_room(self.pool, cache, layout, store, windows, turn=compressed, most=most, **given)
 
     def leave(self, store: TieredStore) -> None:
-        """A layer's attention is over: its buffer is free for another one."""
+        """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""
+        if self._cache is not None and self._cache.tier(store.layer) is not store:
+            return
         self._send_off()
         if self.weights is not None:
             self.weights.attended()
@@ -262,13 +267,13 @@ class Offloader:
         return self._log.steps
 
     def attend_on_host(
-        self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
-    ) -> HostPart | LiftedPart | None:
+        self, strips: Sequence[Strip], call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
+    ) -> HeadParts | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
         host = self._host_rank
         if host is None:
             return None
-        return attend_on_host(host, call, self._table, q_HLD, tokens, store, self._left(store))
+        return attend_on_host(host, call, self._table, q_HLD, tokens, strips, self._left(strips[0].store))
 
     @property
     def disk_io(self) -> str | None:
@@ -306,21 +311,28 @@ class Offloader:
         """A group of a layer comes next: recompute what has landed of it."""
         cache = self._cache
         assert cache is not None
-        store.staged = staged = self._prefetch.ensure(store.layer, index)
+        staged = self._prefetch.ensure(store.layer, index)
+        strips = cache.strips(store.layer)
+        brought = [None] * len(strips) if staged is None else [staged, *staged.shared]
+        for strip, own in zip(strips, brought, strict=True):
+            strip.store.staged = own
+            if own is not None:
+                own.record = self._log.current
         if staged is not None:
-            assert self._log.current is not None
-            staged.record = self._log.current
             staged.recompute(store.layer, self._table, cache.rank, self._recomputation)
 
     def _pass_on(self, store: TieredStore, index: int) -> None:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
         assert self._log.current is not None
         parts, counts = [], {}
-        if (staged := store.staged) is not None:
-            store.move_residents(staged)
-            parts, counts = staged.host_parts, staged.counts()
+        if store.staged is not None:
+            parts, counts = store.staged.host_parts, store.staged.counts()
+        assert self._cache is not None
+        for strip in self._cache.strips(store.layer):
+            if strip.store.staged is not None:
+                strip.store.move_residents(strip.store.staged)
+                strip.store.staged = None
         self._log.current.attended(store.layer, parts, counts)
-        store.staged = None
         # A layer that has yet to evict is not what the next step needs.
         beyond = self._decoding and self._planner.ahead and not self._evicts
         self._prefetch.follow(store.layer, index, beyond=beyond)

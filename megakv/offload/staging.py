@@ -30,19 +30,17 @@ class StagingBuffer:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._memory = {
-            name: torch.empty(0, dtype=torch.uint8, device=device)
-            for name in ("rows", "inputs", "packed", "bodies", "packed bodies")
-        }
+        self._memory: dict[str, Tensor] = {}
 
     def take(self, name: str, count: int, width: int, dtype: torch.dtype) -> Tensor:
         """``[count, width]``; nothing may be under way into what was taken before."""
         nbytes = count * width * dtype.itemsize
-        if self._memory[name].numel() < nbytes:
+        held = self._memory.setdefault(name, torch.empty(0, dtype=torch.uint8, device=self._device))
+        if held.numel() < nbytes:
             size, on_host = grown_bytes(nbytes), self._device.type == "cpu"
-            memory = host_memory(size) if on_host else torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._memory[name] = memory
-        return self._memory[name][:nbytes].view(dtype).view(count, width)
+            held = host_memory(size) if on_host else torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._memory[name] = held
+        return held[:nbytes].view(dtype).view(count, width)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +97,8 @@ class StagedLayer:
     """What compression kept of the sequences, in its place; it comes with the streamed rows."""
     left: Sequence[Body] = ()
     """Or it is left to the host."""
+    shared: Sequence[StagedLayer] = ()
+    """The rows of each head that other ranks hold too, in the same buffer."""
     resident: int = 0
     """Tokens of all sequences that were on the accelerator already."""
     on_host: list[Runs] | None = None
@@ -111,20 +111,24 @@ class StagedLayer:
     @property
     def host_attends(self) -> bool:
         """Whether the host attends to any token."""
-        return self.away != self.out_of_window or len(self.left) > 0
+        here = self.away != self.out_of_window or len(self.left) > 0
+        return here or any(strip.host_attends for strip in self.shared)
 
     def counts(self) -> dict[str, int]:
         """What becomes of its cached tokens, by the names in the report."""
         hidden = sum(self.out_of_window)
         found = {"recomputed": sum(self.splits), "on_host": sum(self.away) - hidden, "resident": self.resident}
         for name, bodies in (("kept", self.bodies), ("kept_on_host", self.left)):
-            found[name] = round(sum(body.index.tokens for body in bodies) / self.store.head_shape.heads)
+            found[name] = round(sum(body.index.tokens / len(body.counts) for body in bodies))
         return {**found, "out_of_window": hidden}
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""
         transfers = [*(chunk.transfer for chunk in self.chunks), *([] if self.streamed is None else [self.streamed])]
         self.chunks, self.streamed = [], None
+        for strip in self.shared:
+            transfers += [] if strip.streamed is None else [strip.streamed]
+            strip.streamed = None
         # The last one first: when it has ended all have, also where one failed.
         for transfer in reversed(transfers):
             transfer.wait()
@@ -170,7 +174,8 @@ class StagedLayer:
             span = slice(bounds[begin], bounds[end])
             for buffer, rows_KLD in zip(self.store.heads_of(self.rows), found, strict=True):
                 target_BKSD = stacked(buffer, first[begin:end], count[begin])
-                target_BKSD.copy_(rows_KLD[:, span].unflatten(1, (end - begin, -1)).transpose(0, 1))
+                # Heads that other ranks hold too come last.
+                target_BKSD.copy_(rows_KLD[: len(buffer), span].unflatten(1, (end - begin, -1)).transpose(0, 1))
 
     def row(self, sequence: int, token: int) -> int:
         """Where a token of a sequence lies."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
-from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
 from megakv.fairkv.pages import Body, RaggedBody
+from megakv.fairkv.shares import HeadShares
 from megakv.offload.config import OffloadConfig
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.pages import PagedRows, PagePool, Runs, page_bytes
@@ -37,9 +38,26 @@ class StoreEngine(Protocol):
 
     def expect(self, store: TieredStore) -> None: ...
     def attend_on_host(
-        self, store: TieredStore, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
+        self, strips: Sequence[Strip], call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> PartElsewhere | None: ...
     def leave(self, store: TieredStore) -> None: ...
+
+
+class Strip(NamedTuple):
+    """KV heads of a layer, all if `heads` is None, whose rows are in one tier; all of a sequence's that are not
+    compressed, or those that its column of `rows` numbers."""
+
+    store: TieredStore
+    heads: slice | None = None
+    rows: Sequence[TokenColumn] | None = None
+
+    def numbers(self, sequence: int, values: IntArray) -> IntArray:
+        """Of values for all rows, those for the tier's."""
+        return values if self.rows is None else values[self.rows[sequence].view()]
+
+    def before(self, sequence: int, count: int) -> int:
+        """How many of the tier's rows are among so many first ones."""
+        return count if self.rows is None else int(np.searchsorted(self.rows[sequence].view(), count))
 
 
 class TieredStore(RowFormat, KVStore):
@@ -47,10 +65,11 @@ class TieredStore(RowFormat, KVStore):
 
     A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory. `version` goes up
     when rows are cut or change places; `keeps_inputs` says whether activations are wanted, as far as is known. While
-    its layer is at work, `staged` is what was brought of the group of sequences that is attended to.
+    its layer is at work, `staged` is what was brought of the group of sequences that is attended to. Of what stays on
+    the accelerator of a layer its rows are a `part`.
     """
 
-    def __init__(self, layer: int, batch: int, engine: StoreEngine):
+    def __init__(self, layer: int, batch: int, engine: StoreEngine, part: float = 1.0):
         super().__init__(engine.config)
         self.layer, self.version, self.keeps_inputs = layer, 0, True
         self.staged: StagedLayer | None = None
@@ -60,7 +79,7 @@ class TieredStore(RowFormat, KVStore):
         # Rows that were gone before any came.
         self._absent = [0] * batch
         self._outgoing: list[Move] = []
-        self.residents = LayerResidents(engine.residents, layer, [None] * batch)
+        self.residents = LayerResidents(engine.residents, layer, [None] * batch, part)
         # By sequence, activations of the tokens that come next.
         self._offered: dict[int, Tensor] = {}
         # While the layer is at work: tokens of every sequence when it began, and what has come since, with the
@@ -93,6 +112,10 @@ class TieredStore(RowFormat, KVStore):
         pieces = rows.split(len(rows) // len(sequences))
         stored = pieces if self.quantiser is None else self.quantiser.pack(rows).split(len(pieces[0]))
         offered = self._offered.get(sequences[0])
+        if offered is not None and len(offered) != len(pieces[0]):
+            # They did not come in one piece.
+            offered = None
+            del self._offered[sequences[0]]
         if offered is not None:
             # No larger activations can pay, on any machine.
             self.keeps_inputs = self._config.keeps_inputs(offered.nbytes, stored[0].nbytes)
@@ -192,7 +215,7 @@ class TieredStore(RowFormat, KVStore):
         self.residents.forget(sequence, rows)
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
-        return self.engine.attend_on_host(self, call, q_HLD, tokens)
+        return self.engine.attend_on_host(self.strips, call, q_HLD, tokens)
 
     def crop(self, sequence: int, length: int) -> None:
         self.flush()
@@ -250,6 +273,11 @@ class TieredStore(RowFormat, KVStore):
         return self
 
     @property
+    def strips(self) -> list[Strip]:
+        """Of the layer."""
+        return [Strip(self)]
+
+    @property
     def sequences(self) -> range:
         """Of the batch."""
         return range(len(self._rows))
@@ -290,10 +318,6 @@ class TieredStore(RowFormat, KVStore):
             run = stored.run(sequence)
             if run.stop > run.start:
                 self._offered[sequence] = hidden_LE[run]
-
-    def decline(self, sequence: int) -> None:
-        """Take no activations of a sequence's next tokens: they do not come in one piece."""
-        self._offered.pop(sequence, None)
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
@@ -358,16 +382,22 @@ class TieredStore(RowFormat, KVStore):
         paged = self._rows[sequence]
         return [] if paged is None else paged.runs_in_memory(count, first)
 
-    def bytes_for(self, tokens: list[int]) -> int:
-        """Bytes of the pages of so many tokens of each sequence, in one layer.
+    def bytes_for(self, tokens: list[int], heads: HeadShares | None = None, prompts: Sequence[int] = ()) -> int:
+        """Bytes of the pages of so many tokens of each sequence, in one layer; in one with other `heads` if these are
+        given, of sequences that began as so numbered `prompts`.
 
         With activations, where those of the pass under way are kept: of what follows a gap none are.
         """
         page, width = self.engine.pool.page_bytes, self.input_width
-        keeps = self.keeps_inputs and len(self._offered) > 0
+        row_bytes = self.row_bytes if heads is None else heads.alone * self.body_row_bytes
+        offered = max((each.shape[1] for each in self._offered.values()), default=0)
+        keeps = offered > 0 and self._config.keeps_inputs(offered * self.dtype.itemsize, row_bytes)
         if keeps:
-            width = max(width, *(offered.shape[1] for offered in self._offered.values()))
-        found = sum(page_bytes(count, self.row_bytes, page) for count in tokens)
+            width = max(width, offered)
+        found = sum(page_bytes(count, row_bytes, page) for count in tokens)
+        if heads is not None:
+            for own in map(heads.most_tokens, prompts, tokens):
+                found += sum(page_bytes(most, self.body_row_bytes, page) for most in own)
         for sequence, count in enumerate(tokens if width else ()):
             inputs = self._inputs[sequence]
             unbroken = keeps and (inputs.length if inputs else 0) == self.rows(sequence)

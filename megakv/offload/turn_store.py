@@ -18,7 +18,8 @@ from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.fairkv.attention import AttendedBody, RaggedPart
 from megakv.fairkv.pages import Body, RaggedBody
 from megakv.offload.bodies import TieredBody
-from megakv.offload.store import TieredStore
+from megakv.offload.shared_tiers import SharedTiers
+from megakv.offload.store import Strip, TieredStore
 from megakv.tensor_files import StreamedTensor
 
 
@@ -35,6 +36,15 @@ class TurnStore(KVStore):
     def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
         # What came before the last piece of a turn stays before it, also if no row proves long enough.
         self._open, self._ends = turn or any(map(self._turn.rows, self.tier.sequences)), ends
+
+    @property
+    def strips(self) -> list[Strip]:
+        """Those of the tier."""
+        return self.tier.strips
+
+    def set_format(self, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Take the format of keys and values, of which there may be none."""
+        self.tier.set_format(k_KSD, v_KSD)
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         if self._open:
@@ -82,7 +92,6 @@ class TurnStore(KVStore):
         self.tier.finish()
         for sequence in self.tier.sequences if self._open and self._ends else ():
             if rows := self._turn.rows(sequence):
-                self.tier.decline(sequence)
                 self.tier.append(sequence, *self._turn.part(sequence))
                 self.tier.flush()
                 self._turn.release(sequence, rows)
@@ -125,18 +134,29 @@ class TurnStore(KVStore):
 
 
 class CompressedStore(RaggedStore):
-    """What compression keeps of a turn goes into the tiers, and all other rows into those of a `TurnStore`."""
+    """What compression keeps of a turn goes into the tiers, and all other rows into those of an inner store."""
 
-    def __init__(self, batch: int, inner: TurnStore, rotate: Rotate | None = None):
+    _inner: TurnStore | SharedTiers
+
+    def __init__(self, batch: int, inner: TurnStore | SharedTiers, rotate: Rotate | None = None):
         super().__init__(batch, inner, rotate)
         self.tier = inner.tier
+
+    @property
+    def strips(self) -> list[Strip]:
+        """Those of all other rows."""
+        return self._inner.strips
+
+    def set_format(self, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Take the format of keys and values, of which there may be none."""
+        self._inner.set_format(k_KSD, v_KSD)
 
     def _keep(self, body: Body) -> TieredBody:
         if isinstance(body, TieredBody):
             return body
         body = body.here()
         # Of no tokens.
-        self.tier.set_format(*(each[:0].expand(len(body.counts), 0, -1) for each in (body.k_nD, body.v_nD)))
+        self.set_format(*(each[:0].expand(len(body.counts), 0, -1) for each in (body.k_nD, body.v_nD)))
         return TieredBody(body, self.tier.layer, self.tier.engine, self.tier.body_quantiser)
 
     def _here(self, body: Body) -> RaggedBody | None:

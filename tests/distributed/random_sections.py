@@ -9,10 +9,7 @@ from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.offload.methods import AUTO, METHODS
 
-MISSING = (
-    r"megakv\.fairkv\.mapping = .* is not supported with megakv\.offload\.enabled = true",
-    r"megakv\.feed_forward = 'fp8' is not supported for model type .* holds the weights of several experts",
-)
+MISSING = (r"megakv\.feed_forward = 'fp8' is not supported for model type .* holds the weights of several experts",)
 """What is refused by no law: features that are missing. A line goes when its feature comes."""
 UNBOUND = 4096
 """A budget that no conversation comes up to."""
@@ -55,7 +52,7 @@ def draw_section(rng: Random, cp: int, tp: int, *, lossy: bool = True) -> dict[s
             offload["method"] = rng.choice((AUTO, "stream", "cpu_rank"))
     if 0.25 <= kind < 0.75:
         section["fairkv"] = draw_compression(rng, lossy=lossy and rng.random() < 0.7)
-    if tp > 1 and rng.random() < (0.05 if "offload" in section else 0.35):
+    if tp > 1 and rng.random() < 0.35:
         section.setdefault("fairkv", {}).update(mapping=DRAWN, copies=rng.choice(("tokens", "batch")))
     if lossy and tp == 1 and rng.random() < 0.12:
         # A rank's part of a row has a scale of its own: each TP degree has its own rounding.

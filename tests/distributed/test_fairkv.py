@@ -84,7 +84,7 @@ def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: s
         assert before["fork"] and before["intact"]
         assert "out of memory, say" in before["broken"]
     after = converse(tmp_path, restored, "restore")
-    for name in ("compressing", "mapped", "offloaded"):
+    for name in ("compressing", "mapped", "offloaded", "both"):
         assert after[name]["equal"] and after[name]["kept"] and after[name]["earlier"]
         assert "compressed must be ascending ranges of slots" in after[name]["message"]
     for result in after.values():
@@ -109,7 +109,7 @@ def test_eviction_while_decoding(tmp_path: Path, pytestconfig: pytest.Config) ->
     asked = ",".join(conversed + others if full else [random.choice(conversed), random.choice(others)])
     steps = 45 if full else 24
     alone = decode(tmp_path, "1x1", 1, asked, steps)
-    meshes = ["2x1", "1x2", "1x2:mapped", "1x2:batched"]
+    meshes = ["2x1", "1x2", "1x2:mapped", "1x2:batched", "1x2:offloaded+mapped", "1x2:offloaded+batched"]
     # Several ranks do what one does: one of each kind is enough.
     some = asked if full else random.choice(asked.split(","))
     several = decode(tmp_path, ",".join(meshes if full else random.sample(meshes, 1)), 2, some, steps)
@@ -164,7 +164,8 @@ def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pyt
     """Not on the chunks that a prompt is read in, nor on the other rows of its batch, nor on the mesh."""
     full = pytestconfig.getoption("--full")
     asked = [some_cases(("ada_snapkv",), 2, full=full), *(["full"] if full else [])]
-    meshes, away = ["2x1", "1x2", "1x2:mapped", "1x2:batched", "2x1:last"], ["2x1:offloaded", "1x2:offloaded"]
+    meshes = ["2x1", "1x2", "1x2:mapped", "1x2:batched", "2x1:last"]
+    away = ["2x1:offloaded", "1x2:offloaded", "1x2:offloaded+mapped", "1x2:offloaded+batched"]
     drawn = [*meshes, *away] if full else [*random.sample(meshes, 2), random.choice(away)]
     single = read_in_pieces(tmp_path, "1x1", 1, *asked)
     several = [read_in_pieces(tmp_path, ",".join(drawn), 2, *asked)]
@@ -177,7 +178,7 @@ def test_what_is_kept_depends_on_the_row_alone(tmp_path: Path, pytestconfig: pyt
             rows = range(len(found["answers"]))
             for key in ("answers", "kept", "ranges"):
                 assert found[key] == [expected[key][row] for row in rows], (case, key)
-            if not case.startswith(("1x2:mapped", "1x2:batched")):
+            if not case.partition(" ")[0].endswith(("mapped", "batched")):
                 assert found["held"] == [expected["held"][row] for row in rows], case
     # Of the rows of 102, 40, 63, 3 and 71 tokens, then 72, 21, 64, 68 and none.
     ranges = {case: found["ranges"] for case, found in single.items() if case.endswith("whole")}

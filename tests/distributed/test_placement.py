@@ -1,11 +1,13 @@
 """Heads and their copies on any ranks: the plain model's tokens, and errors that say what is wrong with a mapping."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megakv.offload.methods import AUTO, METHODS
 from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "placement.py"
@@ -32,8 +34,9 @@ def judge(results: dict[str, Any]) -> None:
 
 
 def test_any_mapping_gives_the_plain_tokens(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    offloaded = [f"2x2:opt:12:1:{random.choice((*METHODS, AUTO))}", "1x4:llama:8:2:cpu_rank"]
     results = launch(
-        tmp_path, 4, ["1x4:llama:50:1", "1x4:opt:20:1", "1x4:phi3:20:1", "2x2:qwen3:50:1", "1x4:llama:8:3"]
+        tmp_path, 4, ["1x4:llama:50:1", "1x4:opt:20:1", "1x4:phi3:20:1", "2x2:qwen3:50:1", "1x4:llama:8:3", *offloaded]
     )
     judge(results)
     refused = results["refused"]

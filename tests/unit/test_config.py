@@ -93,10 +93,6 @@ def test_deprecated_spelling_of_tp_size() -> None:
             {"megakv": {"context_parallel": {"prefill": "runahead", "decode": "pass_q"}, "runahead": {"kv": "last"}}},
             "context_parallel.decode = 'pass_q' contradicts megakv.runahead.kv = 'last'",
         ),
-        (
-            {"megakv": {"offload": {"enabled": True}, "fairkv": {"mapping": "m.json"}}},
-            "megakv.fairkv.mapping = 'm.json' is not supported with megakv.offload.enabled = true: ranks that share",
-        ),
         ({"megakv": {"fairkv": {"copies": "batch"}}}, "copies = 'batch' is given, but no KV head has a copy without"),
         (
             {"megakv": {"fairkv": {"mapping": "m.json", "copies": "rows"}}},

@@ -40,16 +40,17 @@ Kept = list[list[list[list[int]]]]
 
 
 def config_of(mesh: str, fairkv: dict[str, Any], mapping: Path) -> dict[str, Any]:
-    """The JSON of an engine; `mapping` is used where the mesh says so."""
+    """The JSON of an engine; `mapping` is used where the mesh says so. It may be ``offloaded+mapped``."""
     shape, _, prefill = mesh.partition(":")
     cp, tp = (int(part) for part in shape.split("x"))
     section: dict[str, Any] = {"context_parallel": {"size": cp}, "fairkv": fairkv}
-    if prefill in ("mapped", "batched"):
-        copies = "batch" if prefill == "batched" else "tokens"
+    kinds = prefill.split("+")
+    if {"mapped", "batched"} & {*kinds}:
+        copies = "batch" if "batched" in kinds else "tokens"
         section["fairkv"] = {**fairkv, "mapping": str(mapping), "copies": copies}
-    elif prefill == "offloaded":
+    if "offloaded" in kinds:
         section["offload"] = OFFLOAD
-    elif prefill:
+    if prefill and not {"mapped", "batched", "offloaded"} & {*kinds}:
         section["context_parallel"]["prefill"] = "runahead" if prefill == "last" else prefill
     if prefill == "last":
         section["runahead"] = {"kv": "last", "chunk_tokens": 7}

@@ -28,8 +28,9 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 SOURCES = {
     "compressing": ("compressing", "mapped"),
     "plain": ("offloaded", "mapped"),
-    "mapped": ("mapped", "offloaded"),
+    "mapped": ("mapped", "both"),
     "offloaded": ("offloaded", "compressing"),
+    "both": ("both", "mapped"),
 }
 """By engine, the ones whose sessions it goes on with: those of one that is like it, and another's."""
 FAIRKV = {"method": "ada_snapkv", "budget": 0.3, "window": 8, "min_tokens": 64}
@@ -87,7 +88,7 @@ def restore(engine: Any, folder: Path, expected: dict[str, Any]) -> dict[str, An
         meta.write_text(json.dumps({**values, **first, "compressed": values["compressed"][0]}))
     dist.barrier()
     # They said of a mapping no more than a digest.
-    earlier = folder.name == "mapped" or go_on(engine.restore_session(broken)) == found
+    earlier = folder.name in ("mapped", "both") or go_on(engine.restore_session(broken)) == found
     dist.barrier()
     if dist.get_rank() == 0:
         meta.write_text(json.dumps({**values, "compressed": [[[0, 10**6]], []]}))
@@ -117,6 +118,7 @@ def main() -> None:
     mapped = {"fairkv": {**FAIRKV, "mapping": str(mapping), "copies": sys.argv[5]}}
     offloaded = {"fairkv": FAIRKV, "offload": OFFLOAD}
     sections = {"compressing": {"fairkv": FAIRKV}, "plain": {}, "mapped": mapped, "offloaded": offloaded}
+    sections["both"] = {**mapped, "offload": OFFLOAD}
     for name, section in sections.items():
         config = {
             "dtype": "fp32",

@@ -1,6 +1,7 @@
 """Started on every rank: models whose heads are placed by random mappings, against the plain ones.
 
-Usage: placement.py OUT.json WORK_DIR CASES, a case being CPxTP:FAMILY:TOKENS:BEAMS; separated by commas.
+Usage: placement.py OUT.json WORK_DIR CASES, a case being CPxTP:FAMILY:TOKENS:BEAMS, with :METHOD offloaded
+by that method; separated by commas.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.weights.placement import head_counts
 
 LENGTHS = (90, 70, 20)
+# A slow link, so that the host attends to some.
+OFFLOAD = {"enabled": True, "host_gb": 0.02, "page_kib": 4, "chunk_tokens": 16, "emulated_link_gb_s": 0.001}
 
 
 def prompts() -> tuple[Tensor, Tensor]:
@@ -46,15 +49,17 @@ def model_of(family: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
 
 
-def config_of(cp: int, tp: int, mapping: Path) -> dict[str, Any]:
-    """The JSON of an engine."""
-    section = {"context_parallel": {"size": cp}, "fairkv": {"mapping": str(mapping)}}
+def config_of(cp: int, tp: int, mapping: Path, *methods: str) -> dict[str, Any]:
+    """The JSON of an engine, which offloads by a method if one is given."""
+    section: dict[str, Any] = {"context_parallel": {"size": cp}, "fairkv": {"mapping": str(mapping)}}
+    for method in methods:
+        section["offload"] = {**OFFLOAD, "method": method}
     return {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
 
 
 def run_case(case: str, mapping: Path) -> dict[str, Any]:
     """Generate with one family under a new mapping; what it was, and whether the tokens are the plain model's."""
-    shape, family, tokens, beams = case.split(":")
+    shape, family, tokens, beams, *methods = case.split(":")
     cp, tp = (int(part) for part in shape.split("x"))
     plain = model_of(family)
     layers, _, kv_heads = head_counts(plain.config)
@@ -64,7 +69,7 @@ def run_case(case: str, mapping: Path) -> dict[str, Any]:
     ids, mask = prompts()
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": int(tokens), "num_beams": int(beams)}
     expected = plain.generate(ids, do_sample=False, pad_token_id=0, **options)
-    engine = megakv.init_inference(model_of(family), config_of(cp, tp, mapping))
+    engine = megakv.init_inference(model_of(family), config_of(cp, tp, mapping, *methods))
     found = engine.generate(ids, do_sample=False, pad_token_id=0, **options)
     report = engine.report()
     scalars = report.scalars()

@@ -1,7 +1,10 @@
 """Heads shared by ranks: stores that hold parts of their tokens, and the merge of what ranks see of them."""
 
 import random
-from typing import get_args
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,6 +17,14 @@ from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.store import KVStore
 from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
+from megakv.offload.config import OffloadConfig
+from megakv.offload.host_memory import HostTier
+from megakv.offload.link import EmulatedLink
+from megakv.offload.pages import PagePool, page_bytes
+from megakv.offload.residents import ResidentBudget
+from megakv.offload.shared_tiers import SharedTiers
+from megakv.offload.store import TieredStore
+from megakv.offload.turn_store import CompressedStore
 from tests.mappings import mapping_of, random_ranks
 
 DIM, VALUE_DIM, GROUP = 16, 24, 2
@@ -56,7 +67,9 @@ def test_what_is_left_over_of_a_batch_is_not_on_one_rank() -> None:
 class Ranks:
     """The stores of all ranks of one layer, with what they were given."""
 
-    def __init__(self, kv_heads: int, size: int, batch: int, *, ragged: bool, copies: Copies = "tokens"):
+    def __init__(
+        self, kv_heads: int, size: int, batch: int, *, ragged: bool, copies: Copies = "tokens", engine: Any = None
+    ):
         self.kv_heads, self.size, self.batch, self.copies = kv_heads, size, batch, copies
         self.mapping = LayerMapping.even(random_ranks(kv_heads, size))
         self.prompts = np.arange(batch) + random.randint(0, 9)
@@ -68,6 +81,10 @@ class Ranks:
         for rank in range(size):
             shares = shares_of_rank(self.mapping, rank, size, layer=1, copies=copies)
             self.shares.append(shares)
+            if engine is not None:
+                tiers = SharedTiers(0, self.prompts, shares, engine)
+                self.stores.append(CompressedStore(batch, tiers) if ragged else tiers)
+                continue
             store = SharedHeadsStore(self.prompts, shares)
             self.stores.append(RaggedStore(batch, store) if ragged else store)
         self.k = [torch.empty(kv_heads, 0, DIM) for _ in range(batch)]
@@ -77,10 +94,13 @@ class Ranks:
     def append(self, rows: list[int], *, complete: bool = False) -> None:
         for store in self.stores:
             store.begin(complete=complete)
-        for sequence, count in enumerate(rows):
+        new = [[torch.randn(self.kv_heads, count, dim) for dim in (DIM, VALUE_DIM)] for count in rows]
+        single = set(rows) == {1}
+        for heads, store in zip(self.heads, self.stores, strict=True) if single else ():
+            store.append_each(range(len(rows)), *(torch.cat(each, dim=1)[heads] for each in zip(*new, strict=True)))
+        for sequence, (count, (k, v)) in enumerate(zip(rows, new, strict=True)):
             if count:
-                k, v = torch.randn(self.kv_heads, count, DIM), torch.randn(self.kv_heads, count, VALUE_DIM)
-                for rank, store in enumerate(self.stores):
+                for rank, store in enumerate(() if single else self.stores):
                     store.append(sequence, k[self.heads[rank]], v[self.heads[rank]])
                 self.k[sequence] = torch.cat([self.k[sequence], k], dim=1)
                 self.v[sequence] = torch.cat([self.v[sequence], v], dim=1)
@@ -171,11 +191,35 @@ class Ranks:
         return (weights @ v).float()
 
 
+@pytest.fixture
+def engine() -> Iterator[SimpleNamespace]:
+    """What stores ask of an engine that offloads."""
+    link, memory = EmulatedLink(), HostTier(8 << 20, pin=False)
+    pool, expected = PagePool([memory], 1 << 10), list[TieredStore]()
+    config = OffloadConfig(enabled=True, method="stream")
+    yield SimpleNamespace(
+        config=config,
+        link=link,
+        pool=pool,
+        device=torch.device("cpu"),
+        residents=ResidentBudget(1000, 1),
+        outgoing=deque(),
+        expect=expected.append,
+    )
+    assert expected
+    link.close()
+    memory.close()
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("copies", get_args(Copies))
-def test_ranks_together_hold_and_see_all_tokens_once(ragged: bool, size: int, copies: Copies) -> None:
-    ranks = Ranks(random.choice((1, 2, 5)), size, 3, ragged=ragged, copies=copies)
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_ranks_together_hold_and_see_all_tokens_once(
+    ragged: bool, size: int, copies: Copies, offloaded: bool, request: pytest.FixtureRequest
+) -> None:
+    engine = request.getfixturevalue("engine") if offloaded else None
+    ranks = Ranks(random.choice((1, 2, 5)), size, 3, ragged=ragged, copies=copies, engine=engine)
     lengths = [random.randint(100, 400), 1, 0]
     ranks.append(lengths)
     ranks.check(max(lengths))
@@ -222,6 +266,29 @@ def test_memory_is_that_of_the_own_tokens() -> None:
     held = sum(store.nbytes() for store in ranks.stores)
     # Beside keys and values, the row of each token of a shared head.
     assert held <= 6 * length * ((DIM + VALUE_DIM) * 4 + 8) * 1.04
+
+
+def test_rows_of_heads_without_tokens_have_a_width(engine: SimpleNamespace) -> None:
+    ranks = Ranks(3, 3, 2, ragged=False, engine=engine)
+    ranks.append([1, 1])
+    for store in ranks.stores:
+        assert isinstance(store, SharedTiers)
+        assert [strip.store.row_width for strip in store.strips[1:]] == [DIM + VALUE_DIM] * (len(store.strips) - 1)
+
+
+def test_room_is_counted_as_tiers_take_it(engine: SimpleNamespace) -> None:
+    ranks = Ranks(5, 3, 2, ragged=False, engine=engine)
+    lengths = [random.randint(1, 1500), random.randint(1, 40)]
+    ranks.append(lengths)
+    ranks.finish()
+    for store, shares in zip(ranks.stores, ranks.shares, strict=True):
+        assert isinstance(store, SharedTiers)
+        counted = store.tier.bytes_for(lengths, shares, ranks.prompts.tolist())
+        # How much of a begun period is another rank's is not looked at.
+        begun = page_bytes(PERIOD * BLOCK, store.tier.body_row_bytes, engine.pool.page_bytes)
+        taken = sum(strip.store.nbytes() for strip in store.strips)
+        assert taken <= counted <= taken + len(lengths) * len(shares.patterns) * begun
+        assert len(shares.patterns) or taken == counted
 
 
 def test_heads_of_one_rank_alone_come_first() -> None:
