@@ -106,8 +106,14 @@ class HeadTimes:
 
     def with_batch(self, batch: int) -> HeadTimes:
         """The same for another number of sequences."""
-        size = {"tp_size": self.tp_size, "batch": batch, "calls": self._given_calls}
-        return HeadTimes(self.profile, self.model, shared_memory=self._shared_memory, **size)
+        return HeadTimes(
+            self.profile,
+            self.model,
+            tp_size=self.tp_size,
+            batch=batch,
+            shared_memory=self._shared_memory,
+            calls=self._given_calls,
+        )
 
     def costs(self, layer: int) -> LayerCosts:
         return self._costs[self._kinds[layer]]

@@ -180,7 +180,8 @@ def _wrapped(
     if not fixed or len(ranks) == 1:
         return wrap_around(weights, members, ranks)
     level = (sum(weights[head] for head in members) + fixed * (len(members) + len(ranks) - 1)) / len(ranks)
-    random, best, found = np.random.default_rng(0), inf, {}
+    random, best = np.random.default_rng(0), inf
+    found: dict[int, dict[int, float]] = {}
     orders = chain([members, members[::-1]], (random.permutation(members).tolist() for _ in range(ORDERS)))
     for order in orders:
         parts = wrap_around(weights, order, ranks, fixed)

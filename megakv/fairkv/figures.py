@@ -45,7 +45,7 @@ def draw_mapping(mapping: HeadMapping, path: str | Path | io.BytesIO) -> None:
         place = figure = _figure(*size)
     else:
         figure = _figure(size[0] + GAINS_SIZE[0], max(size[1], GAINS_SIZE[1]))
-        place, beside = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0])).tolist()
+        place, beside = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0]))
         _draw_gains(beside, mapping.time)
     for axes, table in zip(_heat_maps(place, tables, titles, "rank", label), tables, strict=True):
         waiting = table.max(axis=1) > 1 + 1e-6
@@ -74,8 +74,8 @@ def _draw_gains(place: SubFigure, time: StepTime) -> None:
     gains = {(regime.batch, regime.kept): regime.gain for regime in time.regimes}
     table = np.array([[gains[batch, tokens] for tokens in kept] for batch in batches])
     axes = place.subplots()
-    # Doublings, the same to both sides of no gain.
-    widest = max(0.25, float(np.abs(np.log2(table)).max()))
+    # Doublings, the same to both sides of no gain; twice as many, so that numbers can be read.
+    widest = max(0.5, 2 * float(np.abs(np.log2(table)).max()))
     axes.imshow(np.log2(table), cmap="RdBu", vmin=-widest, vmax=widest, aspect="auto")
     for row, column in np.ndindex(table.shape):
         axes.text(column, row, f"{table[row, column]:.2f}", ha="center", va="center", fontsize=8, color=INK)
@@ -84,8 +84,8 @@ def _draw_gains(place: SubFigure, time: StepTime) -> None:
     axes.set_xlabel("kept tokens a head, the mean", fontsize=9, color=INK)
     axes.set_ylabel("batch", fontsize=9, color=INK)
     axes.tick_params(labelsize=8, colors=FAINT, length=0)
-    own = f"{time.gain:.3f} times as fast at batch {time.batch}, {time.kept:.0f} tokens"
-    axes.set_title(f"a step over one with contiguous heads\n{own} ({time.hardware})", fontsize=9, color=INK)
+    own = f"{time.gain:.3f} at batch {time.batch} and {time.kept:.0f} tokens, {time.hardware}"
+    axes.set_title(f"predicted gain of a step over contiguous heads\n{own}", fontsize=9, color=INK)
     axes.invert_yaxis()
 
 
