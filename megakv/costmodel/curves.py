@@ -195,4 +195,5 @@ class RaggedTable(BaseModel):
         ]
         heads, tokens, times = np.array(cells).T
         factors, _ = nnls(np.stack([np.ones_like(times), heads, tokens], axis=1) / times[:, None], np.ones_like(times))
-        return RaggedCall(*factors.tolist(), jitter=self.jitter)
+        call_s, head_s, token_s = factors.tolist()
+        return RaggedCall(call_s, head_s, token_s, self.jitter)

@@ -192,7 +192,7 @@ def _wrapped(
         if slowest < best * (1 - TOLERANCE):
             best = slowest
             found = {
-                head: dict(zip(parts[head], (share / weights[head] for share in own), strict=True))
+                head: dict(zip(parts[head], (share / sum(own) for share in own), strict=True))
                 for head, own in zip(members, shares, strict=True)
             }
         if best <= level * (1 + CLOSE):

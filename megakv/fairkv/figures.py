@@ -45,7 +45,8 @@ def draw_mapping(mapping: HeadMapping, path: str | Path | io.BytesIO) -> None:
         place = figure = _figure(*size)
     else:
         figure = _figure(size[0] + GAINS_SIZE[0], max(size[1], GAINS_SIZE[1]))
-        place, beside = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0]))
+        halves: Any = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0]))
+        place, beside = halves
         _draw_gains(beside, mapping.time)
     for axes, table in zip(_heat_maps(place, tables, titles, "rank", label), tables, strict=True):
         waiting = table.max(axis=1) > 1 + 1e-6

@@ -127,6 +127,16 @@ def test_where_weights_are_what_a_step_reads_heads_stay() -> None:
     assert regime.gain == pytest.approx(expected)
 
 
+def test_heads_that_keep_nothing() -> None:
+    """They are somewhere, whole, and a mapping of them can be read back."""
+    for size in (2, 4, 8):
+        times, (kept,) = instance(size)
+        few = [tokens if head < 2 else 0.0 for head, tokens in enumerate(kept)]
+        for row in (few, [0.0] * len(kept)):
+            found = map_heads(BudgetProfile(model="m", budgets=[row]), tp_size=size, times=times)
+            assert found.time is not None and found.time.gain >= 1 - 1e-12
+
+
 @pytest.mark.parametrize("split", ["free", "even"])
 def test_limits_hold(split: Any) -> None:
     for _ in range(6):
