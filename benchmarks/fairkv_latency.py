@@ -170,11 +170,15 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
 
     device = torch.device(arguments.device)
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], device)
-    # Cases are measured in turn, so the caches of all are there.
+    # Cases are measured in turn, so the caches of all are there; on the CPU all layers of a step, too.
     on_cpu = arguments.device == "cpu"
     free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info()[0]
-    needed = sum(arguments.batches) * sum(arguments.kept) * arguments.kv_heads * shape.token_bytes
-    words = f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]}"
+    middle = arguments.batches[len(arguments.batches) // 2]
+    steps = arguments.layers * middle * arguments.kept[-1] if on_cpu else 0
+    needed = max(sum(arguments.batches) * sum(arguments.kept), steps) * arguments.kv_heads * shape.token_bytes
+    words = (
+        f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]}, --layers {arguments.layers}"
+    )
     check_memory(needed, USABLE * free, words)
     bench = Bench(device, arguments.repeats)
     rows = measure_grid(arguments, bench, shape) + measure_steps(arguments, bench, shape)
