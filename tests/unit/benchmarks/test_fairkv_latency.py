@@ -52,6 +52,10 @@ def test_tiny_run(tmp_path: Path) -> None:
         measured = sum(max(sorted(times)[1] for times in zip(*layer, strict=True)) for layer in layers)
         assert found["measured_s"] == pytest.approx(measured)
         assert found["off"] == pytest.approx(found["predicted_s"] / measured - 1)
+        # Of three runs the fastest is the lower decile.
+        fastest = sum(max(map(min, zip(*layer, strict=True))) for layer in zip(*row["rank_seconds"], strict=True))
+        assert found["undisturbed_s"] == pytest.approx(fastest)
+        assert found["undisturbed_off"] == pytest.approx(found["predicted_s"] / fastest - 1)
     # The profile that it was predicted from; so many heads keep as many tokens everywhere.
     model_of = {row["method"]: row["predicted_s"] for row in steps}
     call = load_profile(tmp_path / "latency.profiles" / "1.json").ragged[0].call
