@@ -94,6 +94,8 @@ class HeadTimes:
     ):
         if batch < 1 or tp_size < 1:
             raise ValueError(f"batch = {batch}, tp_size = {tp_size}: allowed: 1 or more of each")
+        if model.latent is not None:
+            raise ValueError("the model caches latents, one head for all ranks: there are no heads to place")
         self.profile, self.model, self.tp_size, self.batch = profile, model, tp_size, batch
         self._shared_memory, self._given_calls = shared_memory, calls
         self._calls = batch if calls is None else calls

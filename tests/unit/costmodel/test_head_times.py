@@ -1,7 +1,7 @@
 """A decoding step over mapped heads, by hand."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -134,5 +134,7 @@ def test_what_is_refused() -> None:
         times.step_seconds([whole(0, 0, 1, 1)], [[1.0] * HEADS])
     with pytest.raises(ValueError, match="batch = 0, tp_size = 2: allowed: 1 or more of each"):
         HeadTimes(machine(), MODEL, tp_size=2, batch=0)
+    with pytest.raises(ValueError, match="caches latents, one head for all ranks"):
+        HeadTimes(machine(), replace(MODEL, row_dim=40, latent=32), tp_size=2)
     with pytest.raises(ValueError, match="seconds must have 2 rows of 2 to 3 times"):
         RaggedTable(head_dim=8, group=1, heads=(1, 2), tokens=(1, 2, 3), seconds=((1.0, 2.0),))
