@@ -184,7 +184,7 @@ class Compressor:
         if self.method.peaks:
             masses = [coarse_peaks(mass) for mass in masses]
         if self.method.pool_radius:
-            masses = pooled_mass(call, masses, segments, self.method.pool_radius)
+            masses = pooled_mass(call, masses, segments, self.method.pool_radius, mean=self.method.pools_mean)
         return masses
 
     def protected(self, segment: Segment) -> Tensor:

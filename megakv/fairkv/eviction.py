@@ -252,5 +252,5 @@ class Eviction:
             over: Literal["world", "cp"] = "world" if divided else "cp"
             heads, count = (np.array(own), compressor.kv_heads) if divided else (np.arange(len(own)), len(own))
             reduce = partial(self._comm.all_reduce, over=over, how="max", operation="compression", layer=call.layer)
-            mass = tokens.pooled(mass, method.pool_radius, heads, count, reduce)
+            mass = tokens.pooled(mass, method.pool_radius, heads, count, reduce, mean=method.pools_mean)
         return mass

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
@@ -18,6 +17,7 @@ from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention_weights import SCORE_ELEMENTS, ScoredQueries
 from megakv.fairkv.method import Segment
 from megakv.fairkv.notes import Notes
+from megakv.fairkv.observation import pooled
 
 OverRanks = Callable[[Tensor], Tensor]
 """The maximum over some ranks, in place."""
@@ -114,8 +114,10 @@ class HeldTokens:
             scored = ScoredQueries(queries[a:b], q_slots[a:b], q_orders[a:b], kv_heads, scoring)
             scored.add_to(mass_KM, self.k_KMD, *columns, peak=peak, near=near, counts=counts)
 
-    def pooled(self, mass_KM: Tensor, radius: int, heads: IntArray, all_heads: int, over: OverRanks) -> Tensor:
-        """The maximum over every token's neighbours within a radius that its head still holds, on whichever rank.
+    def pooled(
+        self, mass_KM: Tensor, radius: int, heads: IntArray, all_heads: int, over: OverRanks, *, mean: bool
+    ) -> Tensor:
+        """The maximum, or mean, over every token's neighbours within a radius that its head still holds, on any rank.
 
         `heads` ``[K]`` are this rank's of `all_heads` that any rank over which the maximum is taken may hold.
         """
@@ -131,7 +133,7 @@ class HeldTokens:
         index = upload(heads[own], device), upload(at, device)
         here = upload(own, device), upload(places, device)
         spread[index] = mass_KM[here]
-        widest = functional.max_pool1d(over(spread), 2 * radius + 1, stride=1, padding=radius)
+        shared = pooled(over(spread), radius, mean=mean)
         result = torch.zeros_like(mass_KM)
-        result[here] = widest[index]
+        result[here] = shared[index]
         return result

@@ -86,6 +86,11 @@ class CompressionMethod(Section, ABC):
         return 0
 
     @property
+    def pools_mean(self) -> bool:
+        """Whether neighbours share the mean of what they were given, not the highest."""
+        return False
+
+    @property
     @abstractmethod
     def least(self) -> int:
         """Tokens that every head keeps in any case."""

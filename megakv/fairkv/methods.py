@@ -52,7 +52,9 @@ class SnapKV(CompressionMethod):
     reduce: Literal["mean", "peak"] = "mean"
     """What counts of their attention. For a question that comes later: ``peak`` over the ``prompt``."""
     pool: int = Field(7, ge=1)
-    """Neighbouring tokens that share the highest of their scores, an odd number. 1 pools nothing."""
+    """Neighbouring tokens that share their scores, an odd number. 1 pools nothing."""
+    pooling: Literal["max", "mean"] = "max"
+    """What they share: the highest of their scores, or the mean."""
 
     @field_validator("pool")
     @classmethod
@@ -72,6 +74,10 @@ class SnapKV(CompressionMethod):
     @property
     def pool_radius(self) -> int:
         return self.pool // 2
+
+    @property
+    def pools_mean(self) -> bool:
+        return self.pooling == "mean"
 
     @property
     def least(self) -> int:
@@ -102,11 +108,17 @@ class H2O(CompressionMethod):
     name: ClassVar[str] = "h2o"
     recent: float = Field(0.5, ge=0, le=1)
     """Share of what is kept that goes to the last tokens."""
+    per_query: bool = False
+    """Count the mean over the queries that saw a token, not the sum: the first tokens are seen by most."""
     observed: ClassVar[int] = EVERYTHING
     least: ClassVar[int] = 2
 
     def protected(self, tokens: int) -> int:
         return int(self.recent * tokens)
+
+    def scores(self, segment: Segment, mass_KS: Tensor | None) -> Tensor:
+        assert mass_KS is not None
+        return mass_KS / (segment.length - segment.order) if self.per_query else mass_KS
 
 
 class AdaSnapKV(SnapKV):

@@ -116,10 +116,17 @@ def _add_mass(
         scored.add_to(mass_KS[:, keys], segment.k_KSD[:, keys], *columns, peak=peak, near=near)
 
 
+def pooled(mass_KS: Tensor, radius: int, *, mean: bool) -> Tensor:
+    """The maximum over neighbours within a radius, or the mean, to which those beyond the ends count as 0."""
+    pool = functional.avg_pool1d if mean else functional.max_pool1d
+    found: Tensor = pool(mass_KS, 2 * radius + 1, stride=1, padding=radius)
+    return found
+
+
 def pooled_mass(
-    call: AttentionCall, masses: Sequence[Tensor], segments: Sequence[Segment], radius: int
+    call: AttentionCall, masses: Sequence[Tensor], segments: Sequence[Segment], radius: int, *, mean: bool
 ) -> list[Tensor]:
-    """The maximum over every token's neighbours within a radius; only those next to another rank's tokens travel."""
+    """What each token's neighbours were given, `pooled`; only those next to another rank's tokens travel."""
     # One segment behind the other, too far apart to be neighbours.
     starts = np.cumsum([0, *(segment.length + radius for segment in segments)])
     orders = [
@@ -137,8 +144,7 @@ def pooled_mass(
         gathered = call.comm.cp_all_gather(sent, operation="compression", layer=call.layer)
         for found, place in zip(gathered, places, strict=True):
             everyone[:, place] = found[:, : len(place)]
-    widest = functional.max_pool1d(everyone, 2 * radius + 1, stride=1, padding=radius)
-    return list(widest[:, own].split([mass.shape[1] for mass in masses], dim=1))
+    return list(pooled(everyone, radius, mean=mean)[:, own].split([mass.shape[1] for mass in masses], dim=1))
 
 
 def coarse_peaks(mass_KS: Tensor) -> Tensor:

@@ -126,6 +126,23 @@ def test_snapkv(pool: int, peak: bool, window: int | None) -> None:
         assert np.array_equal(found, best(snap_scores(each, pool, peak), round(0.3 * length)))
 
 
+def test_snapkv_by_the_mean_of_neighbours() -> None:
+    section = {"method": "snapkv", "budget": 40, "window": WINDOW, "pool": 5, "pooling": "mean"}
+    kept, weights = keep(section, LENGTHS, 0, Scoring(0.6))
+    for found, each in zip(kept, weights, strict=True):
+        seen = np.pad(each[:, :, -WINDOW:, :-WINDOW].sum((1, 2)), ((0, 0), (2, 2)))
+        scores = np.stack([seen[:, j : j + 5].sum(1) for j in range(seen.shape[1] - 4)], axis=1)
+        scores = np.pad(scores, ((0, 0), (0, WINDOW)), constant_values=np.inf)
+        assert np.array_equal(found, best(scores, 40))
+
+
+def test_h2o_by_query() -> None:
+    kept, weights = keep({"method": "h2o", "budget": 40, "recent": 0.0, "per_query": True}, LENGTHS, 0, Scoring(0.6))
+    for found, each in zip(kept, weights, strict=True):
+        length = each.shape[-1]
+        assert np.array_equal(found, best(each.sum((1, 2)) / np.arange(length, 0, -1), 40))
+
+
 def test_streaming_llm() -> None:
     kept, _ = keep({"method": "streaming_llm", "budget": 40, "sinks": 3}, LENGTHS, 0, Scoring(0.3))
     for found, length in zip(kept, LENGTHS, strict=True):
@@ -182,6 +199,17 @@ def test_headkv(write_json: Callable[[str, Any], Path]) -> None:
     assert kept[0].sum(1).tolist() == [25, 10, 10, 25]
     for head, count in enumerate([25, 10, 10, 25]):
         assert np.array_equal(kept[0][head], best(snap_scores(each[0])[head : head + 1], count)[0])
+
+
+def test_headkv_by_its_formula(write_json: Callable[[str, Any], Path]) -> None:
+    """b - b / beta tokens for every head, and of the pool of all heads' b / beta a share by importance."""
+    importance = np.random.rand(LAYERS, KV_HEADS)
+    path = write_json("importance.json", {"importance": importance.tolist()})
+    section = {"method": "headkv", "budget": 40, "window": WINDOW, "importance": str(path), "spread": 1.6}
+    for layer in range(LAYERS):
+        kept, _ = keep(section, [400], layer, Scoring(0.6))
+        expected = 15 + 25 * importance.size * importance[layer] / importance.sum()
+        assert (abs(kept[0].sum(1) - expected) < 1).all()
 
 
 @pytest.mark.parametrize(
