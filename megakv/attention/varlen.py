@@ -121,7 +121,7 @@ def _agrees(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype, key_
     runs = KeyRuns(counts, device)
     results = []
     for queries in (q, q[:, :1]):
-        each = [dense_attention(row[None], *pair, scale) for row, *pair in zip(queries, *parts, strict=True)]
+        each = [dense_attention(row[None], key, value, scale) for row, key, value in zip(queries, *parts, strict=True)]
         expected = torch.cat([out for out, _ in each]), torch.cat([lse for _, lse in each])
         results.append((functools.partial(kernel, queries, k, v, runs, scale), expected))
     return trusted(kernel, results, dtype, f"{dtype} with head dims {key_dim}, {value_dim} on {device}")

@@ -40,7 +40,8 @@ class BodyIndex:
     def of(cls, counts: IntArray, rows: IntArray) -> BodyIndex:
         first, last = int(rows.min()), int(rows.max())
         # Two bytes a token where they will do: heads of few dimensions are hardly larger.
-        return cls(counts, (rows - first).astype(np.uint16 if last - first < 1 << 16 else np.uint32), first, last)
+        short, offsets = last - first < 1 << 16, rows - first
+        return cls(counts, offsets.astype(np.uint16) if short else offsets.astype(np.uint32), first, last)
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,7 @@
-"""Started on every rank: the tokens that methods keep of prompts.
+"""Started on every rank: the tokens that methods keep.
 
-Usage: fairkv_kept.py MODEL PROMPTS.json SECTIONS.json OUT.json, sections being ``megakv.fairkv`` by name.
+Usage: fairkv_kept.py MODEL CASES.json OUT.json, cases as of tests/oracles/kvpress_kept.py, with a `section`
+``megakv.fairkv`` each.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from megakv.launcher.process import orderly_end, quiet_libraries
 
 def main() -> None:
     """Entry of every rank."""
-    folder, prompts, sections, out = sys.argv[1:]
+    folder, cases, out = sys.argv[1:]
     torch.set_num_threads(1)
     quiet_libraries()
-    asked = json.loads(Path(prompts).read_text())
-    results: list[dict[str, object]] = [{} for _ in asked]
-    for name, section in json.loads(Path(sections).read_text()).items():
-        engine = megakv.init_inference(folder, {"dtype": "fp32", "megakv": {"fairkv": section}})
-        for result, prompt in zip(results, asked, strict=True):
-            cache = engine(torch.tensor([prompt])).past_key_values
-            result[name] = [layer[0] for layer in kept_slots(engine, cache)]
+    results: dict[str, list[object]] = {}
+    for name, case in json.loads(Path(cases).read_text()).items():
+        engine = megakv.init_inference(folder, {"dtype": "fp32", "megakv": {"fairkv": case["section"]}})
+        results[name] = []
+        for prompt in case["prompts"]:
+            cache, first = None, len(prompt) - case["steps"]
+            for start, stop in [(0, first), *((at, at + 1) for at in range(first, len(prompt)))]:
+                ids, positions = torch.tensor([prompt[start:stop]]), torch.arange(start, stop)[None]
+                cache = engine(ids, position_ids=positions, past_key_values=cache).past_key_values
+            results[name].append([layer[0] for layer in kept_slots(engine, cache)])
         engine.destroy()
     Path(out).write_text(json.dumps(results))
 
