@@ -32,7 +32,7 @@ def safeguard(window: int) -> float:
 
 def case(method: str, press: str, section: dict[str, Any], options: dict[str, Any], **other: Any) -> dict[str, Any]:
     """One method beside one press, which keep as many tokens of prompts of some lengths."""
-    own = {"within": None, "steps": 0, "interval": INTERVAL, "count": COUNT, "lengths": (251, 190, 400)} | other
+    own = {"within": None, "steps": 0, "interval": INTERVAL, "count": COUNT, "lengths": (251, 220, 400)} | other
     own["prompts"] = [[random.randrange(1, VOCAB) for _ in range(length)] for length in own.pop("lengths")]
     full = {"method": method, "budget": own["count"], "min_tokens": 64, **section}
     if own["steps"]:
