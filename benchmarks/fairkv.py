@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from harness.launch import Rows, Summary, benchmark
-from harness.options import HEAD_METHODS, UNIFORM, Options, check_memory
+from harness.options import BY_TOKENS, CHOSEN, CONTIGUOUS, HEAD_METHODS, UNIFORM, Options, check_memory
 
 if TYPE_CHECKING:
     from harness.world import World
 
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
+REGIMES = "regimes"
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
 USABLE = 0.75  # Share of the machine's memory that a part may take
 PROCESS_BYTES = 500 << 20  # Of a rank before it has weights or caches, and of the processes that start them
@@ -26,7 +28,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.profile({"": 30.0, "quick": 5.0})
     options.add("--quick", False, "smaller and fewer")
     options.names("--methods", HEAD_METHODS, "uniform,contiguous,nodp,dp1,dp2,dp3,dp4,split1,split3", "which to run")
-    options.names("--parts", tuple(TITLES), ",".join(TITLES), "what to measure")
+    options.names("--parts", (*TITLES, REGIMES), ",".join((*TITLES, REGIMES)), "what to measure")
     options.add("--batch", 4, "sequences decoded together")
     options.add("--kept", {"": 16384, "quick": 2048}, "mean tokens that a KV head keeps")
     options.add("--layers", 8, "layers of a step")
@@ -38,6 +40,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--steps", 1, "attention steps of a sample, of which it is the mean")
     options.add("--tokens", 2, "engine steps of a sample, of which it is the mean")
     options.add("--repeats", {"": 25, "quick": 9}, "rounds of all methods at most")
+    # Those of Llama 3.1 8B.
+    options.add("--wide-hidden", 4096, "hidden size of the regimes' Llama")
+    options.add("--wide-intermediate", 14336, "of the regimes' Llama")
+    options.add("--wide-group", 4, "its query heads to a KV head")
+    options.add("--wide-layers", 2, "its layers")
+    options.numbers("--regime-batches", {"": "1,4,16", "quick": "1,8"}, "batches of the regimes")
+    options.numbers("--regime-kept", "256,1K,4K,16K", "kept tokens of the regimes")
+    options.add("--regime-seconds", {"": 60.0, "quick": 15.0}, "no further round of a regime begins after them")
     options.add("--cell-seconds", {"": 130.0, "quick": 20.0}, "no further round of a part begins after them")
     arguments = options.parse(argv)
     ranks, kv_heads = arguments.ranks, arguments.kv_heads
@@ -55,12 +65,26 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "attention"
         )
     words = f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {arguments.layers} and --hidden"
+    wide = wide_arguments(arguments)
+    larger = f"--regime-batches up to {wide.batch} with --regime-kept up to {wide.kept} and --wide-hidden"
+    sizes = [(needed_bytes(arguments), f"{words} {arguments.hidden}")]
+    sizes += [(needed_bytes(wide), f"{larger} {wide.hidden}")] if REGIMES in arguments.parts else []
     try:
-        available = USABLE * psutil.virtual_memory().total
-        check_memory(needed_bytes(arguments), available, f"{words} {arguments.hidden}")
+        for needed, named in sizes:
+            check_memory(needed, USABLE * psutil.virtual_memory().total, named)
     except ValueError as error:
         options.error(str(error))
     return arguments
+
+
+def wide_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Those of the regimes: a real model's widths, all batches and kept tokens, and the largest of each."""
+    own = {name: getattr(arguments, f"wide_{name}") for name in ("hidden", "intermediate", "group", "layers")}
+    own |= {"heads": arguments.kv_heads * arguments.wide_group, "parts": ["engine"]}
+    own |= {"methods": [CONTIGUOUS, *BY_TOKENS, CHOSEN]}
+    own |= {"regimes": list(product(arguments.regime_batches, arguments.regime_kept))}
+    own |= {"batch": arguments.regime_batches[-1], "kept": arguments.regime_kept[-1]}
+    return argparse.Namespace(**{**vars(arguments), **own})
 
 
 def needed_bytes(arguments: argparse.Namespace) -> int:
@@ -81,21 +105,24 @@ def needed_bytes(arguments: argparse.Namespace) -> int:
 
 def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     from harness.fairkv_methods import measure_part, predicted_seconds
+    from harness.fairkv_regimes import measure_regimes
     from harness.head_division import make_division, skewed_budgets
 
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
     place = {"ranks": arguments.ranks, "batch": arguments.batch}
-    divisions = [make_division(name, budgets, **place) for name in arguments.methods]
-    predicted = predicted_seconds(world, arguments, divisions)
-    return [
+    parts = [part for part in arguments.parts if part in TITLES]
+    divisions = [make_division(name, budgets, **place) for name in arguments.methods if parts]
+    predicted = predicted_seconds(world, arguments, divisions) if parts else {}
+    rows = [
         row | {"predicted_s": predicted.get((part, row["method"]))}
-        for part in arguments.parts
+        for part in parts
         for row in measure_part(part, arguments, world, divisions)
     ]
+    return rows + (measure_regimes(wide_arguments(arguments), world) if REGIMES in arguments.parts else [])
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
-    from harness.fairkv_report import chart, show_part, summarise
+    from harness.fairkv_report import chart, regimes_chart, show_part, show_regimes, summarise, summarise_regimes
 
     size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
     subtitle = (
@@ -103,11 +130,19 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]
         f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
     )
     summary, charts = {}, []
-    for part in arguments.parts:
+    for part in [part for part in arguments.parts if part in TITLES]:
         own, title = [row for row in rows if row["part"] == part], f"{TITLES[part]} {size}"
         summary[part] = summarise(own)
         show_part(title, own, summary[part])
         charts.append(chart(part, title, subtitle, own))
+    if REGIMES in arguments.parts:
+        own = [row for row in rows if row["part"] == REGIMES]
+        found = summarise_regimes(own)
+        show_regimes(own, found)
+        summary |= found
+        shape = f"hidden {arguments.wide_hidden}, {arguments.kv_heads} KV heads, {arguments.wide_layers} layers"
+        subtitle = f"{arguments.ranks} ranks, {shape}, {arguments.dtype}; dashed: predicted, not fitted to these steps"
+        charts.append(regimes_chart(own, found, subtitle))
     return summary, charts
 
 

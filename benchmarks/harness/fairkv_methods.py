@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +22,7 @@ from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh
+from megakv.fairkv.mapping import HeadMapping
 
 from .head_division import Division, Piece, copies_of, make_mapping
 from .methods import ContextParallel, Generation
@@ -126,7 +127,7 @@ class MappedGeneration(Generation):
 
 
 def make_engines(
-    arguments: argparse.Namespace, world: World, divisions: Sequence[Division], *, positions: int
+    arguments: argparse.Namespace, world: World, mappings: Mapping[str, HeadMapping | None], *, positions: int
 ) -> dict[str, megakv.MegaKVEngine]:
     """By method: an engine over the same random Llama; methods whose heads lie in runs share theirs."""
     engines: dict[str, megakv.MegaKVEngine] = {}
@@ -136,13 +137,12 @@ def make_engines(
         folder = world.gather(folder)[0]
         if world.rank == 0:
             model_config(arguments, positions=positions).save_pretrained(folder)
-        for division in tqdm(divisions, desc="engines", unit="engine", disable=world.rank != 0):
-            mapping = make_mapping(division.name, division.budgets, ranks=world.size, batch=arguments.batch)
-            key = CONTIGUOUS if mapping is None else division.name
+        for name, mapping in tqdm(mappings.items(), desc="engines", unit="engine", disable=world.rank != 0):
+            key = CONTIGUOUS if mapping is None else name
             if key not in engines:
                 fairkv: dict[str, Any] = {"budget": 0.5}
                 if mapping is not None:
-                    fairkv["copies"] = copies_of(division.name)
+                    fairkv["copies"] = copies_of(name)
                     fairkv["mapping"] = str(Path(folder) / f"{key}.json")
                     if world.rank == 0:
                         mapping.save(fairkv["mapping"])
@@ -151,9 +151,24 @@ def make_engines(
                 section = {"load": "random", "seed": arguments.seed, "fairkv": fairkv}
                 engines[key] = megakv.init_inference(folder, {**config, "megakv": section})
                 without_stop(engines[key].module)
-            found[division.name] = engines[key]
+            found[name] = engines[key]
         world.barrier()
     return found
+
+
+def engine_methods(
+    arguments: argparse.Namespace,
+    world: World,
+    divisions: Sequence[Division],
+    engines: Mapping[str, megakv.MegaKVEngine],
+    pool: TokenPool,
+    room: Room,
+) -> list[MappedGeneration]:
+    """One for each division; a prompt is as long as the head that keeps most."""
+    longest = max(max(row) for division in divisions for row in division.budgets)
+    ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
+    steps = arguments.tokens + 1
+    return [MappedGeneration(each, engines[each.name], pool, ids, steps, room=room) for each in divisions]
 
 
 def measure_part(part: str, arguments: argparse.Namespace, world: World, divisions: Sequence[Division]) -> Rows:
@@ -168,10 +183,10 @@ def measure_part(part: str, arguments: argparse.Namespace, world: World, divisio
         size = {"batch": arguments.batch, "steps": arguments.steps}
         methods = [RaggedDecode(division, pool, comm, room, **size) for division in divisions]
     else:
-        steps = arguments.tokens + 1
-        engines = make_engines(arguments, world, divisions, positions=longest + steps + 1)
-        ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
-        methods = [MappedGeneration(each, engines[each.name], pool, ids, steps, room=room) for each in divisions]
+        place = {"ranks": world.size, "batch": arguments.batch}
+        mappings = {each.name: make_mapping(each.name, each.budgets, **place) for each in divisions}
+        engines = make_engines(arguments, world, mappings, positions=longest + arguments.tokens + 2)
+        methods = engine_methods(arguments, world, divisions, engines, pool, room)
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
     samples = measure(world, methods, Agreement(world, arguments.dtype), **limits)
     room.take(None)
@@ -204,10 +219,18 @@ def predicted_seconds(
     outputs = arguments.batch * model.heads * model.value_dim * model.element_bytes
     found: dict[tuple[str, str], float | None] = {}
     for division in divisions:
-        attention, step = 0.0, whole.beside_s
+        attention = 0.0
         for layer, works in enumerate(division.works(arguments.batch)):
             shared_s = whole.shared_s(division.shared_entries(layer))
             attention += alone.attention(works) + shared_s + whole.summed_s(outputs)
-            step += whole.costs(layer).seconds(works, shared_s)
-        found["attention", division.name], found["engine", division.name] = attention, step
+        found["attention", division.name] = attention
+        found["engine", division.name] = predicted_step(whole, division)
     return found
+
+
+def predicted_step(times: HeadTimes, division: Division) -> float:
+    """Seconds of a whole step."""
+    return times.beside_s + sum(
+        times.costs(layer).seconds(works, times.shared_s(division.shared_entries(layer)))
+        for layer, works in enumerate(division.works(times.batch))
+    )

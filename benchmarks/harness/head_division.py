@@ -85,15 +85,18 @@ class Division:
         }
 
 
+def profile_of(budgets: Budgets) -> BudgetProfile:
+    return BudgetProfile(model="synthetic", budgets=tuple(tuple(map(float, row)) for row in budgets))
+
+
 def make_mapping(name: str, budgets: Budgets, *, ranks: int, batch: int) -> HeadMapping | None:
     """Of a method of `HEAD_METHODS`; None where neighbouring heads lie on a rank."""
     kind, copies = name.rstrip("1234"), int(name[-1]) if name[-1].isdecimal() else 0
     if kind in (UNIFORM, CONTIGUOUS):
         return None
-    profile = BudgetProfile(model="synthetic", budgets=tuple(tuple(map(float, row)) for row in budgets))
     whole = kind == "dp"
     return map_heads(
-        profile,
+        profile_of(budgets),
         tp_size=ranks,
         copies=copies,
         split="even" if whole else "free",
@@ -106,7 +109,12 @@ def make_division(name: str, budgets: Budgets, *, ranks: int, batch: int) -> Div
     heads = len(budgets[0])
     if name == UNIFORM:
         budgets = [[sum(row) // heads] * heads for row in budgets]
-    mapping = make_mapping(name, budgets, ranks=ranks, batch=batch)
+    return divide_by(name, budgets, make_mapping(name, budgets, ranks=ranks, batch=batch), ranks=ranks, batch=batch)
+
+
+def divide_by(name: str, budgets: Budgets, mapping: HeadMapping | None, *, ranks: int, batch: int) -> Division:
+    """By a mapping, or contiguous heads; replicas share the batch where the method is one of the paper's."""
+    heads = len(budgets[0])
     layers = [contiguous_layer(heads, ranks)] * len(budgets) if mapping is None else mapping.layers
     pieces = []
     for number, (layer, row) in enumerate(zip(layers, budgets, strict=True)):

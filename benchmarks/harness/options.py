@@ -15,6 +15,9 @@ MAPPED = ("nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in 
 HEAD_METHODS = (UNIFORM, CONTIGUOUS, *MAPPED)
 """`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
 assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
+CHOSEN = "time"
+BY_TOKENS = ("nodp", "split1")
+"""Beside what the cost model chooses: mappings that balance tokens, without copies, and with one that shares them."""
 SHAPE = (
     ("layers", 8, "decoder layers"),
     ("hidden", 1024, "hidden size"),

@@ -4,6 +4,7 @@ import json
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,12 @@ SHAPE = {
     "head-dim": 16,
     "hidden": 48,
     "intermediate": 48,
+    "wide-hidden": 64,
+    "wide-intermediate": 64,
+    "wide-group": 2,
+    "regime-batches": "1,3",
+    "regime-kept": "20,60",
+    "regime-seconds": 0.1,
 }
 TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))] + ["--dtype", "fp32"]
 TRIED = ("uniform", "contiguous", "nodp", "dp1", "dp3", "split1", "split4")
@@ -61,14 +68,15 @@ def test_the_default_budgets_are_as_skewed_as_log_normal_ones_are_on_average() -
         assert own == pytest.approx(mean, abs=0.01)
 
 
-def test_tiny_run_of_both_parts(tmp_path: Path) -> None:
+def test_tiny_run_of_all_parts(tmp_path: Path) -> None:
     path = tmp_path / "fairkv.json"
     done = fork("--ranks", "2", "--repeats", "3", "--methods", ",".join(TRIED), "--profile-seconds", "1",
                "--json", path, *TINY)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
-    assert report["benchmark"] == "fairkv" and set(report["summary"]) == {"attention", "engine"}
-    for part, summary in report["summary"].items():
+    assert report["benchmark"] == "fairkv"
+    for part in ("attention", "engine"):
+        summary = report["summary"][part]
         rows = {row["method"]: row for row in report["rows"] if row["part"] == part}
         assert tuple(rows) == TRIED
         for name, row in rows.items():
@@ -88,6 +96,31 @@ def test_tiny_run_of_both_parts(tmp_path: Path) -> None:
                 assert summary["off"][name] == pytest.approx(expected / predicted - 1)
         assert path.with_suffix(f".{part}.png").read_bytes().startswith(b"\x89PNG")
     assert "Attention of a step on 2 ranks, 6 x 37 kept tokens" in done.stdout and "A decode step on" in done.stdout
+    check_regimes(report)
+    assert path.with_suffix(".regimes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def check_regimes(report: dict[str, Any]) -> None:
+    """Gains are those of the rows, and the chosen mapping is never predicted to be slower than contiguous heads."""
+    rows = [row for row in report["rows"] if row["part"] == "regimes"]
+    names = [f"{batch} x {kept}" for batch in (1, 3) for kept in (20, 60)]
+    summary, errors = report["summary"], []
+    assert list(summary["measured_gain"]) == list(summary["predicted_gain"]) == names
+    for name in names:
+        own = {row["method"]: row for row in rows if f"{row['batch']} x {row['kept']}" == name}
+        assert list(own) == ["contiguous", "nodp", "split1", "time"] and own["split1"]["copies"] > 0
+        base = own.pop("contiguous")
+        assert own["time"]["left_alone"] == (name in summary["left_alone"])
+        for method, row in own.items():
+            predicted = base["predicted_s"] / row["predicted_s"]
+            measured = paired_ratio(base["seconds"], row["seconds"]).value
+            assert summary["predicted_gain"][name][method] == pytest.approx(predicted)
+            assert summary["measured_gain"][name][method]["value"] == pytest.approx(measured)
+            errors.append(abs(measured / predicted - 1))
+        # Parts of shared heads are whole tokens here, of which there are few.
+        assert summary["predicted_gain"][name]["time"] >= max(1, *summary["predicted_gain"][name].values()) - 1e-3
+    assert summary["prediction_median_error"] == pytest.approx(np.median(errors))
+    assert summary["prediction_largest_error"] == pytest.approx(max(errors))
 
 
 @pytest.mark.parametrize(
@@ -95,6 +128,7 @@ def test_tiny_run_of_both_parts(tmp_path: Path) -> None:
     [
         (["--ranks", "2", "--methods", "contiguous,dp9"], "--methods contiguous,dp9"),
         (["--ranks", "2", "--parts", "attention,all"], "--parts attention,all"),
+        (["--ranks", "2", "--regime-kept", "1M"], "--regime-batches up to 16 with --regime-kept up to 1048576"),
         (["--ranks", "2", "--hidden", "100"], "--hidden 100: allowed: multiples of --kv-heads x --group = 128"),
         (["--ranks", "3"], "--kv-heads 8: allowed: multiples of --ranks 3"),
         (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
