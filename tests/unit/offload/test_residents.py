@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megakv.offload.host_rank import HostRows
 from megakv.offload.store import TieredStore
 from tests.unit.offload.test_exactness import NEW, generate, plain_model
 
@@ -100,9 +101,9 @@ def test_the_report_says_what_was_done(offloaded: Callable[..., Any], tmp_path: 
     asked: list[int] = []
     start = engine._offloader._host_rank.start
 
-    def spy(call: Any, table: Any, q: Any, tokens: Any, store: TieredStore, rows: Any, *parts: Any) -> Any:
-        asked.append(sum(len(run) for each in rows for _, run in each))
-        return start(call, table, q, tokens, store, rows, *parts)
+    def spy(call: Any, q: Any, tokens: Any, store: TieredStore, rows: HostRows, *parts: Any) -> Any:
+        asked.append(sum(len(run) for each in rows.runs for _, run in each))
+        return start(call, q, tokens, store, rows, *parts)
 
     engine._offloader._host_rank.start = spy
     found = session.generate(ids, mask, max_new_tokens=NEW, min_new_tokens=NEW, **GREEDY)
