@@ -20,6 +20,7 @@ from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile, ModelIdentity, make_profile
 from megakv.launcher.budget_ranks import measure, print_tables, tokenized
 from megakv.launcher.commands.fairkv import add_rank_arguments, check, read_budgets
+from megakv.launcher.commands.fairkv_map import step_times
 from megakv.launcher.conversation import read_tokenizer
 from megakv.launcher.gain import Gain
 from megakv.launcher.job import JobParser, generation_options, print_files
@@ -65,11 +66,15 @@ def mapped(
 
     def find() -> HeadMapping:
         print_tables(profile)
-        found = map_heads(profile, tp_size=engine.mesh.tp_size, copies=arguments.copies)
+        times, tp_size = None, engine.mesh.tp_size
+        if arguments.hardware is not None:
+            directory = local_directory(arguments.model, weights=False)
+            times = step_times(arguments.hardware, str(directory), tp_size=tp_size)
+        mapping = map_heads(profile, tp_size=tp_size, copies=arguments.copies, times=times)
         if arguments.budgets is None:
             folder.write_profile(profile)
-        folder.write_mapping(profile, found)
-        return found
+        folder.write_mapping(profile, mapping)
+        return mapping
 
     with engine.agreement.call():
         return engine.agreement.decide(find)
@@ -135,7 +140,7 @@ def publish(found: Outcome, arguments: argparse.Namespace, config: MegaKVConfig,
         "format": "megakv fairkv",
         "model": arguments.model,
         "mesh": {"cp": config.cp_size, "tp": config.tp_size},
-        "copies": arguments.copies,
+        "copies": found.mapping.copies,
         "prompts": {"profile": len(found.profile.prompts or ()), "compared": found.prompts},
         "tokens_equal": found.tokens_equal,
         **gain.values(),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megakv.launcher.commands.fairkv_map import step_times
 from megakv.launcher.commands.fairkv_profile import add_measured_arguments, compress
 from megakv.launcher.prompts import read_prompts
 from megakv.launcher.ranks import check_writable, command_line, start_ranks
@@ -39,6 +40,9 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--copies", type=int, help="extra replicas of KV heads per layer, at most (default: --tp less 1)"
+    )
+    parser.add_argument(
+        "--hardware", metavar="FILE", help="a known machine, or a JSON that megakv profile wrote, to predict steps"
     )
     parser.add_argument("--repeats", type=int, default=2, help="how often either placement reads a prompt (default 2)")
     parser.add_argument(
@@ -79,12 +83,15 @@ def check(arguments: argparse.Namespace) -> MegaKVConfig:
         raise ValueError(f"--max-new-tokens {arguments.max_new_tokens}: allowed: 2 or more, since steps are measured")
     config = fairkv_config(arguments)
     read_prompts(arguments.prompts, field=arguments.field)
-    model = read_config(local_directory(arguments.model, weights=False))
+    directory = local_directory(arguments.model, weights=False)
+    model = read_config(directory)
     counts = head_counts(model)
     _check_degree(counts, config.tp_size)
     if arguments.copies is None:
         arguments.copies = config.tp_size - 1
     CopyLimits(config.tp_size, arguments.copies).check(counts[2])
+    if arguments.hardware is not None:
+        step_times(arguments.hardware, str(directory), tp_size=config.tp_size).check(counts[0], counts[2])
     if arguments.budgets is not None:
         read_budgets(arguments.budgets, arguments.model, model)
     with suppress(OSError):

@@ -115,11 +115,6 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _times(arguments: argparse.Namespace) -> HeadTimes | None:
     """What predicts steps of --model on --hardware; None where no machine is given."""
-    import torch
-
-    from megakv.costmodel.head_times import HeadTimes
-    from megakv.costmodel.presets import hardware
-
     if arguments.hardware is None:
         if arguments.batch is not None:
             raise ValueError(f"--batch {arguments.batch}: only of predicted steps; name the machine by --hardware")
@@ -130,10 +125,20 @@ def _times(arguments: argparse.Namespace) -> HeadTimes | None:
     for name, value in (("--batch", batch), ("--tp", arguments.tp)):
         if value < 1:
             raise ValueError(f"{name} {value}: allowed: 1 or more")
-    profile = hardware(arguments.hardware, setting="--hardware").on_mesh(cp_size=1, tp_size=arguments.tp)
-    model = _shape(arguments.model, getattr(torch, profile.fingerprint.dtype))
-    shared = profile.sum_times(arguments.tp, shared_memory=True) is not None
-    return HeadTimes(profile, model, tp_size=arguments.tp, batch=batch, shared_memory=shared)
+    return step_times(arguments.hardware, arguments.model, tp_size=arguments.tp, batch=batch)
+
+
+def step_times(machine: str, model: str, *, tp_size: int, batch: int = 1) -> HeadTimes:
+    """What predicts a model's steps on the machine of --hardware."""
+    import torch
+
+    from megakv.costmodel.head_times import HeadTimes
+    from megakv.costmodel.presets import hardware
+
+    profile = hardware(machine, setting="--hardware").on_mesh(cp_size=1, tp_size=tp_size)
+    shape = _shape(model, getattr(torch, profile.fingerprint.dtype))
+    shared = profile.sum_times(tp_size, shared_memory=True) is not None
+    return HeadTimes(profile, shape, tp_size=tp_size, batch=batch, shared_memory=shared)
 
 
 def _shape(model: str, dtype: torch.dtype) -> ModelShape:

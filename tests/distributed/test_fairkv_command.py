@@ -51,7 +51,7 @@ def test_from_prompts_to_a_run(tmp_path: Path, prompts: Path) -> None:
     fairkv = run.megakv.fairkv
     assert (run.tp_size, run.megakv.seed, fairkv.budget, fairkv.window) == (2, 3, 0.5, 8)  # type: ignore[attr-defined]
     assert fairkv.mapping == (str(out / "mapping.json") if result["taken"] else None)
-    assert result["predicted_gain"] > 1 and done.stdout.endswith(f"result: {result['result']}\n")
+    assert result["predicted_gain"]["attention_tokens"] > 1 and done.stdout.endswith(f"result: {result['result']}\n")
     page = (out / "page.html").read_text()
     assert page.startswith("<!DOCTYPE html>") and result["result"] in page and "mapped / contiguous" in page
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("budgets.png", "mapping.png"))

@@ -1,15 +1,18 @@
 """``megakv fairkv`` refuses what cannot work before it starts anything, and says what a mapping is worth."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megakv.fairkv.layer import contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import BudgetProfile, ModelIdentity
 from megakv.launcher.command import main
+from megakv.launcher.commands.fairkv_map import step_times
 from megakv.launcher.gain import Gain
 from tests.families import llama
 
@@ -60,6 +63,7 @@ def foreign_identity(model: Path) -> dict[str, Any]:
         (["--tp", "3", "--out", "/proc/none"], "--out /proc/none/result.json: cannot be written"),
         (["--tp", "3", "--out", "{tmp}/empty.txt"], "empty.txt/result.json: cannot be written"),
         (["--tp", "3", "--json", "/proc/none/x.json"], "--json /proc/none/x.json: cannot be written"),
+        (["--tp", "3", "--hardware", "h100-rmda"], "'h100-rmda' is neither a file nor a known machine"),
         (["--tp", "3", "--wandb", "a/b"], "--wandb a/b: allowed: 1 to 128 characters"),
     ],
 )  # fmt: skip
@@ -137,9 +141,26 @@ def test_what_a_mapping_is_worth() -> None:
     assert not slower.taken and slower.sentence().startswith("leave the heads alone: measured 0.90 times as fast")
     # Where ranks take turns, a faster step is no reason.
     shared = gain.measure(1.2, (4, 2))
-    assert not shared.taken and shared.sentence().startswith("not known here: predicted ")
+    assert not shared.taken and shared.sentence().startswith("not known here (--hardware predicts steps): predicted ")
     assert shared.sentence().endswith("which means nothing where 4 threads of ranks share 2 cores")
     assert shared.values()["shared_cores"] == {"threads": 4, "cores": 2}
+    # But the cost model's word is.
+    assert replace(shared, step=1.1).taken
+    assert not replace(slower, step=1.1).taken
+    costly = replace(gain, step=1.0)
+    assert costly.declined and costly.sentence().endswith("is predicted to have faster steps than heads in runs")
+
+
+def test_the_cost_model_says_what_a_step_gains(tmp_path: Path) -> None:
+    llama(num_hidden_layers=LAYERS, num_attention_heads=16, num_key_value_heads=8).save_pretrained(tmp_path)
+    rows = np.random.default_rng().lognormal(0, 0.8, (LAYERS, 8))
+    times = step_times("h100-rdma", str(tmp_path), tp_size=4)
+    profile = BudgetProfile(model="m", budgets=(1e6 * rows).tolist())
+    mapping = map_heads(profile, tp_size=4, copies=3, times=times)
+    plain = times.step_seconds([contiguous_layer(8, 4)] * LAYERS, profile.budgets)
+    # So many tokens are all that counts.
+    step = Gain.predict(mapping).step
+    assert step == pytest.approx(plain / times.step_seconds(mapping.layers, profile.budgets)) and step > 1.1
 
 
 @pytest.mark.parametrize("rows", [[[5.0, 5.0]], [[0.0, 0.0]], [[9.0, 1.0], [2.0, 3.0]]])
