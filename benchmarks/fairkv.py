@@ -54,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments.heads = kv_heads * arguments.group
     if ranks > kv_heads:
         options.error(f"--ranks {ranks}: allowed: up to --kv-heads {kv_heads}, a head for each rank")
-    if "engine" in arguments.parts and kv_heads % ranks:
+    if {"engine", REGIMES}.intersection(arguments.parts) and kv_heads % ranks:
         options.error(
             f"--kv-heads {kv_heads}: allowed: multiples of --ranks {ranks}, which plain tensor parallelism divides "
             "evenly; or --parts attention"
@@ -63,6 +63,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.error(
             f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}, or --parts "
             "attention"
+        )
+    wide_heads = kv_heads * arguments.wide_group
+    if REGIMES in arguments.parts and arguments.wide_hidden % wide_heads:
+        options.error(
+            f"--wide-hidden {arguments.wide_hidden}: allowed: multiples of --kv-heads x --wide-group = {wide_heads}, or "
+            f"--parts {','.join(TITLES)}"
         )
     words = f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {arguments.layers} and --hidden"
     wide = wide_arguments(arguments)
