@@ -67,8 +67,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     wide_heads = kv_heads * arguments.wide_group
     if REGIMES in arguments.parts and arguments.wide_hidden % wide_heads:
         options.error(
-            f"--wide-hidden {arguments.wide_hidden}: allowed: multiples of --kv-heads x --wide-group = {wide_heads}, or "
-            f"--parts {','.join(TITLES)}"
+            f"--wide-hidden {arguments.wide_hidden}: allowed: multiples of --kv-heads x --wide-group = {wide_heads}, "
+            f"or --parts {','.join(TITLES)}"
         )
     words = f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {arguments.layers} and --hidden"
     wide = wide_arguments(arguments)
