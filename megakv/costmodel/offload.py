@@ -247,6 +247,9 @@ def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float,
     One measurement cannot tell the two apart. What is more, or less, than expected goes to both by how much they may be
     off: in the least squares' sense, that is the likeliest pair that adds up to what was measured.
     """
+    if not (tokens_s or fixed_s):
+        # Of what was expected to take no time, a time shows nothing.
+        return 1.0, 1.0
     by_tokens, by_fixed = (TOKENS_ERR * tokens_s) ** 2, (FIXED_ERR * fixed_s) ** 2
     excess = (seconds - tokens_s - fixed_s) / (by_tokens + by_fixed)
     tokens, fixed = max(0.0, tokens_s + excess * by_tokens), max(0.0, fixed_s + excess * by_fixed)

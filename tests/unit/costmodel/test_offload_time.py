@@ -172,3 +172,4 @@ def test_what_a_step_showed_is_shared_by_what_it_can_be_due_to(seed: int) -> Non
     assert shown_parts(6e-4, 5e-5, 1e-4) == pytest.approx((1.0, 5.5), rel=0.15)
     assert shown_parts(2e-2, 1e-2, 1e-4) == pytest.approx((2.0, 1.0), rel=0.2)
     assert shown_parts(3e-4, 1e-4, 0.0) == pytest.approx((3.0, 1.0))
+    assert shown_parts(3e-4, 0.0, 0.0) == (1.0, 1.0)
