@@ -9,6 +9,8 @@ from megakv.fairkv.mapping import HeadMapping
 
 LEAST = 1e-6
 """A smaller gain is rounding: the same loads in another order."""
+LEAST_MEASURED = 0.01
+"""A smaller one that was measured may be chance."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Gain:
         """Whether to run the mapping: where it was measured to be faster, or cannot be and is predicted to be."""
         if self.declined or self.measured is None:
             return False
-        return self.measured > 1 if self.shared_cores is None else self.step is not None
+        return self.measured > 1 + LEAST_MEASURED if self.shared_cores is None else self.step is not None
 
     def sentence(self) -> str:
         """The result in one line."""

@@ -121,7 +121,8 @@ def divide_by(name: str, budgets: Budgets, mapping: HeadMapping | None, *, ranks
         if copies_of(name) == "batch":
             pieces.append(_whole_sequences(layer, number, row, ranks, batch))
         else:
-            pieces.append(_parts_of_sequences(layer, row, ranks, batch))
+            fixed = 0 if mapping is None else mapping.fixed(number)
+            pieces.append(_parts_of_sequences(layer, row, ranks, batch, fixed))
     return Division(name, budgets, pieces)
 
 
@@ -149,10 +150,13 @@ def _whole_sequences(
     return found
 
 
-def _parts_of_sequences(layer: LayerMapping, budgets: Sequence[int], ranks: int, batch: int) -> list[list[Piece]]:
+def _parts_of_sequences(
+    layer: LayerMapping, budgets: Sequence[int], ranks: int, batch: int, fixed: int
+) -> list[list[Piece]]:
     """Copies share every sequence: each attends to a part of the head's tokens."""
     found: list[list[Piece]] = [[] for _ in range(ranks)]
-    for head, (held, parts) in enumerate(zip(layer.ranks, split_request(layer, budgets, ranks), strict=True)):
+    split = split_request(layer, budgets, ranks, fixed=fixed)
+    for head, (held, parts) in enumerate(zip(layer.ranks, split, strict=True)):
         first = 0
         for rank, count in zip(held, parts, strict=True):
             if count:

@@ -91,6 +91,11 @@ def check(arguments: argparse.Namespace) -> MegaKVConfig:
         arguments.copies = config.tp_size - 1
     CopyLimits(config.tp_size, arguments.copies).check(counts[2])
     if arguments.hardware is not None:
+        if config.cp_size > 1:
+            raise ValueError(
+                f"--hardware {arguments.hardware} predicts steps of tensor-parallel ranks alone, but --cp is "
+                f"{config.cp_size}: leave out --hardware, and the placements are measured, or use --cp 1"
+            )
         step_times(arguments.hardware, str(directory), tp_size=config.tp_size).check(counts[0], counts[2])
     if arguments.budgets is not None:
         read_budgets(arguments.budgets, arguments.model, model)

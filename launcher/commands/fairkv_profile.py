@@ -77,7 +77,7 @@ def compress(config: MegaKVConfig, method: str | None, budget: float | None) -> 
     section = config.megakv
     given = {name: value for name, value in (("method", method), ("budget", budget)) if value is not None}
     # What heads keep does not depend on where they are.
-    fairkv = section.fairkv.model_dump(exclude_unset=True, exclude={"mapping"}) | given
+    fairkv = section.fairkv.model_dump(exclude_unset=True, exclude={"mapping", "copies"}) | given
     section.fairkv = load_config({"megakv": {"fairkv": fairkv}}).megakv.fairkv
     if section.fairkv.budget is None:
         raise ValueError("--budget is missing, and the config has no megakv.fairkv.budget: nothing would be compressed")
@@ -87,7 +87,7 @@ def compress(config: MegaKVConfig, method: str | None, budget: float | None) -> 
             f"layer: there is nothing to profile; allowed: {', '.join(UNEVEN)}"
         )
     if section.offload.enabled:
-        raise ValueError("megakv.offload.enabled = true is not supported with compression: switch it off to profile")
+        raise ValueError("megakv.offload.enabled = true is not supported while heads are profiled: leave it out here")
     section.tracking = TrackingConfig()
 
 

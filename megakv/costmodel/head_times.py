@@ -17,6 +17,8 @@ from megakv.costmodel.kernels import ragged_call
 from megakv.costmodel.shape import ModelShape
 
 LSE_BYTES = 4
+INSTANT = 1e-18
+"""Seconds of a token where none are known."""
 
 
 class PlacedHeads(Protocol):
@@ -30,9 +32,11 @@ class PlacedHeads(Protocol):
 
 
 class RankWork(NamedTuple):
-    """What a rank has of a layer: KV heads, and tokens that it attends to, of one sequence and all these heads."""
+    """What a rank has of a layer: KV heads, or parts of one, and tokens that it attends to, of one sequence and all
+    these heads.
+    """
 
-    heads: int
+    heads: float
     tokens: float
 
 
@@ -119,6 +123,10 @@ class HeadTimes:
 
     def costs(self, layer: int) -> LayerCosts:
         return self._costs[self._kinds[layer]]
+
+    def head_tokens(self) -> tuple[float, ...]:
+        """By layer, as many kept tokens as take as long as a KV head takes without any."""
+        return tuple(costs.head_s / max(costs.token_s, INSTANT) for costs in map(self.costs, range(len(self._kinds))))
 
     def attention(self, works: Sequence[RankWork]) -> float:
         """Seconds of a layer's attention alone, without exchanges, until the last rank is done."""

@@ -13,7 +13,7 @@ from megakv.costmodel.curves import AttentionTable, RaggedCall, RaggedTable
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import AttentionShape
 
-PAGE_TOKENS = 512
+CALL_TOKENS = 512
 """Tokens of a call that shows what each of them takes."""
 Table = TypeVar("Table", AttentionTable, RaggedTable)
 
@@ -68,9 +68,9 @@ def ragged_call(profile: HardwareProfile, shape: AttentionShape) -> RaggedCall:
     if profile.ragged:
         return _closest(profile.ragged, shape, shape.group).call
     kernels = Kernels(profile, replace(shape, heads=shape.group, kv_heads=1, latent=None, row_dim=None))
-    # What a call costs by itself is paid once for all pages.
+    # What a call costs by itself is paid once for all heads.
     call_s = kernels.block(1, 1)
-    token_s = (kernels.block(1, PAGE_TOKENS) - call_s) / (PAGE_TOKENS - 1)
+    token_s = (kernels.block(1, CALL_TOKENS) - call_s) / (CALL_TOKENS - 1)
     return RaggedCall(call_s, 0.0, token_s, profile.straggle)
 
 

@@ -191,8 +191,12 @@ def _wrapped(
         slowest, shares = split_heads([weights[head] for head in members], held, len(ranks), fixed=fixed)
         if slowest < best * (1 - TOLERANCE):
             best = slowest
+            # What is lost beside fixed parts has no shares of its own.
             found = {
-                head: dict(zip(parts[head], (share / sum(own) for share in own), strict=True))
+                head: {
+                    rank: share / total if (total := sum(own)) > 0 else 1 / len(own)
+                    for rank, share in zip(parts[head], own, strict=True)
+                }
                 for head, own in zip(members, shares, strict=True)
             }
         if best <= level * (1 + CLOSE):

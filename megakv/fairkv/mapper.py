@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import get_args
 
 from megakv.costmodel.head_times import HeadTimes
@@ -88,7 +88,10 @@ def map_heads(
         if value not in allowed:
             raise ValueError(f"{name} = {value!r}: allowed: {', '.join(allowed)}")
     _check_times(profile, tp_size, objective, times)
+    head_tokens = None if times is None or objective != "time" else times.head_tokens()
     memory = _memory(profile, tp_size, times, memory_cap, memory_cap_bytes)
+    if memory is not None and head_tokens is not None:
+        memory = replace(memory, fixed=head_tokens)
     if objective == "requests":
         if profile.prompts is None:
             raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
@@ -114,11 +117,13 @@ def map_heads(
             return solution.mappings, solution.bound
         return map_layers(budgets, limits, split, memory_cap=cap)
 
-    layers, bound = mapped(None) if memory is None else memory.within(mapped)
+    plain = [contiguous_layer(profile.n_kv_heads, tp_size)] * profile.n_layers
+    allowed = plain if limits.allow(plain[0].replicas) else None
+    layers, bound = mapped(None) if memory is None else memory.within(mapped, allowed)
     if objective in ("barrier", "requests") and split == "free" and memory is None:
         layers = _placed_for_requests(profile, layers, limits, objective)
     found = balance(layers, budgets, tp_size)
-    static = balance([contiguous_layer(profile.n_kv_heads, tp_size)] * len(budgets), budgets, tp_size)
+    static = balance(plain, budgets, tp_size)
     return HeadMapping(
         **found.model_dump(),
         model=profile.model,
@@ -129,6 +134,7 @@ def map_heads(
         memory_cap=memory_cap,
         memory_cap_bytes=memory_cap_bytes,
         mapping=tuple(by_rank(layer, tp_size) for layer in layers),
+        head_tokens=head_tokens,
         bound=0.0 if objective == "requests" else bound,
         contiguous=static,
         time=None if times is None else step_time(times, layers, budgets),

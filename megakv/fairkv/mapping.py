@@ -69,7 +69,8 @@ class HeadMapping(Record, Balance):
 
     ``mapping[layer][rank]`` are the rank's KV heads, ascending. No mapping has a smaller value of the objective than
     `bound`, in seconds of a step where the objective is ``time``, else in tokens. `contiguous` is the balance of heads
-    in runs of neighbours, the paper's SHA.
+    in runs of neighbours, the paper's SHA. ``head_tokens[layer]``, for ``time``, are as many kept tokens as take as
+    long as a head's weights: requests are divided with them.
     """
 
     format: Literal["megakv head mapping"] = "megakv head mapping"
@@ -85,6 +86,7 @@ class HeadMapping(Record, Balance):
     memory_cap: float | None = None
     memory_cap_bytes: float | None = None
     mapping: tuple[tuple[tuple[Replica, ...], ...], ...] = Field(min_length=1)
+    head_tokens: tuple[Load, ...] | None = None
     bound: Load
     contiguous: Balance | None = None
     time: StepTime | None = None
@@ -108,7 +110,13 @@ class HeadMapping(Record, Balance):
             wrong = [head for head, share in enumerate(shares) if abs(share - 1) > 1e-6]
             if wrong:
                 raise ValueError(f"{where}: the shares of KV head {wrong[0]} sum to {shares[wrong[0]]:g}, not 1")
+        if self.head_tokens is not None and len(self.head_tokens) != len(self.mapping):
+            raise ValueError(f"head_tokens are of {len(self.head_tokens)} layers, the mapping of {len(self.mapping)}")
         return self
+
+    def fixed(self, layer: int) -> int:
+        """Tokens that a head of a layer counts more on every rank that holds it."""
+        return 0 if self.head_tokens is None else round(self.head_tokens[layer])
 
     @property
     def layers(self) -> list[LayerMapping]:

@@ -33,6 +33,7 @@ class RankMemory:
     head_tokens: float
     given: str  # The setting and its value, as errors name them.
     token_bytes: float | None = None  # Of a token of all sequences, where the cap was given in bytes.
+    fixed: Sequence[float] = ()  # By layer, as requests are divided with them (`HeadMapping.head_tokens`).
 
     @classmethod
     def in_tokens(cls, profile: BudgetProfile, tp_size: int, cap: float) -> RankMemory:
@@ -55,26 +56,31 @@ class RankMemory:
         size, profile = self.tp_size, self.profile
         weights = np.array([[sum(rank in at for at in each.ranks) for rank in range(size)] for each in mappings])
         kept = [loads_of(mappings, profile.budgets, size)] if profile.prompts is None else []
+        fixed = self.fixed or [0.0] * len(mappings)
         for prompt in profile.prompts or ():
             own = [
-                mapping.with_shares(split_heads(row, mapping.ranks, size)[1])
-                for mapping, row in zip(mappings, prompt, strict=True)
+                mapping.with_shares(split_heads(row, mapping.ranks, size, fixed=each)[1])
+                for mapping, row, each in zip(mappings, prompt, fixed, strict=True)
             ]
             kept.append(loads_of(own, prompt, size))
         return np.array(kept) + weights * self.head_tokens
 
-    def within(self, mapped: Callable[[float], tuple[Mappings, float]]) -> tuple[Mappings, float]:
-        """Mappings, and their bound, that ranks can hold: `mapped` finds some under a cap of the mean's tokens.
+    def within(
+        self, mapped: Callable[[float], tuple[Mappings, float]], plain: Mappings | None
+    ) -> tuple[Mappings, float]:
+        """Mappings, and their bound, that ranks can hold: `mapped` finds some under a cap of the mean's tokens; if it
+        finds none, the `plain` ones are tried.
 
         A ValueError says what the mappings found need.
         """
         cap, best, lowest = self.cap, float("inf"), 0.0
+        least: ValueError | None = None
         for _ in range(TRIES):
             try:
                 mappings, bound = mapped(cap)
-            except ValueError:
+            except ValueError as error:
                 if self.token_bytes is None and best == float("inf"):
-                    raise
+                    least = error
                 break
             # What is true under the cap that was given is true of all that fits.
             lowest = lowest or bound
@@ -85,6 +91,13 @@ class RankMemory:
             cap = min(cap, self.cap) - (used - self.cap)
             if cap <= 0:
                 break
+        if plain is not None:
+            mappings, used = self._levelled(plain)
+            if used <= self.cap * (1 + CLOSE):
+                return mappings, lowest
+            best = min(best, used)
+        if least is not None:
+            raise least
         raise ValueError(f"{self.given} on each of {self.tp_size} ranks {self._needed(best)}")
 
     def _levelled(self, mappings: Mappings) -> tuple[Mappings, float]:

@@ -36,7 +36,8 @@ class HeadReplicas:
     def __init__(self, mapping: HeadMapping, head_map: HeadMap, comm: Communicator, copies: Copies = "tokens"):
         self._heads, self._comm, self.copies = head_map, comm, copies
         self._views = [
-            _LayerView(layer, head_map, number, comm.mesh, copies) for number, layer in enumerate(mapping.layers)
+            _LayerView(layer, head_map, number, comm.mesh, copies, mapping.fixed(number))
+            for number, layer in enumerate(mapping.layers)
         ]
 
     @property
@@ -123,7 +124,7 @@ class HeadReplicas:
             return list(keep)
         own = [mask.clone() for mask in keep]
         for mask_KS, row in zip(own, budgets, strict=True):
-            parts = split_request(view.mapping, row, mesh.tp_size)
+            parts = split_request(view.mapping, row, mesh.tp_size, fixed=view.fixed)
             for index, head in enumerate(view.shared, start=view.shares.alone):
                 replica = view.mapping.ranks[head].index(mesh.tp_rank)
                 first = sum(parts[head][:replica])
@@ -140,8 +141,8 @@ class _LayerView:
     `all_rows` ``[n, most]`` where those of each head's replicas are, filled up by the row behind the last.
     """
 
-    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, mesh: Mesh, copies: Copies):
-        self.mapping, rank = mapping, mesh.tp_rank
+    def __init__(self, mapping: LayerMapping, heads: HeadMap, layer: int, mesh: Mesh, copies: Copies, fixed: int):
+        self.mapping, self.fixed, rank = mapping, fixed, mesh.tp_rank
         self.kv_heads = list(heads.shard(layer, rank).kv_heads)
         self.shares = shares_of_rank(mapping, rank, mesh.tp_size, layer=layer, copies=copies)
         self.shared = self.kv_heads[self.shares.alone :]

@@ -53,6 +53,10 @@ class HeadShares(ABC):
         """As many as would keep as many tokens as those of this rank alone, and as each of the others."""
         return (float(self.alone), *(float(pattern.mean()) for pattern in self.patterns))
 
+    def heads_of(self, prompt: int) -> float:
+        """As many whole heads as keep what this rank keeps of a sequence."""
+        return sum(self.whole_heads)
+
     @abstractmethod
     def most_tokens(self, prompt: int, count: int) -> list[int]:
         """Of so many tokens of a sequence that follow one another, those that each shared head keeps here at most."""
@@ -94,6 +98,9 @@ class BatchShares(HeadShares):
 
     def most_tokens(self, prompt: int, count: int) -> list[int]:
         return [count * int(pattern[prompt % PROMPTS]) for pattern in self.patterns]
+
+    def heads_of(self, prompt: int) -> float:
+        return float(self.own_heads(prompt).sum())
 
     def own_heads(self, prompt: int) -> BoolArray:
         """``[K]`` which of this rank's KV heads serve a sequence here."""

@@ -80,12 +80,13 @@ def split_heads(
     return capacity, [[part[rank] for rank in held] for part, held in zip(flow, ranks, strict=True)]
 
 
-def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int) -> list[list[int]]:
+def split_request(mapping: LayerMapping, budgets: Sequence[int], tp_size: int, *, fixed: int = 0) -> list[list[int]]:
     """Divide one request's kept tokens of one layer, ``budgets[head]``, among the replicas of its heads.
 
-    The split, along with ``mapping.ranks``, whose slowest rank is fastest.
+    The split, along with ``mapping.ranks``, whose slowest rank is fastest, where every head that a rank holds counts as
+    `fixed` tokens more.
     """
-    _, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True)
+    _, parts = split_heads(budgets, mapping.ranks, tp_size, whole=True, fixed=fixed)
     return [[int(part) for part in row] for row in parts]
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from megakv.costmodel.head_times import HeadTimes, LayerCosts
+from megakv.costmodel.head_times import HeadTimes, LayerCosts, RankWork
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.capacity import CLOSE, Weights, arrange, map_layers, memory_of, relieved
 from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
@@ -22,8 +22,6 @@ from megakv.fairkv.mapping import Regime, StepTime
 from megakv.fairkv.splitting import split_heads
 
 Price = Callable[[LayerMapping], float]
-INSTANT = 1e-18
-"""Seconds of a token where the cost model knows none."""
 BATCHES = (1, 4, 16, 64, 256)
 KEPT = (256, 1024, 4096, 16384, 65536)
 """Regimes: sequences decoded together, and tokens that a head keeps of each, the mean."""
@@ -54,18 +52,32 @@ def fastest_layers(
     return min(fitting, key=lambda each: times.step_seconds(each, budgets)), bound
 
 
+def contiguous_seconds(times: HeadTimes, budgets: Weights) -> float:
+    """A step with heads in runs of neighbours, as tensor parallelism has them without a mapping.
+
+    Of more ranks than KV heads each has a part of a head's queries, and reads all of its tokens.
+    """
+    heads, size = len(budgets[0]), times.tp_size
+    if heads >= size:
+        return times.step_seconds([contiguous_layer(heads, size)] * len(budgets), budgets)
+    group = times.model.heads // heads
+    # Of a head's weights those of its key and value, as many as of one query and its output, are on each rank.
+    part = (group * heads / size + 1) / (group + 1)
+    works = [[RankWork(part, row[rank * heads // size]) for rank in range(size)] for row in budgets]
+    return times.beside_s + sum(times.costs(layer).seconds(own) for layer, own in enumerate(works))
+
+
 def step_time(times: HeadTimes, mappings: Sequence[LayerMapping], budgets: Weights) -> StepTime:
     """What the cost model says of a mapping, and of the same in other regimes."""
-    plain = [contiguous_layer(len(row), times.tp_size) for row in budgets]
     mean = float(np.mean(budgets))
     regimes = []
     for batch in BATCHES:
         of_batch = times.with_batch(batch)
         for kept in KEPT:
             rows = [[weight * kept / mean for weight in row] for row in budgets] if mean else budgets
-            mapped, contiguous = (of_batch.step_seconds(each, rows) for each in (mappings, plain))
-            regimes.append(Regime(batch=batch, kept=kept, gain=contiguous / mapped))
-    mapped, contiguous = (times.step_seconds(each, budgets) for each in (mappings, plain))
+            gain = contiguous_seconds(of_batch, rows) / of_batch.step_seconds(mappings, rows)
+            regimes.append(Regime(batch=batch, kept=kept, gain=gain))
+    mapped, contiguous = times.step_seconds(mappings, budgets), contiguous_seconds(times, budgets)
     return StepTime(
         hardware=times.profile.fingerprint.processor,
         batch=times.batch,
@@ -81,8 +93,7 @@ def fastest_layer(
     times: HeadTimes, layer: int, kept: Sequence[float], limits: CopyLimits, split: Split
 ) -> tuple[LayerMapping, float]:
     """One layer's mapping, without any copy that does not pay, and a bound in seconds."""
-    heads, costs = len(kept), times.costs(layer)
-    fixed = costs.head_s / max(costs.token_s, INSTANT)
+    heads, costs, fixed = len(kept), times.costs(layer), times.head_tokens()[layer]
     price: Price = partial(times.layer_seconds, layer, kept=kept)
     plain = contiguous_layer(heads, limits.tp_size)
     mapping, reached = (plain, price(plain)) if limits.allow(plain.replicas) else (None, float("inf"))

@@ -79,7 +79,8 @@ def check_room(
                     stay = [max(each) for each in zip(stay, held, strict=True)] if cache.length or turns else stay
                     rows = [min(each) for each in zip(stay, rows, strict=True)]
                     layer = max(layer, store.bytes_for(held, own, prompts) - store.bytes_for(rows, own, prompts))
-                bodies = (_body_bytes(store, own, count / ranks, pool.page_bytes) for count in filter(None, kept))
+                each = zip(prompts, kept, strict=True)
+                bodies = (_body_bytes(store, own, at, n / ranks, pool.page_bytes) for at, n in each if n)
                 needed += layers * (store.bytes_for(rows, own, prompts) + sum(bodies))
             found.append((needed + layer, rank))
     needed, rank = max(found)
@@ -92,7 +93,7 @@ def check_room(
     pool.check_capacity(needed, rows_bytes + held_bodies, tokens)
 
 
-def _body_bytes(store: TieredStore, heads: HeadShares | None, count: float, page: int) -> int:
+def _body_bytes(store: TieredStore, heads: HeadShares | None, prompt: int, count: float, page: int) -> int:
     """Bytes of the pages of what a layer's heads keep of a turn, so many tokens each on average."""
-    heads_here = store.head_shape.heads if heads is None else sum(heads.whole_heads)
+    heads_here = store.head_shape.heads if heads is None else heads.heads_of(prompt)
     return page_bytes(ceil(count * heads_here), store.body_row_bytes, page)

@@ -106,7 +106,7 @@ class GroupSchedule:
         if not self.open or (number & (number - 1) if single else layout.size > 1):
             return False
         batch, new = layout.tokens[0].batch, len(layout.tokens[cache.rank])
-        held = new + sum(cache.tier(0).lengths())
+        held = new + sum(cache.tier(0).lengths()) + round(cache.kept(range(cache.table.batch))[0])
 
         def decide() -> tuple[int, str]:
             counts = self._fitting(batch, new, held, single=single, room=accelerator_room() + buffers)

@@ -396,7 +396,7 @@ class TieredStore(RowFormat, KVStore):
             width = max(width, offered)
         found = sum(page_bytes(count, row_bytes, page) for count in tokens)
         if heads is not None:
-            for own in map(heads.most_tokens, prompts, tokens):
+            for own in (heads.most_tokens(*each) for each in zip(prompts, tokens, strict=True)):
                 found += sum(page_bytes(most, self.body_row_bytes, page) for most in own)
         for sequence, count in enumerate(tokens if width else ()):
             inputs = self._inputs[sequence]

@@ -19,7 +19,8 @@ from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.profile import BudgetProfile
-from megakv.fairkv.splitting import split_heads
+from megakv.fairkv.rank_memory import RankMemory
+from megakv.fairkv.splitting import split_heads, split_request
 from megakv.fairkv.step_time import fastest_layer, fastest_layers
 from megakv.launcher.command import main
 from tests.families import llama
@@ -134,7 +135,8 @@ def test_heads_that_keep_nothing() -> None:
         few = [tokens if head < 2 else 0.0 for head, tokens in enumerate(kept)]
         for row in (few, [0.0] * len(kept)):
             found = map_heads(BudgetProfile(model="m", budgets=[row]), tp_size=size, times=times)
-            assert found.time is not None and found.time.gain >= 1 - 1e-12
+            # No mapping divides a head's queries, as more ranks than heads do without one.
+            assert found.time is not None and (found.time.gain >= 1 - 1e-12 or size > len(kept))
 
 
 @pytest.mark.parametrize("split", ["free", "even"])
@@ -246,3 +248,64 @@ def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys:
     ):
         assert main([*command, *words]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_empty_heads_beside_large_fixed_parts() -> None:
+    """Whatever is lost beside the weights of a head is shared somehow; also where tokens take no time at all."""
+    large = model_of(16384, 53248, 128, 8, 128, 1)
+    times = HeadTimes(PRESETS["cpu"].profile(tp_size=7), large, tp_size=7)
+    limits = CopyLimits(7, 6)
+    for kept in ([0.0, 13, 32, 55, 0, 0, 0, 6], [0.0] * 8, [1.0, 0, 0, 0, 0, 0, 0, 0]):
+        mapping, _ = fastest_layer(times, 0, kept, limits, "free")
+        assert {rank for held in mapping.ranks for rank in held} == set(range(7))
+        assert all(sum(shares) == pytest.approx(1) for shares in mapping.shares)
+    flat = tuple((1e-5 * heads,) * 2 for heads in (1, 8))
+    table = RaggedTable(head_dim=128, group=4, heads=(1, 8), tokens=(9, 900), seconds=flat)
+    profile = PRESETS["cpu"].profile(tp_size=5).model_copy(update={"ragged": (table,)})
+    times = HeadTimes(profile, model_of(*SHAPES[0], 1), tp_size=5)
+    fastest_layer(times, 0, [900.0, 100, 200, 50, 700, 300, 20, 90], CopyLimits(5, 4), "free")
+
+
+def test_requests_are_divided_as_predicted() -> None:
+    """An engine's split of the mean's tokens takes as long as the mapping said."""
+    for _ in range(20):
+        size = int(RANDOM.choice([4, 8]))
+        times, rows = instance(size)
+        kept = [round(each) for each in rows[0]]
+        profile = BudgetProfile(model="m", budgets=(tuple(map(float, kept)),))
+        found = map_heads(profile, tp_size=size, times=times)
+        assert found.time is not None and found.head_tokens is not None
+        (layer,) = found.layers
+        parts = split_request(layer, kept, size, fixed=found.fixed(0))
+        as_run = times.beside_s + times.layer_seconds(0, layer.with_shares(parts), kept)
+        assert as_run == pytest.approx(found.time.seconds, rel=2e-3)
+
+
+def test_more_ranks_than_heads_are_compared_with_divided_queries() -> None:
+    model, kept = model_of(*SHAPES[2], 1), (200.0, 600.0, 1000.0, 248.0)
+    times = HeadTimes(PRESETS["h100-rdma"].profile(tp_size=8), model, tp_size=8)
+    found = map_heads(BudgetProfile(model="m", budgets=(kept,)), tp_size=8, copies=8, times=times).time
+    assert found is not None
+    # Two ranks read each head's tokens, and half of its queries' weights beside its own.
+    part = (model.heads / 8 + 1) / (model.heads / 4 + 1)
+    costs = times.costs(0)
+    slowest = max(part * costs.head_s + max(kept) * costs.token_s, 0.0)
+    assert found.contiguous_seconds == pytest.approx(
+        times.beside_s + max(costs.least_s, costs.alike_s + slowest), rel=0.05
+    )
+    even = map_heads(BudgetProfile(model="m", budgets=((2.0**20,) * 4,)), tp_size=8, copies=8, times=times).time
+    assert even is not None and even.gain > 1.1
+
+
+def test_a_cap_that_contiguous_heads_meet_is_met() -> None:
+    model = model_of(2048, 5632, 16, 4, 64, 1)
+    times = HeadTimes(PRESETS["h100-rdma"].profile(tp_size=2), model, tp_size=2)
+    budgets = (4000.0, 10.0, 10.0, 10.0)
+    profile = BudgetProfile(model="m", budgets=(budgets,), prompts=((budgets,),), lengths=(4000,))
+    plain = RankMemory.in_bytes(profile, 2, 1.0, model, 1)
+    needed = float(plain.held([contiguous_layer(4, 2)]).max()) * (plain.token_bytes or 1.0)
+    for objective, copies in (("time", None), ("barrier", 0), ("barrier", 1), ("equation4", 0)):
+        found = map_heads(
+            profile, tp_size=2, times=times, objective=objective, copies=copies, memory_cap_bytes=1.001 * needed
+        )
+        assert float(plain.held(found.layers).max()) * (plain.token_bytes or 1.0) <= 1.001 * needed
