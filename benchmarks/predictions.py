@@ -72,12 +72,12 @@ def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
 
 
 def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Methods that some row was measured by without a prediction."""
+    """Methods that some row was measured by without a prediction; a kernel's own times are none's."""
     missing = {
         row["method"]
         for row in rows
         for _, key, names in MEASURES
-        if key in row and all(row.get(name) is None for name in names)
+        if "method" in row and key in row and all(row.get(name) is None for name in names)
     }
     return sorted(missing)
 

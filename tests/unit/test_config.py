@@ -142,7 +142,7 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"megakv": {"tracking": {"timeline": "x.jpg"}}}, "timeline = 'x.jpg': allowed: a path that ends in .png$"),
         (
             {"megakv": {"fairkv": {"budget": 0.5, "method": "h2o", "window": 8}}},
-            "^config: megakv.fairkv.window is not a setting of method 'h2o', which has: recent$",
+            "^config: megakv.fairkv.window is not a setting of method 'h2o', which has: recent, per_query$",
         ),
         (
             {"megakv": {"fairkv": {"budget": 4, "method": "snapkv"}}},

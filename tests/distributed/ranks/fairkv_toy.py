@@ -1,6 +1,6 @@
 """Started on every rank: a compression method of one file and one registry line, then as fairkv_kept.py.
 
-Usage: fairkv_toy.py MODEL PROMPTS.json SECTIONS.json OUT.json CONFIG.json CHECKED.json: what ``megakv check`` says of
+Usage: fairkv_toy.py MODEL CASES.json OUT.json CONFIG.json CHECKED.json: what ``megakv check`` says of
 CONFIG goes to CHECKED.
 """
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     from megakv.launcher.process import orderly_end
 
     with orderly_end():
-        config, checked = sys.argv[5:]
-        del sys.argv[5:]
+        config, checked = sys.argv[4:]
+        del sys.argv[4:]
         main()
         assert command(["check", config, "--json", checked]) == 0

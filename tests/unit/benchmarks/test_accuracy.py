@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from benchmarks.harness.answers import Batch, load_model, ways_of
 from benchmarks.harness.methods import Peers
 from benchmarks.harness.ruler import ALL, EXACT, METHODS, Item, by_length, compare_tokens, read_items, rows_of, share
-from benchmarks.harness.world import World, alone
+from benchmarks.harness.world import World
 from megakv.fairkv import methods
 from tests.unit.benchmarks.running import fork_benchmark
 
@@ -57,7 +57,7 @@ def test_rows_and_summary() -> None:
     assert compare_tokens({})["exact_items"] == 0
 
 
-def test_shared_reading_is_like_reading_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_reading_is_like_reading_whole(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
     """A method answers from a prompt that others have read as from one that it reads itself."""
     monkeypatch.setattr("benchmarks.harness.answers.PIECE_TOKENS", 150)
     model, _ = load_model(str(MODEL), "fp32")
@@ -65,7 +65,7 @@ def test_shared_reading_is_like_reading_whole(monkeypatch: pytest.MonkeyPatch) -
     items = [Item("fwe", 200, text(words), ("never said",)) for words in (110, 117)]
     ways = [replace(way, importance=None) for way in ways_of(["h2o", "ada_snapkv", EXACT], [40], Path())]
     batch = Batch(items, tokenizer)
-    with alone(), Peers(model, World(0, 1, torch.device("cpu"))) as peers:
+    with Peers(model, World(0, 1, torch.device("cpu"))) as peers:
         engines = {way.name: peers.engine(way.name, {}, **way.section) for way in ways}
         shared = batch.compressed(engines, ways[:1]) | batch.compressed(engines, ways[1:])
         for way in ways:
