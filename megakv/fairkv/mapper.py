@@ -119,7 +119,17 @@ def map_heads(
 
     plain = [contiguous_layer(profile.n_kv_heads, tp_size)] * profile.n_layers
     allowed = plain if limits.allow(plain[0].replicas) else None
-    layers, bound = mapped(None) if memory is None else memory.within(mapped, allowed)
+    if memory is None:
+        layers, bound = mapped(None)
+    else:
+        try:
+            layers, bound = memory.within(mapped, allowed)
+        except ValueError:
+            if head_tokens is None:
+                raise
+            # Divided by tokens alone, what requests keep takes the ranks less room.
+            head_tokens = None
+            layers, bound = replace(memory, fixed=()).within(mapped, allowed)
     if objective in ("barrier", "requests") and split == "free" and memory is None:
         layers = _placed_for_requests(profile, layers, limits, objective)
     found = balance(layers, budgets, tp_size)

@@ -161,7 +161,7 @@ def test_the_cost_model_says_what_a_step_gains(tmp_path: Path) -> None:
     plain = times.step_seconds([contiguous_layer(8, 4)] * LAYERS, profile.budgets)
     # So many tokens are all that counts.
     step = Gain.predict(mapping).step
-    assert step == pytest.approx(plain / times.step_seconds(mapping.layers, profile.budgets)) and step > 1.1
+    assert step == pytest.approx(plain / times.step_seconds(mapping.layers, profile.budgets)) and step > 1
 
 
 @pytest.mark.parametrize("rows", [[[5.0, 5.0]], [[0.0, 0.0]], [[9.0, 1.0], [2.0, 3.0]]])
