@@ -118,18 +118,18 @@ def map_heads(
         return map_layers(budgets, limits, split, memory_cap=cap)
 
     plain = [contiguous_layer(profile.n_kv_heads, tp_size)] * profile.n_layers
-    allowed = plain if limits.allow(plain[0].replicas) else None
+    fallback = plain if limits.allow(plain[0].replicas) else None
     if memory is None:
         layers, bound = mapped(None)
     else:
         try:
-            layers, bound = memory.within(mapped, allowed)
+            layers, bound = memory.within(mapped, fallback)
         except ValueError:
             if head_tokens is None:
                 raise
             # Divided by tokens alone, what requests keep takes the ranks less room.
             head_tokens = None
-            layers, bound = replace(memory, fixed=()).within(mapped, allowed)
+            layers, bound = replace(memory, fixed=()).within(mapped, fallback)
     if objective in ("barrier", "requests") and split == "free" and memory is None:
         layers = _placed_for_requests(profile, layers, limits, objective)
     found = balance(layers, budgets, tp_size)
