@@ -56,7 +56,8 @@ def map_heads(
         Whether replicas share a head in any way, or equally.
     objective : {"time", "barrier", "equation4", "algorithm2", "requests"}, optional
         ``time``, the default with `times`: predicted seconds of a decoding step, in which every head costs its weights
-        on each rank that holds it, too; never slower than contiguous heads, and without copies that do not pay.
+        on each rank that holds it, too; without a cap never slower than contiguous heads, where there are as many as
+        ranks, and without copies that do not pay.
         ``barrier``, the default otherwise: the sum over layers of the slowest rank's tokens, each layer ending in an
         all-reduce; what is left of the copies goes where requests unlike the profile need them. ``equation4``: the
         paper's, the largest sum over layers of a rank. ``algorithm2``: what the paper's listing picks by, in every

@@ -2,7 +2,8 @@
 
 A head costs a fixed part on every rank that holds it, as its weights are read there, and a part that replicas share. In
 tokens, the fixed part is that of so many more: with it, a layer is mapped for every number of copies. Heads in runs of
-neighbours are a candidate in each layer, so that nothing found is predicted to be slower.
+neighbours are a candidate in each layer, so that nothing found is predicted to be slower. A cap may leave
+them out; and with more ranks than KV heads tensor parallelism divides queries, which no mapping does.
 """
 
 from __future__ import annotations
